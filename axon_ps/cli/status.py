@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import json
+import math
+import time
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -38,15 +41,14 @@ async def _once(settings: Settings, timeout_s: float, *, as_json: bool) -> None:
     from rich.console import Console
 
     from axon_ps.cli.operate import client
-    from axon_ps.cli.terminal.feed import look
     from axon_ps.cli.terminal.status_view import rendered
 
     async with client(settings) as operator:
-        view = await look(operator, timeout_s)
+        reply = await operator.status(timeout_s=timeout_s)
     if as_json:
-        print(json.dumps(_as_dict(view.status) | {"finished": view.finished, "progress": view.progress}, indent=2))
+        print(json.dumps(_as_dict(reply), indent=2))
     else:
-        Console().print(rendered(view, settings.coordinator))
+        Console().print(rendered(reply, settings.coordinator))
 
 
 async def _watch(settings: Settings, every_s: float, timeout_s: float) -> None:
@@ -54,17 +56,22 @@ async def _watch(settings: Settings, every_s: float, timeout_s: float) -> None:
     from rich.console import Console
     from rich.live import Live
 
-    from axon_ps.cli.terminal.feed import views
+    from axon_ps.cli.terminal.feed import followed
     from axon_ps.cli.terminal.status_view import rendered
+    from axon_ps.cli.terminal.watched_job import WatchedJob
 
-    console = Console()
+    console, job, drawn_s, before = Console(), WatchedJob(), -math.inf, ""
     with Live(console=console, auto_refresh=False, vertical_overflow="visible") as live:
-        async for view in views(settings, every_s, timeout_s):
-            picture = rendered(view, settings.coordinator)
-            if console.is_terminal:
-                live.update(picture, refresh=True)
-            else:
-                console.print(picture)
+        async with contextlib.aclosing(followed(settings, job, first_s=timeout_s)) as changes:
+            async for note in changes:
+                if time.monotonic() - drawn_s < every_s and bool(note) == bool(before) and not job.finished:
+                    continue
+                drawn_s, before = time.monotonic(), note
+                picture = rendered(job.as_status(), settings.coordinator, note)
+                if console.is_terminal:
+                    live.update(picture, refresh=True)
+                else:
+                    console.print(picture)
 
 
 def health(
@@ -117,7 +124,7 @@ def doctor(
 
 
 def _as_dict(reply: Status) -> dict[str, Any]:
-    values = dataclasses.asdict(reply)
+    values = dataclasses.asdict(reply) | {"finished": reply.membership.is_over}
     membership = values["membership"]
     for member in (*membership["workers"], *membership["shards"], *membership["finished"]):
         member["role"] = member["role"].value

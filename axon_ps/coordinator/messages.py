@@ -27,6 +27,7 @@ from axon_ps.coordinator.core.events import (
     Vote,
     Welcome,
 )
+from axon_ps.coordinator.core.history.report import Report
 from axon_ps.coordinator.core.records import restore_from_proto, restore_to_proto
 from axon_ps.errors import InvalidRequest
 from axon_ps.observe.log_buffer import Logged
@@ -341,11 +342,11 @@ def logged_to_proto(records: Sequence[Logged]) -> list[logs_pb2.LogRecord]:
     return [logs_pb2.LogRecord(at_s=r.at_s, level=r.level, logger=r.logger, text=r.text) for r in records]
 
 
-def status_to_proto(status: Status) -> status_pb2.StatusReply:
-    """The status of the job, as a message."""
+def status_to_proto(status: Status, *, membership: bool = True) -> status_pb2.StatusReply:
+    """The status of the job, as a message; the membership may be left out."""
     return status_pb2.StatusReply(
         job=status.job,
-        membership=codec.membership_to_proto(status.membership),
+        membership=codec.membership_to_proto(status.membership) if membership else None,
         version=status.version,
         step=status.step,
         registered=status.registered,
@@ -359,6 +360,7 @@ def status_to_proto(status: Status) -> status_pb2.StatusReply:
         replication=status.replication,
         draining=status.draining,
         checkpoints=status_pb2.CheckpointStatus(**dataclasses.asdict(status.checkpoints)),
+        progress=None if status.progress is None else status_pb2.ProgressReport(**dataclasses.asdict(status.progress)),
     )
 
 
@@ -406,4 +408,16 @@ def status_from_proto(message: status_pb2.StatusReply) -> Status:
             failure_age_s=message.checkpoints.failure_age_s,
             activity=message.checkpoints.activity,
         ),
+        progress=_report_from_proto(message.progress) if message.HasField("progress") else None,
+    )
+
+
+def _report_from_proto(message: status_pb2.ProgressReport) -> Report:
+    return Report(
+        step=int(message.step),
+        steps=int(message.steps) if message.HasField("steps") else None,
+        loss=message.loss if message.HasField("loss") else None,
+        steps_per_s=message.steps_per_s,
+        values=dict(message.values),
+        at=message.at,
     )

@@ -63,13 +63,12 @@ class HttpServer:
         security: TLS and tokens, as of the gRPC server.
 
     Raises:
-        ConfigurationError: `security` does not allow to listen on `host`, or its tokens do not go together.
+        ConfigurationError: there is no such port, `security` does not allow to listen on `host`, or its tokens do not
+            go together.
     """
 
     def __init__(self, host: str, port: int, security: Security) -> None:
-        security.check_bind(host)
-        if not 0 <= port < 65536:
-            raise ConfigurationError(f"HTTP port {port} does not exist; use 1 to 65535, or 0 for any free one")
+        security.check_bind(host, port)
         self.host = host
         self.port = port
         self._security = security

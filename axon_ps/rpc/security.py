@@ -63,12 +63,15 @@ class Security:
             if not token.isascii() or any(c.isspace() or not c.isprintable() for c in token):
                 raise ConfigurationError(f"the {name} cannot be sent; use printable ASCII characters without spaces")
 
-    def check_bind(self, host: str) -> None:
+    def check_bind(self, host: str, port: int = 0) -> None:
         """Refuse to listen on `host` when that would be open to the network.
 
         Raises:
-            ConfigurationError: `host` is not loopback and TLS or token is missing, and `insecure` is not set.
+            ConfigurationError: `host` is not loopback and TLS or token is missing, and `insecure` is not set; or there
+                is no such port.
         """
+        if not 0 <= port < 65536:
+            raise ConfigurationError(f"port {port} does not exist; use 1 to 65535, or 0 for any free one")
         if self.insecure or is_loopback(host):
             return
         needed = (("a certificate and key", self.cert_file), ("a token", self.token))

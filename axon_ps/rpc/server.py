@@ -49,7 +49,8 @@ class Server:
         service_names: full names of the services, for health and reflection.
 
     Raises:
-        ConfigurationError: `security` does not allow to listen on `host`, or its tokens do not go together.
+        ConfigurationError: there is no such port, `security` does not allow to listen on `host`, or its tokens do not
+            go together.
     """
 
     def __init__(
@@ -60,9 +61,7 @@ class Server:
         services: Sequence[grpc.GenericRpcHandler],
         service_names: Sequence[str],
     ) -> None:
-        security.check_bind(host)
-        if not 0 <= port < 65536:
-            raise ConfigurationError(f"port {port} does not exist; use 1 to 65535, or 0 for any free one")
+        security.check_bind(host, port)
         self.host = host
         self.port = port
         self._security = security

@@ -82,6 +82,10 @@ class Placement:
         """Every server that holds something."""
         return frozenset(rank for h in self.holders for rank in h.servers)
 
+    def lacking(self, copies: int) -> int:
+        """How many slices fewer servers have than are to."""
+        return sum(len(h.complete) < copies for h in self.holders)
+
     def slices_of(self, rank: int) -> tuple[int, ...]:
         """The slices that a server holds, or is to hold."""
         return tuple(i for i, h in enumerate(self.holders) if rank in h.servers)

@@ -10,12 +10,12 @@ import json
 import logging
 import math
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from typing import Any, Final
+from typing import Final
 
-from axon_ps.coordinator.core.history.history import REPORT_KEY
-from axon_ps.errors import AxonError, InvalidRequest
+from axon_ps.coordinator.core.history.report import REPORT_KEY
+from axon_ps.errors import InvalidRequest
 
 KEY: Final = REPORT_KEY
 INTERVAL_S: Final = 1.0
@@ -76,18 +76,3 @@ class Progress:
 def _log_failure(sent: Future[None]) -> None:
     if not sent.cancelled() and (error := sent.exception()) is not None:
         _logger.debug("the job's progress was not stored: %s", error)
-
-
-async def progress_of(get: Callable[[str], Awaitable[bytes | None]]) -> dict[str, Any] | None:
-    """The last report; None when there is none.
-
-    Args:
-        get: the value of a key of the job's store.
-    """
-    try:
-        value = await get(KEY)
-        found = None if value is None else json.loads(value)
-    except (AxonError, ValueError) as error:
-        _logger.debug("the job's progress is not known: %s", error)
-        return None
-    return found if isinstance(found, dict) else None

@@ -3,52 +3,55 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
-from typing import Any, Final
+from collections.abc import Iterator
+from typing import Final
 
 from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from axon_ps.cli.terminal.feed import JobView, is_finished
 from axon_ps.cli.terminal.members import measures_of, of_the_job, works_of
 from axon_ps.cli.terminal.quantities import duration, size, work_line
 from axon_ps.coordinator.core.events import CheckpointStatus, Status
+from axon_ps.coordinator.core.history.report import Report
 from axon_ps.types import Role
 
 _OLD_S: Final = 10.0
 """A report older than this is shown with its age."""
 
+_DAY_S: Final = 86400.0
+
 
 def _state(reply: Status) -> str:
     """The state of the job, for its headline."""
     count = len(reply.membership.finished)
-    if is_finished(reply):
+    if reply.membership.is_over:
         return f"finished: {'its worker has' if count == 1 else f'all {count} workers have'} done all there was to do"
     return "complete" if reply.membership.complete else f"waiting for {reply.membership.waiting_for or 'members'}"
 
 
-def progress_line(report: Mapping[str, Any], now: float) -> str:
+def progress_line(report: Report, now: float, *, over: bool = False) -> str:
     """The last progress report of the training script, as text.
 
     Args:
-        report: as `worker.progress` stores it.
+        report: the report.
         now: the time, as seconds since 1970.
+        over: whether the job has finished.
     """
-    step, steps, rate = report.get("step", 0), report.get("steps"), report.get("steps_per_s") or 0.0
+    step, steps = report.step, report.steps
     fields = [f"step {step}" + (f" of {steps} ({100 * step // max(1, steps)} %)" if steps else "")]
-    if report.get("loss") is not None:
-        fields.append(f"loss {report['loss']:.4g}")
-    if rate:
-        fields.append(f"{rate:.3g} steps/s")
-    for name, value in (report.get("values") or {}).items():
+    if report.loss is not None:
+        fields.append(f"loss {report.loss:.4g}")
+    if report.steps_per_s and not over:
+        fields.append(f"{report.steps_per_s:.3g} steps/s")
+    for name, value in report.values.items():
         number = f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
         fields.append(f"{number} {name.removesuffix('_per_s')}/s" if name.endswith("_per_s") else f"{name} {number}")
-    age_s = now - report.get("at", now)
-    if age_s >= _OLD_S:
-        fields.append(f"reported {duration(age_s)} ago")
-    elif steps and rate and step < steps:
-        fields.append(f"{duration((steps - step) / rate)} left")
+    if report.at and now - report.at >= _OLD_S:
+        fields.append(f"reported {duration(now - report.at)} ago")
+    if not over and (left_s := report.left_s(now)) is not None:
+        ends = time.strftime("%H:%M" if left_s < _DAY_S else "%a %d %b, %H:%M", time.localtime(now + left_s))
+        fields.append(f"{duration(left_s)} left, until {ends}")
     return ", ".join(fields)
 
 
@@ -68,22 +71,25 @@ def checkpoint_lines(known: CheckpointStatus) -> list[str]:
     return lines
 
 
-def rendered(view: JobView, address: str) -> Group:
-    """The status, for a terminal of any width."""
-    reply, table = view.status, _members_table(view.status)
-    head = Text.assemble("job ", (reply.job, "bold"), f" at {address}: {_state(reply)}")
-    lines = [head] if not view.error else [head, _silence(view)]
-    if view.progress is not None:
-        lines.append(Text(progress_line(view.progress, time.time())))
+def rendered(reply: Status, address: str, note: str = "") -> Group:
+    """The status, for a terminal of any width.
+
+    Args:
+        reply: the status.
+        address: of the coordinator.
+        note: why nothing newer is known.
+    """
+    table, over = _members_table(reply), reply.membership.is_over
+    lines = [Text.assemble("job ", (reply.job, "bold"), f" at {address}: {_state(reply)}")]
+    if note:
+        lines.append(Text(note, "red"))
+    if reply.progress is not None:
+        lines.append(Text(progress_line(reply.progress, time.time(), over=over)))
     lines += map(Text, _position_lines(reply))
     last = [*checkpoint_lines(reply.checkpoints), *map(work_line, works_of(reply))]
-    last += [] if is_finished(reply) else [f"pending: {line}" for line in reply.pending]
+    last += [] if reply.membership.is_over else [f"pending: {line}" for line in reply.pending]
     last += [f"{name} {value:g}" for name, value in sorted(of_the_job(reply.counters).items())]
     return Group(*lines, *([_models_table(reply)] if len(reply.models) > 1 else []), table, *map(Text, last))
-
-
-def _silence(view: JobView) -> Text:
-    return Text(f"the coordinator has not answered for {duration(view.silent_s)}, trying again: {view.error}", "red")
 
 
 def _position_lines(reply: Status) -> Iterator[str]:

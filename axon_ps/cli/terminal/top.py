@@ -6,19 +6,16 @@ import asyncio
 import contextlib
 import os
 import sys
-import time
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from axon_ps.cli import options as o
-from axon_ps.errors import AxonError
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.live import Live
 
     from axon_ps.cli.settings import Settings
-    from axon_ps.cli.terminal.top_state import TopState
 
 
 @o.of_a_job
@@ -31,38 +28,14 @@ def top(*, settings: Settings) -> None:
     asyncio.run(_Top(settings, console).run() if live else _snapshot(settings, console))
 
 
-async def _followed(settings: Settings, state: TopState) -> AsyncGenerator[str, None]:
-    """Bring `state` up to date; yields after each change why nothing newer comes, or "".
-
-    Raises:
-        AxonError: the coordinator has never answered, refuses, or was silent for too long.
-    """
-    from axon_ps.cli.operate import client
-    from axon_ps.cli.terminal.feed import PATIENCE_S
-
-    newest_s = time.monotonic()
-    async with client(settings) as operator, contextlib.aclosing(operator.watch()) as feed:
-        async for event in feed:
-            if isinstance(event, AxonError):
-                silent_s = time.monotonic() - newest_s
-                if state.status is None or silent_s >= PATIENCE_S:
-                    raise event
-                yield f"no answer for {silent_s:.0f} s, trying again: {event}"
-                continue
-            newest_s = time.monotonic()
-            state.apply(event)
-            yield ""
-            if state.finished:
-                return
-
-
 async def _snapshot(settings: Settings, console: Console) -> None:
     """What there is now, once: standard output or input is no terminal."""
-    from axon_ps.cli.terminal.top_state import TopState
+    from axon_ps.cli.terminal.feed import followed
     from axon_ps.cli.terminal.top_view import rendered
+    from axon_ps.cli.terminal.watched_job import WatchedJob
 
-    state = TopState()
-    async with contextlib.aclosing(_followed(settings, state)) as changes:
+    state = WatchedJob()
+    async with contextlib.aclosing(followed(settings, state)) as changes:
         async for _ in changes:
             break
     lines = len(state.members()) + 30  # all members, and the newest events
@@ -73,10 +46,10 @@ class _Top:
     """The live picture, and what keys have asked for."""
 
     def __init__(self, settings: Settings, console: Console) -> None:
-        from axon_ps.cli.terminal.top_state import TopState
+        from axon_ps.cli.terminal.watched_job import WatchedJob
 
         self._settings, self._console = settings, console
-        self._state, self._note = TopState(), ""
+        self._state, self._note = WatchedJob(), ""
         self._sort, self._paused = 0, False
         self._quit = asyncio.Event()
 
@@ -102,7 +75,9 @@ class _Top:
             self._console.print(self._picture(keys=False))
 
     async def _follow(self, live: Live) -> None:
-        async with contextlib.aclosing(_followed(self._settings, self._state)) as changes:
+        from axon_ps.cli.terminal.feed import followed
+
+        async with contextlib.aclosing(followed(self._settings, self._state)) as changes:
             async for note in changes:
                 if self._quit.is_set():
                     return
@@ -111,8 +86,8 @@ class _Top:
                     self._draw(live)
 
     def _picture(self, *, keys: bool = True) -> object:
-        from axon_ps.cli.terminal.top_state import SORTS
         from axon_ps.cli.terminal.top_view import rendered
+        from axon_ps.cli.terminal.watched_job import SORTS
 
         width, height = self._console.size
         note = "paused; p goes on" if self._paused else self._note
@@ -139,7 +114,7 @@ class _Top:
             termios.tcsetattr(fd, termios.TCSADRAIN, before)
 
     def _pressed(self, keys: bytes, live: Live) -> None:
-        from axon_ps.cli.terminal.top_state import SORTS
+        from axon_ps.cli.terminal.watched_job import SORTS
 
         if not keys:
             self._quit.set()  # the terminal has gone

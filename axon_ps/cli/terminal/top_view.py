@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import Final
 
@@ -10,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from axon_ps.cli.terminal.quantities import duration, size, sparkline
-from axon_ps.cli.terminal.top_state import Row, TopState
+from axon_ps.cli.terminal.watched_job import Row, WatchedJob
 from axon_ps.types import Role
 from axon_ps.wire.v1 import status_pb2, watch_pb2
 
@@ -25,7 +26,7 @@ _STYLES: Final = {"lost": "red", "aborted": "red", "checkpoint failed": "red", "
 
 
 def rendered(
-    state: TopState, address: str, width: int, height: int, *, sort: str = "rank", note: str = "", keys: bool = True
+    state: WatchedJob, address: str, width: int, height: int, *, sort: str = "rank", note: str = "", keys: bool = True
 ) -> RenderableType:
     """The job, in a terminal of this size.
 
@@ -33,7 +34,7 @@ def rendered(
         state: what is known.
         address: of the coordinator.
         width, height: of the terminal.
-        sort: the order of members; see `TopState.members`.
+        sort: the order of members; see `WatchedJob.members`.
         note: what is to be said beside: that it is paused, or why nothing new comes.
         keys: whether the keys are told.
     """
@@ -52,7 +53,7 @@ def rendered(
     return Group(*lines)
 
 
-def _head(state: TopState, status: status_pb2.StatusReply, address: str, width: int, note: str) -> list[Text]:
+def _head(state: WatchedJob, status: status_pb2.StatusReply, address: str, width: int, note: str) -> list[Text]:
     where = "finished" if state.finished else "complete" if state.membership.complete else _missing(state)
     rate = state.curve("steps_per_s")
     counts = f"version {status.version:g}, generation {state.membership.generation}, up {duration(status.uptime_s)}"
@@ -61,7 +62,7 @@ def _head(state: TopState, status: status_pb2.StatusReply, address: str, width: 
     waits = "; ".join(status.pending) if not state.finished else ""
     lines = [
         Text.assemble("job ", (status.job, "bold"), f" at {address}: {where}"),
-        Text(counts + (f", {rate[-1]:.3g} steps/s" if rate else "")),
+        Text(counts + (f", {rate[-1]:.3g} steps/s" if rate and not state.finished else "") + _position(state)),
         _line("step", _steps_text(last), sparkline([s.duration_s for s in state.steps][-points:])),
         _line(
             "loss", f"{loss[-1]:.4g}" if (loss := state.curve("loss")) else "not reported", sparkline(loss[-points:])
@@ -73,7 +74,16 @@ def _head(state: TopState, status: status_pb2.StatusReply, address: str, width: 
     return lines
 
 
-def _missing(state: TopState) -> str:
+def _position(state: WatchedJob) -> str:
+    """How far the training script is, by its own report, and how long the rest will take."""
+    report = None if state.status is None else state.as_status().progress
+    if report is None or not report.steps:
+        return ""
+    left_s = None if state.finished else report.left_s(time.time())
+    return f", step {report.step} of {report.steps}" + (f", {duration(left_s)} left" if left_s else "")
+
+
+def _missing(state: WatchedJob) -> str:
     return f"waiting for {state.membership.waiting_for or 'members'}"
 
 
@@ -88,7 +98,7 @@ def _line(name: str, value: str, drawn: str) -> Text:
     return Text.assemble((f"{name:<5}", "bold"), f"{value:<28} ", (drawn, "cyan"))
 
 
-def _table(state: TopState, rows: Sequence[Row]) -> Table:
+def _table(state: WatchedJob, rows: Sequence[Row]) -> Table:
     table = Table(box=None, padding=(0, 1, 0, 0), header_style="bold", expand=False)
     for name, least in _COLUMNS.items():
         table.add_column(name, no_wrap=True, overflow="ellipsis", min_width=least)
@@ -105,7 +115,7 @@ def _table(state: TopState, rows: Sequence[Row]) -> Table:
     return table
 
 
-def _draining(state: TopState) -> Sequence[int]:
+def _draining(state: WatchedJob) -> Sequence[int]:
     return () if state.status is None else state.status.draining
 
 
@@ -122,7 +132,7 @@ def _size(count: float) -> str:
     return size(count) if count else ""
 
 
-def _events(state: TopState, room: int) -> list[Text]:
+def _events(state: WatchedJob, room: int) -> list[Text]:
     events = list(state.events)[-room:] if room else []
     lines = [
         Text.assemble((f"{duration(max(0.0, state.at_s - e.at_s)):>7} ago  ", "dim"), (e.text, _STYLES.get(e.kind, "")))

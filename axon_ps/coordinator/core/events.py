@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from axon_ps.coordinator.core.history.report import Report
 from axon_ps.errors import AxonError
 from axon_ps.sharding.job import JobSpec
 from axon_ps.sharding.placement import Placement
@@ -362,6 +363,7 @@ class Status:
         replication: how many shard servers are to hold each slice.
         draining: ranks of the shard servers that give up what they hold.
         checkpoints: its checkpoints.
+        progress: what the training script has reported last; None = nothing.
     """
 
     job: str
@@ -379,3 +381,4 @@ class Status:
     replication: int = 1
     draining: tuple[int, ...] = ()
     checkpoints: CheckpointStatus = field(default_factory=CheckpointStatus)
+    progress: Report | None = None

@@ -69,6 +69,10 @@ class KeyValues:
         self._store(key, value)
         self._out.reply(call, KVResult(True, value))
 
+    def peek(self, key: str) -> bytes | None:
+        """A value, if there is one, for the coordinator itself."""
+        return self._values.get(key)
+
     def get(self, call: int, key: str) -> None:
         """Read a value."""
         _check_key(key)

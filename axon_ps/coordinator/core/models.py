@@ -77,7 +77,6 @@ class Model:
         """Its current state, for users; each slice is to have so many copies."""
         spec, placement = self.registration.spec, self.registration.parameters.placement
         state = self.state(shards)
-        holders = () if placement is None else placement.holders
         return ModelStatus(
             model=self.number,
             name=self.name,
@@ -86,8 +85,8 @@ class Model:
             epoch=state.epoch,
             initialized=state.initialized,
             parameters=0 if spec is None else spec.layout.numel,
-            slices=len(holders),
-            lacking=sum(len(h.complete) < copies for h in holders),
+            slices=0 if placement is None else len(placement.holders),
+            lacking=0 if placement is None else placement.lacking(copies),
         )
 
 

@@ -34,6 +34,7 @@ from axon_ps.coordinator.core.events import (
     Vote,
 )
 from axon_ps.coordinator.core.history.history import History
+from axon_ps.coordinator.core.history.report import REPORT_KEY, parse
 from axon_ps.coordinator.core.isolation import Isolation
 from axon_ps.coordinator.core.kv import KeyValues
 from axon_ps.coordinator.core.members import Members
@@ -524,15 +525,20 @@ class CoordinatorState:
         job = self._models.described(name).state(self._assembly.shards(), full=True)
         return dataclasses.replace(job, optimizer=None), self._assembly.membership
 
-    def status(self, now: float | None = None) -> Status:
-        """The current status of the job; how long it has waited is in it only if the time is given."""
+    def status(self, now: float | None = None, *, measures: bool = True) -> Status:
+        """The current status of the job.
+
+        Args:
+            now: the time; without it the status does not say how long the job has waited.
+            measures: whether it has what the members measure.
+        """
         a, first, shards = self._assembly, self._models.first, self._assembly.shards()
         last_norm = 0.0 if first is None else first.last_norm
         counters: dict[str, float] = {**a.counters, "last_grad_norm": last_norm, "kv_keys": len(self._kv)}
         models = tuple(m.status(shards, self.config.copies) for m in self._models.registered)
         if len(models) > 1:
             counters |= {f"model/{m.name}/last_grad_norm": m.last_norm for m in self._models.registered}
-        for entry in a.roster:
+        for entry in a.roster if measures else ():
             for name, value in entry.metrics.items():
                 counters[f"{entry.member.role.value}/{entry.member.rank}/{name}"] = value
         stragglers = self.longest_wait(now)[1] if now is not None else ""
@@ -556,6 +562,7 @@ class CoordinatorState:
             models=models,
             replication=self.config.copies,
             draining=tuple(sorted(a.draining)),
+            progress=parse(self._kv.peek(REPORT_KEY)),
         )
 
     def statistics(self, status: Status, now: float) -> dict[str, float]:

@@ -138,11 +138,7 @@ class Feed:
     def _message(self, event: watch_pb2.WatchEvent, unless: int = -1) -> Message:
         """Complete an event; without the membership of the generation `unless`."""
         event.history, event.began_s = self.history, self._began_s
-        status = self._shell.status()
-        event.status.CopyFrom(status_to_proto(status))
-        for name in [name for name in event.status.counters if "/" in name]:  # in `members`, too
-            del event.status.counters[name]
+        status = self._shell.status(measures=False)  # in `members`
         self._generation = status.membership.generation
-        if self._generation == unless:
-            event.status.ClearField("membership")
+        event.status.CopyFrom(status_to_proto(status, membership=self._generation != unless))
         return Message(event)

@@ -152,9 +152,9 @@ class Shell:
         """The time, as passed to the state machine."""
         return self._loop.time()
 
-    def status(self) -> Status:
-        """The status of the job."""
-        status = self.state.status(self.now())
+    def status(self, *, measures: bool = True) -> Status:
+        """The status of the job; see `CoordinatorState.status`."""
+        status = self.state.status(self.now(), measures=measures)
         pending = (*status.pending, self._store_trouble) if self._store_trouble else status.pending
         return dataclasses.replace(
             status, uptime_s=self.now() - self.started_s, pending=pending, checkpoints=self.checkpoints.status()

@@ -26,7 +26,7 @@ from axon_ps.wire.v1 import common_pb2 as axon__ps_dot_wire_dot_v1_dot_common__p
 from axon_ps.wire.v1 import membership_pb2 as axon__ps_dot_wire_dot_v1_dot_membership__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1c\x61xon_ps/wire/v1/status.proto\x12\x0f\x61xon_ps.wire.v1\x1a\x1c\x61xon_ps/wire/v1/common.proto\x1a axon_ps/wire/v1/membership.proto\">\n\rStatusRequest\x12-\n\x07\x63ontext\x18\x01 \x01(\x0b\x32\x1c.axon_ps.wire.v1.CallContext\"\xdc\x03\n\x0bStatusReply\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x34\n\nmembership\x18\x02 \x01(\x0b\x32 .axon_ps.wire.v1.MembershipEvent\x12\x0f\n\x07version\x18\x03 \x01(\x04\x12\x0c\n\x04step\x18\x04 \x01(\x04\x12\x12\n\nregistered\x18\x05 \x01(\x08\x12\x13\n\x0binitialized\x18\x06 \x01(\x08\x12\x12\n\nparameters\x18\x07 \x01(\x04\x12\x10\n\x08uptime_s\x18\x08 \x01(\x01\x12<\n\x08\x63ounters\x18\t \x03(\x0b\x32*.axon_ps.wire.v1.StatusReply.CountersEntry\x12\x0f\n\x07pending\x18\n \x03(\t\x12\x0f\n\x07lease_s\x18\x0b \x01(\x01\x12,\n\x06models\x18\x0c \x03(\x0b\x32\x1c.axon_ps.wire.v1.ModelStatus\x12\x13\n\x0breplication\x18\x14 \x01(\r\x12\x10\n\x08\x64raining\x18\x15 \x03(\r\x12\x36\n\x0b\x63heckpoints\x18\x1e \x01(\x0b\x32!.axon_ps.wire.v1.CheckpointStatus\x1a/\n\rCountersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"\x98\x01\n\x10\x43heckpointStatus\x12\x0b\n\x03uri\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\x04\x12\r\n\x05\x61ge_s\x18\x03 \x01(\x01\x12\x0e\n\x06took_s\x18\x04 \x01(\x01\x12\r\n\x05\x62ytes\x18\x05 \x01(\x04\x12\x0f\n\x07\x66\x61ilure\x18\x06 \x01(\t\x12\x15\n\rfailure_age_s\x18\x07 \x01(\x01\x12\x10\n\x08\x61\x63tivity\x18\x08 \x01(\t\"\xa2\x01\n\x0bModelStatus\x12\r\n\x05model\x18\x01 \x01(\r\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x0f\n\x07version\x18\x03 \x01(\x04\x12\x0c\n\x04step\x18\x04 \x01(\x04\x12\r\n\x05\x65poch\x18\x05 \x01(\x04\x12\x13\n\x0binitialized\x18\x06 \x01(\x08\x12\x12\n\nparameters\x18\x07 \x01(\x04\x12\x0e\n\x06slices\x18\x08 \x01(\r\x12\x0f\n\x07lacking\x18\t \x01(\rb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1c\x61xon_ps/wire/v1/status.proto\x12\x0f\x61xon_ps.wire.v1\x1a\x1c\x61xon_ps/wire/v1/common.proto\x1a axon_ps/wire/v1/membership.proto\">\n\rStatusRequest\x12-\n\x07\x63ontext\x18\x01 \x01(\x0b\x32\x1c.axon_ps.wire.v1.CallContext\"\x8f\x04\n\x0bStatusReply\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x34\n\nmembership\x18\x02 \x01(\x0b\x32 .axon_ps.wire.v1.MembershipEvent\x12\x0f\n\x07version\x18\x03 \x01(\x04\x12\x0c\n\x04step\x18\x04 \x01(\x04\x12\x12\n\nregistered\x18\x05 \x01(\x08\x12\x13\n\x0binitialized\x18\x06 \x01(\x08\x12\x12\n\nparameters\x18\x07 \x01(\x04\x12\x10\n\x08uptime_s\x18\x08 \x01(\x01\x12<\n\x08\x63ounters\x18\t \x03(\x0b\x32*.axon_ps.wire.v1.StatusReply.CountersEntry\x12\x0f\n\x07pending\x18\n \x03(\t\x12\x0f\n\x07lease_s\x18\x0b \x01(\x01\x12,\n\x06models\x18\x0c \x03(\x0b\x32\x1c.axon_ps.wire.v1.ModelStatus\x12\x13\n\x0breplication\x18\x14 \x01(\r\x12\x10\n\x08\x64raining\x18\x15 \x03(\r\x12\x36\n\x0b\x63heckpoints\x18\x1e \x01(\x0b\x32!.axon_ps.wire.v1.CheckpointStatus\x12\x31\n\x08progress\x18\x1f \x01(\x0b\x32\x1f.axon_ps.wire.v1.ProgressReport\x1a/\n\rCountersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"\xe5\x01\n\x0eProgressReport\x12\x0c\n\x04step\x18\x01 \x01(\x01\x12\x12\n\x05steps\x18\x02 \x01(\x01H\x00\x88\x01\x01\x12\x11\n\x04loss\x18\x03 \x01(\x01H\x01\x88\x01\x01\x12\x13\n\x0bsteps_per_s\x18\x04 \x01(\x01\x12;\n\x06values\x18\x05 \x03(\x0b\x32+.axon_ps.wire.v1.ProgressReport.ValuesEntry\x12\n\n\x02\x61t\x18\x06 \x01(\x01\x1a-\n\x0bValuesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\x08\n\x06_stepsB\x07\n\x05_loss\"\x98\x01\n\x10\x43heckpointStatus\x12\x0b\n\x03uri\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\x04\x12\r\n\x05\x61ge_s\x18\x03 \x01(\x01\x12\x0e\n\x06took_s\x18\x04 \x01(\x01\x12\r\n\x05\x62ytes\x18\x05 \x01(\x04\x12\x0f\n\x07\x66\x61ilure\x18\x06 \x01(\t\x12\x15\n\rfailure_age_s\x18\x07 \x01(\x01\x12\x10\n\x08\x61\x63tivity\x18\x08 \x01(\t\"\xa2\x01\n\x0bModelStatus\x12\r\n\x05model\x18\x01 \x01(\r\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x0f\n\x07version\x18\x03 \x01(\x04\x12\x0c\n\x04step\x18\x04 \x01(\x04\x12\r\n\x05\x65poch\x18\x05 \x01(\x04\x12\x13\n\x0binitialized\x18\x06 \x01(\x08\x12\x12\n\nparameters\x18\x07 \x01(\x04\x12\x0e\n\x06slices\x18\x08 \x01(\r\x12\x0f\n\x07lacking\x18\t \x01(\rb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,14 +35,20 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_STATUSREPLY_COUNTERSENTRY']._loaded_options = None
   _globals['_STATUSREPLY_COUNTERSENTRY']._serialized_options = b'8\001'
+  _globals['_PROGRESSREPORT_VALUESENTRY']._loaded_options = None
+  _globals['_PROGRESSREPORT_VALUESENTRY']._serialized_options = b'8\001'
   _globals['_STATUSREQUEST']._serialized_start=113
   _globals['_STATUSREQUEST']._serialized_end=175
   _globals['_STATUSREPLY']._serialized_start=178
-  _globals['_STATUSREPLY']._serialized_end=654
-  _globals['_STATUSREPLY_COUNTERSENTRY']._serialized_start=607
-  _globals['_STATUSREPLY_COUNTERSENTRY']._serialized_end=654
-  _globals['_CHECKPOINTSTATUS']._serialized_start=657
-  _globals['_CHECKPOINTSTATUS']._serialized_end=809
-  _globals['_MODELSTATUS']._serialized_start=812
-  _globals['_MODELSTATUS']._serialized_end=974
+  _globals['_STATUSREPLY']._serialized_end=705
+  _globals['_STATUSREPLY_COUNTERSENTRY']._serialized_start=658
+  _globals['_STATUSREPLY_COUNTERSENTRY']._serialized_end=705
+  _globals['_PROGRESSREPORT']._serialized_start=708
+  _globals['_PROGRESSREPORT']._serialized_end=937
+  _globals['_PROGRESSREPORT_VALUESENTRY']._serialized_start=873
+  _globals['_PROGRESSREPORT_VALUESENTRY']._serialized_end=918
+  _globals['_CHECKPOINTSTATUS']._serialized_start=940
+  _globals['_CHECKPOINTSTATUS']._serialized_end=1092
+  _globals['_MODELSTATUS']._serialized_start=1095
+  _globals['_MODELSTATUS']._serialized_end=1257
 # @@protoc_insertion_point(module_scope)

@@ -15,7 +15,7 @@ class StatusRequest(_message.Message):
     def __init__(self, context: _Optional[_Union[_common_pb2.CallContext, _Mapping]] = ...) -> None: ...
 
 class StatusReply(_message.Message):
-    __slots__ = ("job", "membership", "version", "step", "registered", "initialized", "parameters", "uptime_s", "counters", "pending", "lease_s", "models", "replication", "draining", "checkpoints")
+    __slots__ = ("job", "membership", "version", "step", "registered", "initialized", "parameters", "uptime_s", "counters", "pending", "lease_s", "models", "replication", "draining", "checkpoints", "progress")
     class CountersEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -38,6 +38,7 @@ class StatusReply(_message.Message):
     REPLICATION_FIELD_NUMBER: _ClassVar[int]
     DRAINING_FIELD_NUMBER: _ClassVar[int]
     CHECKPOINTS_FIELD_NUMBER: _ClassVar[int]
+    PROGRESS_FIELD_NUMBER: _ClassVar[int]
     job: str
     membership: _membership_pb2.MembershipEvent
     version: int
@@ -53,7 +54,31 @@ class StatusReply(_message.Message):
     replication: int
     draining: _containers.RepeatedScalarFieldContainer[int]
     checkpoints: CheckpointStatus
-    def __init__(self, job: _Optional[str] = ..., membership: _Optional[_Union[_membership_pb2.MembershipEvent, _Mapping]] = ..., version: _Optional[int] = ..., step: _Optional[int] = ..., registered: bool = ..., initialized: bool = ..., parameters: _Optional[int] = ..., uptime_s: _Optional[float] = ..., counters: _Optional[_Mapping[str, float]] = ..., pending: _Optional[_Iterable[str]] = ..., lease_s: _Optional[float] = ..., models: _Optional[_Iterable[_Union[ModelStatus, _Mapping]]] = ..., replication: _Optional[int] = ..., draining: _Optional[_Iterable[int]] = ..., checkpoints: _Optional[_Union[CheckpointStatus, _Mapping]] = ...) -> None: ...
+    progress: ProgressReport
+    def __init__(self, job: _Optional[str] = ..., membership: _Optional[_Union[_membership_pb2.MembershipEvent, _Mapping]] = ..., version: _Optional[int] = ..., step: _Optional[int] = ..., registered: bool = ..., initialized: bool = ..., parameters: _Optional[int] = ..., uptime_s: _Optional[float] = ..., counters: _Optional[_Mapping[str, float]] = ..., pending: _Optional[_Iterable[str]] = ..., lease_s: _Optional[float] = ..., models: _Optional[_Iterable[_Union[ModelStatus, _Mapping]]] = ..., replication: _Optional[int] = ..., draining: _Optional[_Iterable[int]] = ..., checkpoints: _Optional[_Union[CheckpointStatus, _Mapping]] = ..., progress: _Optional[_Union[ProgressReport, _Mapping]] = ...) -> None: ...
+
+class ProgressReport(_message.Message):
+    __slots__ = ("step", "steps", "loss", "steps_per_s", "values", "at")
+    class ValuesEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    STEPS_FIELD_NUMBER: _ClassVar[int]
+    LOSS_FIELD_NUMBER: _ClassVar[int]
+    STEPS_PER_S_FIELD_NUMBER: _ClassVar[int]
+    VALUES_FIELD_NUMBER: _ClassVar[int]
+    AT_FIELD_NUMBER: _ClassVar[int]
+    step: float
+    steps: float
+    loss: float
+    steps_per_s: float
+    values: _containers.ScalarMap[str, float]
+    at: float
+    def __init__(self, step: _Optional[float] = ..., steps: _Optional[float] = ..., loss: _Optional[float] = ..., steps_per_s: _Optional[float] = ..., values: _Optional[_Mapping[str, float]] = ..., at: _Optional[float] = ...) -> None: ...
 
 class CheckpointStatus(_message.Message):
     __slots__ = ("uri", "version", "age_s", "took_s", "bytes", "failure", "failure_age_s", "activity")

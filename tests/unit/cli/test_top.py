@@ -7,8 +7,8 @@ import io
 import pytest
 from rich.console import Console
 
-from axon_ps.cli.terminal.top_state import POINTS, SORTS, TopState
 from axon_ps.cli.terminal.top_view import KEYS, rendered
+from axon_ps.cli.terminal.watched_job import POINTS, SORTS, WatchedJob
 from axon_ps.wire.v1 import common_pb2, membership_pb2, status_pb2, watch_pb2
 
 WORKER, SHARD = common_pb2.ROLE_WORKER, common_pb2.ROLE_SHARD
@@ -38,7 +38,7 @@ def begun(workers: int = 2, shards: int = 2) -> watch_pb2.WatchEvent:
     )
 
 
-def shown(state: TopState, width: int = 80, height: int = 24, **options: object) -> list[str]:
+def shown(state: WatchedJob, width: int = 80, height: int = 24, **options: object) -> list[str]:
     """The lines of the picture."""
     out = io.StringIO()
     console = Console(file=out, width=width, height=height, force_terminal=False)
@@ -47,7 +47,7 @@ def shown(state: TopState, width: int = 80, height: int = 24, **options: object)
 
 
 def test_increments_add_to_what_is_known_and_a_new_beginning_voids_it() -> None:
-    state = TopState()
+    state = WatchedJob()
     state.apply(begun())
     more = watch_pb2.WatchEvent(at_s=61.0, status=status_pb2.StatusReply(job="gpt", version=13))
     more.curves.add(name="loss", value=[1.0])
@@ -64,7 +64,7 @@ def test_increments_add_to_what_is_known_and_a_new_beginning_voids_it() -> None:
 
 
 def test_memory_is_bounded() -> None:
-    state = TopState()
+    state = WatchedJob()
     state.apply(begun())
     for step in range(2 * POINTS):
         state.apply(watch_pb2.WatchEvent(steps=[watch_pb2.StepRecord(step=step)]))
@@ -72,7 +72,7 @@ def test_memory_is_bounded() -> None:
 
 
 def test_what_it_shows() -> None:
-    state = TopState()
+    state = WatchedJob()
     state.apply(begun())
     picture = "\n".join(shown(state, width=120))
     for text in (
@@ -86,7 +86,7 @@ def test_what_it_shows() -> None:
 @pytest.mark.parametrize(("sort", "first"), [("rank", "shard 0"), ("cost", "worker 1"), ("memory", "worker 0")])
 def test_members_are_sorted(sort: str, first: str) -> None:
     assert sort in SORTS
-    state = TopState()
+    state = WatchedJob()
     state.apply(begun())
     lines = shown(state, sort=sort)
     assert lines[next(i for i, line in enumerate(lines) if line.startswith("member")) + 1].startswith(first)
@@ -95,7 +95,7 @@ def test_members_are_sorted(sort: str, first: str) -> None:
 @pytest.mark.parametrize("size", [(80, 24), (40, 12), (200, 60)])
 @pytest.mark.parametrize("workers", [1, 8, 256])
 def test_it_fits_into_the_terminal(size: tuple[int, int], workers: int) -> None:
-    state = TopState()
+    state = WatchedJob()
     state.apply(begun(workers=workers))
     for number in range(50):
         text = f"event {number} " + "with many words " * 9
@@ -108,5 +108,5 @@ def test_it_fits_into_the_terminal(size: tuple[int, int], workers: int) -> None:
 
 
 def test_nothing_known_is_said_plainly() -> None:
-    assert shown(TopState()) == ["waiting for the coordinator's first message"]
-    assert shown(TopState(), note="no answer for 3 s") == ["no answer for 3 s"]
+    assert shown(WatchedJob()) == ["waiting for the coordinator's first message"]
+    assert shown(WatchedJob(), note="no answer for 3 s") == ["no answer for 3 s"]

@@ -118,7 +118,7 @@ def test_with_a_certificate_it_is_https(tmp_path: Path) -> None:
 def test_beyond_loopback_it_wants_what_grpc_wants() -> None:
     with pytest.raises(ConfigurationError, match="needs a certificate and key and a token"):
         HttpServer("0.0.0.0", 0, Security())
-    with pytest.raises(ConfigurationError, match="HTTP port 70000 does not exist"):
+    with pytest.raises(ConfigurationError, match="port 70000 does not exist"):
         HttpServer("127.0.0.1", 70000, Security())
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from concurrent.futures import Future
 from typing import Any
@@ -10,8 +9,9 @@ from typing import Any
 import pytest
 
 from axon_ps.cli.terminal.status_view import progress_line
+from axon_ps.coordinator.core.history.report import parse
 from axon_ps.errors import Broken, InvalidRequest
-from axon_ps.worker.progress import KEY, Progress, progress_of
+from axon_ps.worker.progress import Progress
 
 
 class Sent:
@@ -59,27 +59,29 @@ def test_what_is_no_number_is_refused() -> None:
     [
         ({"step": 3}, "step 3"),
         (
-            {"step": 3, "steps": 4, "loss": 0.123456, "steps_per_s": 0.5},
-            "step 3 of 4 (75 %), loss 0.1235, 0.5 steps/s, 2s left",
+            {"step": 3, "steps": 4, "loss": 0.123456, "steps_per_s": 0.5, "at": 1000.0},
+            "step 3 of 4 (75 %), loss 0.1235, 0.5 steps/s, 2s left, until ",
         ),
         (
             {"step": 4, "steps": 4, "values": {"tokens_per_s": 12345.6, "lr": 0.001}},
             "step 4 of 4 (100 %), 12,346 tokens/s, lr 0.001",
         ),
-        ({"step": 3, "steps": 9, "steps_per_s": 1.0, "at": -75.0}, "step 3 of 9 (33 %), 1 steps/s, reported 1m15s ago"),
+        (
+            {"step": 3, "steps": 303, "steps_per_s": 1.0, "at": 925.0},
+            "step 3 of 303 (0 %), 1 steps/s, reported 1m15s ago, 3m45s left, until ",
+        ),
+        ({"step": 3, "steps": 9, "steps_per_s": 1.0, "at": 925.0}, "step 3 of 9 (33 %), 1 steps/s, reported 1m15s ago"),
     ],
 )
 def test_it_is_shown_as_text(report: dict[str, Any], line: str) -> None:
-    assert progress_line({"at": 0.0, **report}, 0.0) == line
+    found = parse(json.dumps(report).encode())
+    assert found is not None
+    shown = progress_line(found, 1000.0)
+    assert shown.startswith(line)
+    assert len(shown) - len(line) in (0, 5)  # an hour and a minute
+    assert "left" not in progress_line(found, 1000.0, over=True)
 
 
-def test_a_store_without_it_or_with_nonsense_has_none() -> None:
-    values: dict[str, bytes] = {}
-
-    async def get(key: str) -> bytes | None:
-        return values.get(key)
-
-    assert asyncio.run(progress_of(get)) is None
-    for content, found in ((b"{", None), (b"[1]", None), (b'{"step": 1}', {"step": 1})):
-        values[KEY] = content
-        assert asyncio.run(progress_of(get)) == found
+@pytest.mark.parametrize("nonsense", [None, b"", b"no JSON", b"[1]", b'{"step": [1]}', b'{"step": 1e999}', b"[" * 9999])
+def test_a_store_without_it_or_with_nonsense_has_none(nonsense: bytes | None) -> None:
+    assert parse(nonsense) is None

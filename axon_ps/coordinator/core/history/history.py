@@ -6,8 +6,6 @@ everything. It decides nothing and is not durable: after a restart or a failover
 
 from __future__ import annotations
 
-import contextlib
-import json
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from typing import Final
@@ -16,14 +14,12 @@ from axon_ps.coordinator.core.events import UPLOADED, JobState, RestoreOrder, Se
 from axon_ps.coordinator.core.history.curves import Curves
 from axon_ps.coordinator.core.history.loads import Loads
 from axon_ps.coordinator.core.history.logs import Logs
+from axon_ps.coordinator.core.history.report import REPORT_KEY, parse
 from axon_ps.coordinator.core.history.timing import Timing
 from axon_ps.coordinator.core.steps.decision import format_ranks
 from axon_ps.sharding.placement import Placement
 from axon_ps.types import Decision, Member, Membership, Outcome, Role
 from axon_ps.wire.v1 import watch_pb2
-
-REPORT_KEY: Final = "axon_ps/progress"
-"""Key of the store under which a training script's newest report is, a JSON object; see `worker.progress`."""
 
 MAX_STEPS: Final = 240
 MAX_EVENTS: Final = 400
@@ -94,14 +90,9 @@ class History:
 
     def stored(self, key: str, value: bytes, now: float) -> None:
         """A value was put into the store: perhaps the report of a training script."""
-        if key != REPORT_KEY:
-            return
-        with contextlib.suppress(ValueError, TypeError, AttributeError):  # whatever a worker puts there
-            report = json.loads(value)
-            step = float(report.get("step") or 0)
-            values = {"loss": report.get("loss"), **(report.get("values") or {})}
-            numbers = {str(name): float(number) for name, number in values.items() if number is not None}
-            self._curves.add(self._at(now), step, numbers)
+        if key == REPORT_KEY and (report := parse(value)) is not None:
+            loss = {} if report.loss is None else {"loss": report.loss}
+            self._curves.add(self._at(now), report.step, {**loss, **report.values})
 
     def tick(self, now: float) -> None:
         """Time has passed."""

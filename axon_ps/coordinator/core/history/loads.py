@@ -42,6 +42,7 @@ class Loads:
     def __init__(self) -> None:
         self._loads: dict[Place, Load] = {}
         self._new: set[Place] = set()
+        self._measured: set[Place] = set()
 
     def measured(self, place: Place, metrics: Mapping[str, float], at_s: float) -> None:
         """A member has reported its metrics."""
@@ -53,15 +54,16 @@ class Loads:
                 setattr(load.message, rate, max(0.0, float(f"{grown / elapsed_s:.4g}")))
         load.message.memory_bytes = metrics.get(MEMORY_BYTES, 0.0)
         load.message.reported_s = at_s
-        load.message.metrics.clear()
-        load.message.metrics.update(metrics)
         load.totals, load.totals_s = dict(metrics), at_s
+        self._measured.add(place)
 
     def changed(self, place: Place, **values: float) -> None:
         """The coordinator has seen something of a member."""
-        load = self._load(place)
+        load = self._loads.get(place) or self._load(place)
         for name, value in values.items():
-            setattr(load.message, name, value)
+            if getattr(load.message, name) != value:
+                setattr(load.message, name, value)
+                self._new.add(place)
 
     def only(self, members: set[Place]) -> None:
         """These are the members now."""
@@ -74,11 +76,12 @@ class Loads:
     def take_new(self) -> list[watch_pb2.MemberLoad]:
         """The members about which something is new since the last call of this."""
         new, self._new = self._new, set()
-        return [load.message for place, load in self._loads.items() if place in new]
+        measured, self._measured = self._measured, set()
+        return [_message(load, with_metrics=p in measured) for p, load in self._loads.items() if p in new]
 
     def everything(self) -> list[watch_pb2.MemberLoad]:
         """All of them."""
-        return [load.message for load in self._loads.values()]
+        return [_message(load, with_metrics=True) for load in self._loads.values()]
 
     def _load(self, place: Place) -> Load:
         self._new.add(place)
@@ -86,3 +89,11 @@ class Loads:
             role, rank = place
             self._loads[place] = Load(watch_pb2.MemberLoad(role=codec.role_to_proto(role), rank=rank))
         return self._loads[place]
+
+
+def _message(load: Load, *, with_metrics: bool) -> watch_pb2.MemberLoad:
+    message = watch_pb2.MemberLoad()
+    message.CopyFrom(load.message)
+    if with_metrics:
+        message.metrics.update(load.totals)
+    return message

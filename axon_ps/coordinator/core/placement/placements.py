@@ -138,7 +138,7 @@ class Placements:
         """What is being done, as text."""
         found = []
         for model in self._models.registered:
-            lacking = sum(len(h.complete) < self._wanted for h in model.registration.placement.holders)
+            lacking = model.registration.placement.lacking(self._wanted)
             if lacking and model.registration.parameters.initialized:
                 of = len(model.registration.placement.holders)
                 found.append(f"{self._models.message_prefix(model)}{lacking} of {of} slices have too few copies")

@@ -1,4 +1,4 @@
-"""What `axon-ps top` knows of a job, out of its feed. Pure."""
+"""What is known of a job, out of its feed: for `axon-ps top` and `status --watch`. Pure."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Final
 
+from axon_ps.coordinator.core.events import Status
+from axon_ps.coordinator.messages import status_from_proto
 from axon_ps.types import Role
 from axon_ps.wire.v1 import common_pb2, membership_pb2, status_pb2, watch_pb2
 
@@ -20,7 +22,7 @@ Row = tuple[Role, membership_pb2.Member, watch_pb2.MemberLoad]
 _ROLES: Final = {common_pb2.ROLE_WORKER: Role.WORKER, common_pb2.ROLE_SHARD: Role.SHARD}
 
 
-class TopState:
+class WatchedJob:
     """The newest of everything; `apply` takes the feed's events in order.
 
     Attributes:
@@ -58,12 +60,31 @@ class TopState:
         for curve in event.curves:
             self._curves.setdefault(curve.name, deque(maxlen=POINTS)).extend(curve.value)
         for load in event.members:
-            self.loads[_ROLES[load.role], load.rank] = load
+            before = self.loads.get(place := (_ROLES[load.role], load.rank))
+            if before is not None and not load.metrics:
+                load.metrics.update(before.metrics)
+            self.loads[place] = load
 
     @property
     def finished(self) -> bool:
         """Whether the job is over: its workers have finished and left."""
-        return bool(self.membership.finished) and not self.membership.workers
+        return self.status is not None and self.as_status().membership.is_over
+
+    @property
+    def at_the_end(self) -> bool:
+        """Whether nothing is missing from a job that is not there any more."""
+        report = None if self.status is None else self.as_status().progress
+        return self.finished or (report is not None and report.steps is not None and report.step >= report.steps)
+
+    def as_status(self) -> Status:
+        """As the coordinator gives a status, with what the members measure. The job must be known."""
+        assert self.status is not None
+        reply = status_pb2.StatusReply()
+        reply.CopyFrom(self.status)
+        reply.membership.CopyFrom(self.membership)
+        for (role, rank), load in self.loads.items():
+            reply.counters.update({f"{role.value}/{rank}/{name}": value for name, value in load.metrics.items()})
+        return status_from_proto(reply)
 
     def curve(self, name: str) -> Sequence[float]:
         """The newest points of a curve, oldest first; none if there is no such curve."""
