@@ -15,17 +15,16 @@ ROOT = Path(__file__).resolve().parents[2]
 PUBLIC = ("axon_ps.errors", "axon_ps.data", "axon_ps.parallel", "axon_ps.testing", "axon_ps")
 """Modules whose public names are documented, each in the first that has it."""
 
-_OUTSIDE = re.compile(r"\]\(\.\./([^)#]+)\)")
+_OUTSIDE = re.compile(r"\]\(\.\./([^)#]+)(?:#[^)]*)?\)")
 
 
 def on_files(files: Files, config: Any) -> Files:
     """Add the reference, and the sources that pages link to."""
     pages = [f for f in files.documentation_pages() if f.abs_src_path]
     sources = {m[1] for page in pages for m in _OUTSIDE.finditer(Path(str(page.abs_src_path)).read_text("utf-8"))}
+    sources |= {f"{s}/{path.name}" for s in sources if (ROOT / s).is_dir() for path in (ROOT / s).iterdir()}
     for source in sorted(sources):
-        text = (ROOT / source).read_text("utf-8")
-        fence = "markdown" if source.endswith(".md") else "python"
-        files.append(File.generated(config, _page_of(source), content=f"# {source}\n\n````{fence}\n{text}````\n"))
+        files.append(File.generated(config, _page_of(source), content=f"# {source}\n\n{_shown(ROOT / source)}"))
     documented: set[str] = set()
     for name in PUBLIC:
         files.append(File.generated(config, f"reference/{name}.md", content=_reference(name, documented)))
@@ -39,6 +38,14 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
 
 def _page_of(source: str) -> str:
     return f"source/{source}.md"
+
+
+def _shown(path: Path) -> str:
+    """A file's text, or links to the pages of a directory's files."""
+    if path.is_dir():
+        return "".join(f"- [{one.name}]({path.name}/{one.name}.md)\n" for one in sorted(path.iterdir()))
+    fence = {".md": "markdown", ".json": "json"}.get(path.suffix, "python")
+    return f"````{fence}\n{path.read_text('utf-8')}\n````\n"
 
 
 def _public(module: ModuleType) -> Iterator[tuple[str, Any]]:
