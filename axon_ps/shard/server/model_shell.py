@@ -217,6 +217,7 @@ class ModelShell:
         if job.spec is not None and not self.engine.configured:
             assert job.placement is not None
             self.engine.configure(job.spec, reports.rank, job.placement.num_cuts, job.placement)
+            self.values.served = job.epoch  # what is copied to us is of it; if it is being restored, the order follows
             if self._server.links is not None:
                 self._forwarding = Forwarding(self.number, self.engine, self._server.links)
                 self._copying = Copying(
