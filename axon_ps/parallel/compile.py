@@ -1,8 +1,9 @@
-"""What torch.compile leaves alone: functions that talk to other ranks."""
+"""What torch.compile leaves alone: functions and classes that talk to other ranks."""
 
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
@@ -12,6 +13,7 @@ from torch._C._dynamo.eval_frame import get_eval_frame_callback
 
 P = ParamSpec("P")
 T = TypeVar("T")
+C = TypeVar("C", bound=type)
 
 
 def uncompiled(function: Callable[P, T]) -> Callable[P, T]:
@@ -35,3 +37,11 @@ def uncompiled(function: Callable[P, T]) -> Callable[P, T]:
     marked: Any = call
     marked._torchdynamo_disable = True  # a break in the graph before `call`, whose own frame has nothing to compile
     return call
+
+
+def uncompiled_methods(cls: C) -> C:
+    """A class decorator: `uncompiled` for each method of the class, since C++ may call them in the midst of a graph."""
+    for name, method in list(vars(cls).items()):
+        if inspect.isfunction(method) and not name.startswith("__"):
+            setattr(cls, name, uncompiled(method))
+    return cls

@@ -21,11 +21,13 @@ from axon_ps.parallel.c10d.operations import Collectives, options_of
 from axon_ps.parallel.c10d.reductions import TensorReduction
 from axon_ps.parallel.c10d.tensors import native, readable_rows, writable_rows
 from axon_ps.parallel.c10d.work import AxonWork
+from axon_ps.parallel.compile import uncompiled_methods
 
 PACKED_BYTES = 256 << 10
 """Up to this size tensors are packed."""
 
 
+@uncompiled_methods
 class CoalescedCollectives(Collectives):
     """The coalesced collectives of `AxonProcessGroup`."""
 

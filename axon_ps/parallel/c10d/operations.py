@@ -22,8 +22,10 @@ from axon_ps.parallel.c10d.calls import CallPlan, Performer
 from axon_ps.parallel.c10d.reductions import TensorReduction
 from axon_ps.parallel.c10d.sparse import all_reduce_sparse
 from axon_ps.parallel.c10d.tensors import native, native_numel, readable, writable
+from axon_ps.parallel.compile import uncompiled_methods
 
 
+@uncompiled_methods
 class Collectives:
     """The collectives of `AxonProcessGroup`.
 

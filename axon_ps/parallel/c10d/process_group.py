@@ -23,12 +23,14 @@ from axon_ps.parallel.c10d.coalesced import CoalescedCollectives
 from axon_ps.parallel.c10d.identity import CPU, Identity
 from axon_ps.parallel.c10d.operations import one, options_of
 from axon_ps.parallel.c10d.tensors import native, readable, writable
+from axon_ps.parallel.compile import uncompiled_methods
 from axon_ps_torch import BACKEND
 
 Split = Callable[[list[int], str, float], "AxonProcessGroup"]
 """Makes a group of some members: their positions, its name, its default deadline in seconds."""
 
 
+@uncompiled_methods
 class AxonProcessGroup(Identity, CoalescedCollectives, dist.ProcessGroup):  # type: ignore[misc]  # its overloads
     """Made by `torch.distributed`, which knows it as the backend "axon".
 
