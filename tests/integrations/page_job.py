@@ -16,6 +16,7 @@ import random
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
@@ -55,6 +56,7 @@ class FakeMember(CoordinatorClient):
         self.random = random.Random(node)
         self.step_s = 0.4
         self.slow_s = 0.0
+        self.every_s = 0.0  # when set, a step is completed at each multiple of it
         self.at = (0, 0)
         self.sent_bytes = 0.0
 
@@ -70,6 +72,8 @@ class FakeMember(CoordinatorClient):
         asyncio.get_running_loop().call_later(self._pause_s(), self._complete, *self.at)
 
     def _pause_s(self) -> float:
+        if self.every_s:
+            return self.every_s - asyncio.get_running_loop().time() % self.every_s
         if self.role is Role.SHARD:
             return self.step_s
         return self.step_s * (0.8 + 0.15 * self.random.random()) + self.slow_s * self.random.random()
@@ -127,6 +131,11 @@ class PageJob:
         """Run a coroutine where the members are."""
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(SOON_S)
 
+    def step_every(self, seconds: float) -> None:
+        """From now on a step is completed at each multiple of that time."""
+        for member in (*self.workers, *self.servers):
+            member.every_s = seconds
+
     def kill_server(self, index: int) -> None:
         """One is gone, without a word."""
 
@@ -159,7 +168,10 @@ class PageJob:
         self.servers = [FakeMember(at[0], Role.SHARD, f"store-{n % 8}", at[1]) for n in range(servers)]
         self.workers = [FakeMember(at[0], Role.WORKER, names[n * nodes // workers], at[1]) for n in range(workers)]
         for member in (*self.servers, *self.workers):
-            member.measure = lambda m=member: {"sent_bytes": m.sent_bytes, "memory_bytes": 2.1e9}
+            member.measure = lambda m=member: {
+                "sent_bytes": m.sent_bytes, "received_bytes": 0.9 * m.sent_bytes, "memory_bytes": 2.1e9,
+                "cpu_s": time.monotonic(), **{f"counter_{n}": m.sent_bytes / n for n in range(1, 9)},
+            }  # fmt: skip
         if workers > 3:
             self.workers[3].slow_s = 0.5
         everybody = [*self.servers, *self.workers]
@@ -176,7 +188,14 @@ class PageJob:
             state = self.workers[0].job_state
             step = 0 if self.workers[0].membership is None or state is None else second * 2
             loss = 1.2 + 3.5 * math.exp(-second / 25) + 0.12 * noise.random()
-            report = {"step": step, "loss": loss, "values": {"tokens_per_s": 41_000 + 2_000 * noise.random()}}
+            report = {
+                "step": step,
+                "steps": 5000,
+                "steps_per_s": 2.0,
+                "at": time.time(),
+                "loss": loss,
+                "values": {"tokens_per_s": 41_000 + 2_000 * noise.random()},
+            }
             await self.workers[0].kv_put("axon_ps/progress", json.dumps(report).encode())
             await asyncio.sleep(1.0)
 

@@ -14,6 +14,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from selenium import webdriver
 from selenium.webdriver.common.by import By
+from selenium.webdriver.common.keys import Keys
 
 from browser import chromium, names, ready, size, transferred_bytes, until
 from page_job import page_job
@@ -48,7 +49,7 @@ def test_every_member_and_element_has_a_name_and_the_page_fits(
         nameless = [role for role, name in tree if role in NAMED and not name]
         assert not nameless
         headings = {name.split(" ")[0] for role, name in tree if role == "heading"}
-        assert {"Members", "Steps", "Stragglers", "Events"} <= headings
+        assert {"Members", "Steps", "Stragglers", "Events", "Log"} <= headings
         assert transferred_bytes(browser) <= 300_000
         for width in (380, 1280):
             size(browser, width, 900)
@@ -106,15 +107,28 @@ def test_who_has_no_token_sees_nothing_an_observer_everything_and_the_job_may_dr
             urllib.request.urlopen(request, timeout=10)
 
 
-def test_light_and_dark_by_keyboard(browser: webdriver.Chrome) -> None:
-    with page_job(1, 1, 1) as job:
+def test_by_keyboard_light_and_dark_steps_and_the_log(browser: webdriver.Chrome) -> None:
+    with page_job(2, 1, 1, "--log-level", "info") as job:
         browser.get(job.url)
         ready(browser)
         script = "return getComputedStyle(document.documentElement).getPropertyValue('--dark').trim()"
         before = browser.execute_script(script)
-        browser.find_element(By.ID, "theme").send_keys("\ue007")
+        browser.find_element(By.ID, "theme").send_keys(Keys.ENTER)
         assert browser.execute_script(script) != before
-        stops = browser.execute_script(
-            "return [...document.querySelectorAll('button')].every(button => button.tabIndex >= 0)"
-        )
-        assert stops
+        until(lambda: len(browser.find_elements(By.CSS_SELECTOR, "#steps li")) > 3)
+        browser.find_element(By.ID, "steps").send_keys(Keys.HOME)
+        oldest = text(browser, "laststep")
+        browser.find_element(By.ID, "steps").send_keys(Keys.ARROW_RIGHT)
+        assert text(browser, "laststep") != oldest
+        until(lambda: "2 workers, 1 shard servers" in text(browser, "log"))
+        browser.find_element(By.ID, "level").send_keys("errors")
+        until(lambda: not browser.find_elements(By.CSS_SELECTOR, "#log li"))
+        tile = browser.find_elements(By.CSS_SELECTOR, ".tile.server")[0]
+        tile.send_keys(Keys.ENTER)
+        until(lambda: browser.find_element(By.ID, "member").is_displayed())
+        assert "counter_1" in text(browser, "m-facts")
+        browser.switch_to.active_element.send_keys(Keys.ESCAPE)
+        until(lambda: not browser.find_element(By.ID, "member").is_displayed())
+        assert browser.switch_to.active_element == tile
+        stops = "return [...document.querySelectorAll('button, select')].every(element => element.tabIndex >= 0)"
+        assert browser.execute_script(stops)

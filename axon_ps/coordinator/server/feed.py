@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Final
 
+from google.protobuf.message import Message as ProtoMessage
+
 from axon_ps.coordinator.messages import status_to_proto
 from axon_ps.coordinator.server.shell import Shell
 from axon_ps.errors import Broken, Busy
@@ -24,6 +26,13 @@ TICK_FAILED_S: Final = 30.0
 """When no tick came for so long, making them has failed."""
 
 MAX_READERS: Final = 256
+
+
+def as_json(message: ProtoMessage) -> str:
+    """A message as JSON, with the names of the schema; what has its default value is left out."""
+    from google.protobuf.json_format import MessageToJson  # for the page only
+
+    return MessageToJson(message, preserving_proto_field_name=True, indent=None)
 
 
 class Message:
@@ -39,10 +48,8 @@ class Message:
 
     @cached_property
     def json(self) -> str:
-        """As JSON, with the names of the schema; what has its default value is left out."""
-        from google.protobuf.json_format import MessageToJson  # for the page only
-
-        return MessageToJson(self._event, preserving_proto_field_name=True, indent=None)
+        """As JSON; see `as_json`."""
+        return as_json(self._event)
 
     @cached_property
     def sse(self) -> bytes:
@@ -103,10 +110,12 @@ class Feed:
             self._readers -= 1
 
     def close(self) -> None:
-        """End it: readers get an error."""
+        """End it: readers get what is new, such as that the job has finished, then an error."""
         self._closed = True
         if self._task is not None:
             self._task.cancel()
+        if self._readers and not self._next.done():
+            self._next.set_result(self._tick())
         self._next.cancel()
 
     async def _following(self, *, everything: bool) -> Tick:

@@ -85,7 +85,11 @@ def test_readers_are_bounded_and_end_with_the_feed(monkeypatch: pytest.MonkeyPat
         await anext(reader)
         with pytest.raises(Busy, match="1 readers"):
             await anext(feed.read())
+        shell.state.history.happened("finished", "all is done", shell.now())
+        waiting = asyncio.ensure_future(anext(reader))
+        await asyncio.sleep(0)
         feed.close()
+        assert event(await waiting).events[-1].text == "all is done"
         with pytest.raises(Broken, match="its history ends"):
             await anext(reader)
 

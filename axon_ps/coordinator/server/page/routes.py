@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from axon_ps.coordinator.core.state import Caller
+from axon_ps.coordinator.server.feed import as_json
 from axon_ps.coordinator.server.servicer import CoordinatorServicer
 from axon_ps.coordinator.server.standby import Switch
 from axon_ps.errors import AxonError, Busy
@@ -57,6 +58,19 @@ def page_routes(switch: Switch) -> list[Route]:
                     await response.write(message.sse)
         return response
 
+    async def logs(request: web.Request) -> web.StreamResponse:
+        """A page of the job's log; see `CoordinatorServicer.logs_after`."""
+        from aiohttp import web
+
+        try:
+            after = float(request.query.get("after", 0))
+            reply = leading().logs_after(request.query.get("history", ""), after)
+        except ValueError:
+            raise web.HTTPBadRequest(text="after is no number\n") from None
+        except AxonError as error:
+            raise web.HTTPServiceUnavailable(text=f"{error}\n") from None
+        return web.Response(text=as_json(reply), content_type="application/json")
+
     async def operator(_: web.Request) -> web.StreamResponse:
         """Answers an operator; anybody else is refused."""
         from aiohttp import web
@@ -77,6 +91,7 @@ def page_routes(switch: Switch) -> list[Route]:
     return [
         *(_file("/" if path.name == "index.html" else f"/{path.name}", path) for path in sorted(ASSETS.iterdir())),
         Route(path="/api/feed", handler=feed),
+        Route(path="/api/logs", handler=logs),
         Route(path="/api/operator", handler=operator, may_ask=_OPERATOR),
         Route(path=r"/api/servers/{rank:\d{1,5}}/drain", handler=drain, method="POST", may_ask=_OPERATOR),
     ]

@@ -1,5 +1,5 @@
 // What the page shows, and what its buttons do. Every element is made once and changed only where its value has.
-import { ask, follow, key, model, token } from "/feed.js";
+import { ask, follow, followLog, key, model, token } from "/feed.js";
 import { draw, recolour } from "/charts.js";
 import { ago, bytes, number, seconds } from "/words.js";
 
@@ -62,10 +62,11 @@ function job() {
   const counters = status.counters ?? {};
   const facts = [
     ["version", number(Number(status.version ?? 0))],
+    ...progress(status.progress),
     ["loss", number(newest("loss"))],
     ["steps / s", over() ? "0" : number(newest("steps_per_s"))],
     ["parameters", number(Number(status.parameters ?? 0))],
-    ["replication", number(status.replication)],
+    ["replication", replication(status)],
     ["steps aborted", number(counters.steps_aborted ?? 0)],
     ["members lost", number(counters.losses ?? 0)],
     ["checkpoint", checkpoint(status.checkpoints ?? {})],
@@ -81,6 +82,17 @@ function job() {
   const stuck = model.at - decided > STUCK_S;
   const waits = over() ? [] : (status.pending ?? []).filter((w) => stuck || !/^votes of|^gradients at|has waited/.test(w)).slice(0, 8);
   each($("pending"), waits, (w) => w, () => make("li", $("pending")), put);
+}
+
+function progress(report) {
+  if (!report?.steps) return [];
+  const left = (report.steps - (report.step ?? 0)) / (report.steps_per_s || NaN) - (report.at ? model.began + model.at - report.at : 0);
+  return [["step", `${report.step ?? 0} of ${report.steps}`], ...(left > 0 && !over() ? [["left", seconds(left)]] : [])];
+}
+
+function replication(status) {
+  const lacking = (status.models ?? []).reduce((sum, m) => sum + (m.lacking ?? 0), 0);
+  return `${status.replication ?? 1}${lacking ? `, ${lacking} slices lack copies` : ""}`;
 }
 
 function checkpoint(known) {
@@ -107,6 +119,8 @@ function mark(m) {
   return ["fine", ""];
 }
 
+const sum = (members, name) => members.reduce((total, m) => total + (loadOf(m)[name] ?? 0), 0);
+
 function short(m) {
   const load = loadOf(m);
   if (isServer(m)) return `${load.primary_slices ?? 0} + ${load.backup_slices ?? 0}`;
@@ -131,11 +145,15 @@ function members() {
   each($("nodes"), [...nodes].sort(([a], [b]) => a.localeCompare(b, undefined, { numeric: true })), (n) => n[0], ([node]) => {
     const group = make("section", $("nodes"), "node");
     set(group, "aria-label", `node ${node}`);
-    put(make("h3", group), node);
+    const head = make("h3", group);
+    put(make("span", head), node);
+    make("small", head);
     make("ul", group);
     return group;
   }, (group, [, there]) => {
     const list = group.lastElementChild;
+    const sent = sum(there, "sent_bytes_per_s"), received = sum(there, "received_bytes_per_s");
+    put(group.firstElementChild.lastElementChild, sent || received ? `${bytes(sent)}/s out, ${bytes(received)}/s in` : "");
     each(list, there, (m) => m.incarnation, (m) => {
       const tile = make("button", make("li", list), `tile ${isServer(m) ? "server" : "worker"}`);
       tile.type = "button";
@@ -208,8 +226,9 @@ const PHASES = ["computing_s", "waiting_s", "summing_s"];
 function steps() {
   const recent = model.steps.slice(-SHOWN_STEPS);
   const longest = Math.max(1e-6, ...recent.map((s) => s.duration_s ?? 0));
-  each($("steps"), recent, (s) => `${s.model ?? 0}/${s.step}`, () => {
+  each($("steps"), recent, keyOfStep, (s) => {
     const bar = make("li", $("steps"));
+    bar.dataset.key = keyOfStep(s);
     for (const phase of PHASES) make("i", bar, phase);
     return bar;
   }, (bar, s) => {
@@ -225,8 +244,28 @@ function steps() {
       set(bar, "aria-label", bar.title);
     }
   });
-  const last = recent[recent.length - 1];
-  put($("laststep"), last ? stepSentence(last) : "none yet");
+  put($("longest"), recent.length ? `the highest: ${seconds(longest)}` : "");
+  const said = recent.find((s) => keyOfStep(s) === chosen) ?? recent[recent.length - 1];
+  put($("laststep"), said ? stepSentence(said) : "none yet");
+  for (const bar of $("steps").children) set(bar, "data-chosen", bar.dataset.key === chosen ? "yes" : "no");
+}
+
+// The step that is told about: that under the pointer, or that which arrow keys have come to; else the newest.
+let chosen = "";
+const keyOfStep = (s) => `${s.model ?? 0}/${s.step}`;
+
+function choose(bar) {
+  chosen = bar?.dataset.key ?? "";
+  steps();
+}
+
+function chooseByKey(event) {
+  const bars = [...$("steps").children];
+  const at = bars.findIndex((bar) => bar.dataset.key === chosen);
+  const next = { ArrowLeft: at < 0 ? bars.length - 1 : Math.max(0, at - 1), ArrowRight: at + 1, Home: 0, End: bars.length - 1, Escape: -1 }[event.key];
+  if (next === undefined) return;
+  event.preventDefault();
+  choose(bars[next]);
 }
 
 function stepSentence(s) {
@@ -261,6 +300,25 @@ function events() {
     put(make("time", row), clock.format(new Date(1000 * (model.began + (e.at_s ?? 0)))));
     put(make("b", row), e.kind);
     put(make("span", row), e.text);
+    return row;
+  }, () => {});
+}
+
+// ---------------------------------------------------------------- the log
+
+let logged = [];
+const processOf = (r) => (r.role ? nameOf(r).replace("shard ", "") : "coordinator");
+
+function log() {
+  const lowest = Number($("level").value);
+  const newest = logged.filter((r) => (r.level ?? 0) >= lowest).slice(-200).reverse();
+  put($("logged"), newest.length ? "newest first; axon-ps logs has all" : "nothing yet");
+  each($("log"), newest, (r) => r.number, (r) => {
+    const row = make("li", $("log"));
+    set(row, "data-level", `${Math.min(40, 10 * Math.floor((r.level ?? 0) / 10))}`);
+    put(make("time", row), clock.format(new Date(1000 * r.at_s)));
+    put(make("b", row), processOf(r));
+    put(make("span", row), r.text ?? "");
     return row;
   }, () => {});
 }
@@ -314,8 +372,14 @@ $("theme").addEventListener("click", () => {
   const dark = getComputedStyle(document.documentElement).getPropertyValue("--dark").trim() === "1";
   document.documentElement.dataset.theme = dark ? "light" : "dark";
   recolour();
-  draw($("charts"), model);
 });
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", recolour);
 $("m-close").addEventListener("click", () => $("member").close());
 $("m-drain").addEventListener("click", drain);
+$("level").addEventListener("change", log);
+$("steps").addEventListener("pointerover", (event) => choose(event.target.closest("li")));
+$("steps").addEventListener("pointerleave", () => choose(null));
+$("steps").addEventListener("blur", () => choose(null));
+$("steps").addEventListener("keydown", chooseByKey);
+followLog(() => !$("main").hidden, (records) => { logged = records; log(); });
 follow({ changed, connection, refused });

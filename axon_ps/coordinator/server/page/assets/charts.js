@@ -3,6 +3,7 @@ import { bytes, number } from "/words.js";
 
 const FIRST = ["loss", "steps_per_s", "grad_norm", "sent_bytes_per_s"];
 const TITLES = { loss: "loss", steps_per_s: "steps / s", grad_norm: "gradient norm", sent_bytes_per_s: "bytes sent / s" };
+const FROM_ZERO = /_per_s$|bytes/; // a rate's height means something
 const MOST = 8;
 const HEIGHT = 150;
 const REDRAW_MS = 1000;
@@ -12,12 +13,10 @@ let drawn = 0;
 
 const title = (name) => TITLES[name] ?? name.replaceAll("_", " ").replace(" per s", " / s");
 const shown = (name, value) => (name.includes("bytes") ? bytes(value) : number(value));
-const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+const colour = (name) => () => getComputedStyle(document.documentElement).getPropertyValue(name).trim(); // as the theme is when it is drawn
 
 export function recolour() {
-  for (const plot of plots.values()) { plot.chart?.destroy(); plot.figure.remove(); }
-  plots.clear();
-  drawn = 0;
+  for (const plot of plots.values()) plot.chart.redraw();
 }
 
 export function draw(parent, model) {
@@ -51,7 +50,8 @@ function begin(parent, name) {
   const ink = colour("--quiet"), grid = { stroke: colour("--line"), width: 1 };
   const axis = { stroke: ink, grid, ticks: { show: false }, font: "11px system-ui" };
   const chart = new uPlot({
-    width: box.clientWidth || 300, height: HEIGHT, legend: { show: false }, cursor: { y: false },
+    width: box.clientWidth || 300, height: HEIGHT, padding: [8, 26, 0, 0], legend: { show: false }, cursor: { y: false },
+    scales: { y: { range: (_, low, high) => (FROM_ZERO.test(name) ? [0, high > 0 ? 1.1 * high : 1] : uPlot.rangeNum(low, high, 0.1, true)) } },
     axes: [{ ...axis, size: 24, space: 70, values: (_, ticks) => ticks.map((t) => clock.format(new Date(1000 * t))) }, { ...axis, size: 52, values: (_, ticks) => ticks.map((t) => shown(name, t)) }],
     series: [{}, { stroke: colour("--accent"), width: 1.75, fill: colour("--fill"), points: { show: false } }],
   }, [[], []], box);

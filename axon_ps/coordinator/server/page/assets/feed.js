@@ -1,6 +1,6 @@
 // The feed: opens it, opens it again when it breaks, and merges its events into one model of the job.
 
-const MAX = { steps: 240, events: 400, points: 1024 };
+const MAX = { steps: 240, events: 400, points: 1024, records: 300 };
 
 export const model = { began: 0, at: 0, history: "", status: {}, membership: {}, steps: [], events: [], curves: new Map(), loads: new Map() };
 
@@ -25,7 +25,10 @@ function merge(event) {
     }
     model.curves.set(name, curve);
   }
-  for (const load of event.members ?? []) model.loads.set(key(load.role, load.rank ?? 0), load);
+  for (const load of event.members ?? []) {
+    const place = key(load.role, load.rank ?? 0);
+    model.loads.set(place, { metrics: model.loads.get(place)?.metrics, ...load });
+  }
 }
 
 export const token = {
@@ -57,6 +60,22 @@ export async function follow(on) {
       on.connection(gone, true);
     }
     await pause(1000);
+  }
+}
+
+// Follow the job's log for ever; `changed` is called with the newest records. It is asked for only while it can be seen.
+export async function followLog(visible, changed) {
+  let history = "", after = 0, records = [];
+  for (;;) {
+    await pause(2000);
+    if (document.hidden || !visible()) continue;
+    const reply = await ask(`/api/logs?history=${history}&after=${after}`).catch(() => ({ ok: false }));
+    if (!reply.ok) continue;
+    const page = await reply.json().catch(() => ({}));
+    if (page.history !== history) records = [];
+    history = page.history ?? "";
+    after = page.records?.length ? page.records[page.records.length - 1].number : after;
+    if (page.records) changed(records = [...records, ...page.records].slice(-MAX.records));
   }
 }
 
