@@ -82,7 +82,7 @@ def rate(job: PageJob, work: Callable[[], Any]) -> float:
     """Steps per second while something is done."""
     began, began_s = job.workers[0].at[1], time.monotonic()
     work()
-    return (job.workers[0].at[1] - began) / (time.monotonic() - began_s)
+    return float(job.workers[0].at[1] - began) / (time.monotonic() - began_s)
 
 
 def picture(driver: webdriver.Chrome, path: Path, height: int, *, dark: bool = False, width: int = 1200) -> None:

@@ -49,11 +49,15 @@ def page_routes(switch: Switch) -> list[Route]:
         """Server-sent events: those of `Feed.read`, as JSON."""
         from aiohttp import web
 
-        messages = leading().feed.read()
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-store"})
-        await response.prepare(request)
-        with contextlib.suppress(AxonError, ConnectionError):  # it leads no more, or nobody reads; the page asks again
-            async with contextlib.aclosing(messages):
+        async with contextlib.aclosing(leading().feed.read()) as messages:
+            try:
+                first = await anext(messages)
+            except AxonError as error:
+                raise web.HTTPServiceUnavailable(text=f"{error}\n") from None
+            with contextlib.suppress(AxonError, ConnectionError):  # it leads no more, or nobody reads; it asks again
+                await response.prepare(request)
+                await response.write(first.sse)
                 async for message in messages:
                     await response.write(message.sse)
         return response
