@@ -149,7 +149,9 @@ def test_dockerfiles_differ_only_where_they_must() -> None:
 
     assert build_stages("coordinator") == build_stages("shard"), "so that they share their largest layer"
     worker = re.sub(r"RUN [^\n]* torch numpy [^\n]*\n|ARG TORCH_INDEX_URL=.*\n", "", build_stages("worker"))
-    assert worker.replace('EXTRAS="torch"', 'EXTRAS="etcd"') == build_stages("coordinator")
+    left_out = r" setuptools\b| +&& find pygments/lexers .*? -delete"  # torch needs the one, and may use the other
+    service = re.sub(left_out, "", build_stages("coordinator"))
+    assert worker.replace('EXTRAS="torch"', 'EXTRAS="etcd"') == service
     assert "whl/cpu" in re.findall('ARG TORCH_INDEX_URL="(.*)"', dockerfile("worker"))[0]
 
 
