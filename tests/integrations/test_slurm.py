@@ -26,6 +26,9 @@ from pathlib import Path
 import numpy as np
 import axon_ps
 
+def write(line):
+    os.write(1, f"{line}{os.linesep}".encode())  # in one piece: both workers write to the same pipe
+
 here, fails = Path(sys.argv[1]), sys.argv[2] == "fails"
 with axon_ps.World.init(join_timeout_s=40) as world:
     failed = here / "failed"
@@ -34,9 +37,9 @@ with axon_ps.World.init(join_timeout_s=40) as world:
         os._exit(3)
     if fails:
         total = axon_ps.all_reduce_sum(np.full(1, world.rank + 1.0, np.float32))
-        print("sum", world.rank, world.membership.workers[0].node, total[0], flush=True)
+        write(f"sum {world.rank} {world.membership.workers[0].node} {total[0]}")
     else:
-        print("waits", world.rank, flush=True)
+        write(f"waits {world.rank}")
         world.view.wait_members(lambda m: False, 40.0, "the signal")
 """
 
