@@ -48,7 +48,8 @@ async def _once(settings: Settings, timeout_s: float, *, as_json: bool) -> None:
     if as_json:
         print(json.dumps(_as_dict(reply), indent=2))
     else:
-        Console().print(rendered(reply, settings.coordinator))
+        console = Console()
+        console.print(rendered(reply, settings.coordinator, width=console.width))
 
 
 async def _watch(settings: Settings, every_s: float, timeout_s: float) -> None:
@@ -67,7 +68,7 @@ async def _watch(settings: Settings, every_s: float, timeout_s: float) -> None:
                 if time.monotonic() - drawn_s < every_s and bool(note) == bool(before) and not job.finished:
                     continue
                 drawn_s, before = time.monotonic(), note
-                picture = rendered(job.as_status(), settings.coordinator, note)
+                picture = rendered(job.as_status(), settings.coordinator, note, width=console.width)
                 if console.is_terminal:
                     live.update(picture, refresh=True)
                 else:

@@ -19,6 +19,7 @@ from axon_ps.types import Role
 _OLD_S: Final = 10.0
 """A report older than this is shown with its age."""
 
+_WIDE: Final = 70
 _DAY_S: Final = 86400.0
 
 
@@ -71,15 +72,16 @@ def checkpoint_lines(known: CheckpointStatus) -> list[str]:
     return lines
 
 
-def rendered(reply: Status, address: str, note: str = "") -> Group:
+def rendered(reply: Status, address: str, note: str = "", *, width: int = _WIDE) -> Group:
     """The status, for a terminal of any width.
 
     Args:
         reply: the status.
         address: of the coordinator.
         note: why nothing newer is known.
+        width: of the terminal; a narrow one has fewer columns.
     """
-    table, over = _members_table(reply), reply.membership.is_over
+    table, over = _members_table(reply, width), reply.membership.is_over
     lines = [Text.assemble("job ", (reply.job, "bold"), f" at {address}: {_state(reply)}")]
     if note:
         lines.append(Text(note, "red"))
@@ -112,15 +114,19 @@ def _models_table(reply: Status) -> Table:
     return models
 
 
-def _members_table(reply: Status) -> Table:
+def _members_table(reply: Status, width: int) -> Table:
     membership = reply.membership
     measured = {role: measures_of(reply.counters, role) for role in Role}
-    table = Table("role", "rank", "node", "address", "replica", "memory", "incarnation")
+    columns = ["role", "rank", "node", "address", "replica", "memory", "incarnation"]
+    columns = [name for name in columns if width >= _WIDE or name not in ("address", "incarnation")]
+    table = Table(*columns, padding=(0, 1) if width >= _WIDE else (0, 0))
     for m in (*membership.shards, *membership.workers, *membership.finished):
         replica = str(m.replica) if m.replica >= 0 else "finished" if m in membership.finished else ""
         if m in membership.shards and m.rank in reply.draining:
             replica = "draining"
         resident = measured[m.role].get(m.rank, {}).get("memory_bytes", 0.0)
         memory = size(resident) if resident else ""
-        table.add_row(m.role.value, str(m.rank), m.node, m.address, replica, memory, m.incarnation[:8])
+        row = {"role": m.role.value, "rank": str(m.rank), "node": m.node, "address": m.address}
+        row |= {"replica": replica, "memory": memory, "incarnation": m.incarnation[:8]}
+        table.add_row(*(row[name] for name in columns))
     return table

@@ -119,3 +119,7 @@ def test_a_status_shows_work_memory_and_silence() -> None:
     assert "first values are uploaded: 25 B of 100 B (25 %)" in text
     assert "2 GB" in text
     assert "worker/0/" not in text
+    narrow = Console(width=40)
+    with narrow.capture() as captured:
+        narrow.print(rendered(seen, "h:1", width=40))
+    assert "│worker│0   │n   │0      │2 GB  │" in captured.get()
