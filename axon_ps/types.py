@@ -278,6 +278,7 @@ class Decision:
         model: of which model.
         copy: what it takes from another model; None = it takes gradients.
         commit: of a commit or a skip, the values committed with it, by name; see `Vote.commit`.
+        traceparent: the coordinator's span of it; empty = the step is not traced.
     """
 
     step: int
@@ -293,6 +294,7 @@ class Decision:
     model: int = 0
     copy: CopyFrom | None = None
     commit: Mapping[str, str] = field(default_factory=dict)
+    traceparent: str = field(default="", compare=False)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,7 @@ from axon_ps import __version__
 from axon_ps.cli import checkpoint, operate, serve, status
 from axon_ps.cli.launch import run
 from axon_ps.cli.options import Commands, leave
-from axon_ps.cli.terminal import logs, top
+from axon_ps.cli.terminal import logs, top, trace
 from axon_ps.errors import (
     AxonError,
     CheckpointNotFound,
@@ -35,6 +35,7 @@ app.command()(serve.shard)
 app.command()(status.status)
 app.command()(top.top)
 app.command()(logs.logs)
+app.command()(trace.trace)
 app.command()(operate.drain)
 app.add_typer(checkpoint.app, name="checkpoint")
 app.command()(status.health)

@@ -92,6 +92,15 @@ HttpPort = Annotated[
         show_default="none",
     ),
 ]
+TraceEvery = Annotated[
+    int | None,
+    typer.Option(
+        help="Trace one step in so many, and export it by OpenTelemetry (extra otel), to where the OTEL_ variables say "
+        "[env: AXON_PS_TRACE_EVERY].",
+        min=0,
+        show_default="none",
+    ),
+]
 Plugins = Annotated[
     str | None,
     typer.Option(

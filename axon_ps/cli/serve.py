@@ -68,6 +68,7 @@ def coordinator(
     checkpoint_limit: o.CheckpointLimit = 3,
     replication: o.Replication = 0,
     http_port: o.HttpPort = None,
+    trace_every: o.TraceEvery = None,
     plugins: o.Plugins = None,
     token: o.Token = None,
     token_file: o.TokenFile = None,
@@ -86,7 +87,7 @@ def coordinator(
     settings = _settings(
         config, job=job, plugins=plugins, token=token, token_file=token_file, observer_token_file=observer_token_file,
         tls_ca=tls_ca, tls_cert=tls_cert, tls_key=tls_key, tls_mutual=tls_mutual, insecure=insecure, log=log,
-        log_level=log_level, http_port=http_port,
+        log_level=log_level, http_port=http_port, trace_every=trace_every,
     )  # fmt: skip
     security = _security(settings, host)
     http = _http(settings, host, security)
@@ -115,7 +116,7 @@ def coordinator(
     _configure_logging(settings, "coordinator")
 
     def start(ready: Ready, stop: asyncio.Event) -> Awaitable[None]:
-        return serve(configuration, host, port, security, store, ready, stop, http)
+        return serve(configuration, host, port, security, store, ready, stop, http, settings.tracing())
 
     with store:
         leave(_in_foreground(start, host, ready_fd, http))
@@ -149,6 +150,7 @@ def shard(
         float, typer.Option(help="MB of memory for versions that subscribers read, for each model.", min=0)
     ] = 1024,
     http_port: o.HttpPort = None,
+    trace_every: o.TraceEvery = None,
     job: o.Job = None,
     plugins: o.Plugins = None,
     token: o.Token = None,
@@ -169,6 +171,7 @@ def shard(
         config, coordinator=coordinator, node=node, job=job, plugins=plugins, token=token, token_file=token_file,
         observer_token_file=observer_token_file, tls_ca=tls_ca, tls_cert=tls_cert, tls_key=tls_key,
         tls_mutual=tls_mutual, insecure=insecure, log=log, log_level=log_level, http_port=http_port,
+        trace_every=trace_every,
     )  # fmt: skip
     security = _security(settings, host)
     http = _http(settings, host, security)
@@ -188,6 +191,7 @@ def shard(
         threads=threads,
         security=security,
         drain_s=settings.drain_s,
+        tracing=settings.tracing(),
         limits=SubscriberLimits(
             rate_bytes_s=math.inf if subscriber_rate is None else subscriber_rate * 1e6,
             max_bytes=subscriber_memory * 1e6,

@@ -24,6 +24,7 @@ from axon_ps.errors import ConfigurationError
 from axon_ps.observe.logging import LogStyle
 
 if TYPE_CHECKING:
+    from axon_ps.observe.tracing.tracer import TracePolicy
     from axon_ps.rpc.security import Security
 
 PREFIX = "AXON_PS_"
@@ -50,6 +51,7 @@ class Settings(BaseSettings):
         node: name of this host, if it should not be the host name.
         http_port: services: port of the HTTP endpoint, on the address that they listen on; 0 = any free one, None =
             there is no endpoint. Of `run`: that of the embedded coordinator, its shard servers have the next ones.
+        trace_every: one step in so many is traced and exported by OpenTelemetry; 0 = none.
         drain_s: shard servers: how long others may take to get what one holds when it is stopped, in seconds.
         checkpoint_dir: the directory of the job's checkpoints.
         checkpoint_roots: the directories (paths or URIs, with commas between them) in which services open checkpoints;
@@ -74,6 +76,7 @@ class Settings(BaseSettings):
     insecure: bool = False
     node: str = ""
     http_port: int | None = Field(default=None, ge=0, lt=65536)
+    trace_every: int = Field(default=0, ge=0)
     drain_s: float = Field(default=0.0, ge=0, lt=86400)
     checkpoint_dir: str = ""
     checkpoint_roots: str = ""
@@ -161,6 +164,14 @@ class Settings(BaseSettings):
             insecure=self.insecure,
         )
 
+    def tracing(self) -> TracePolicy:
+        """Which steps are traced, and how their spans are sent."""
+        from axon_ps.observe.tracing.tracer import TracePolicy
+
+        names = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
+        protocols = [os.environ[name] for name in names if os.environ.get(name)]
+        return TracePolicy(every=self.trace_every, protocol=(*protocols, TracePolicy().protocol)[0])
+
     def environment(self, *, token: str) -> dict[str, str]:
         """The variables that pass these settings to a child process."""
         values = {
@@ -174,6 +185,7 @@ class Settings(BaseSettings):
             "CHECKPOINT_ROOTS": self.checkpoint_roots,
             "PLUGINS": self.plugins,
             "NODE": self.node,
+            "TRACE_EVERY": str(self.trace_every or ""),
         }
         return {f"{PREFIX}{name}": value for name, value in values.items() if value}
 

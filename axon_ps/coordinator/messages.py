@@ -29,8 +29,10 @@ from axon_ps.coordinator.core.events import (
 )
 from axon_ps.coordinator.core.history.report import Report
 from axon_ps.coordinator.core.records import restore_from_proto, restore_to_proto
+from axon_ps.coordinator.span_messages import order_from_proto, order_to_proto
 from axon_ps.errors import InvalidRequest
 from axon_ps.observe.log_buffer import Logged
+from axon_ps.observe.tracing.span import TraceOrder
 from axon_ps.rpc.status import error_from_detail, error_to_detail
 from axon_ps.types import Decision, Membership, Role
 from axon_ps.wire import codec
@@ -119,6 +121,7 @@ def vote_to_proto(vote: Vote) -> session_pb2.SessionRequest:
             copy=None if vote.copy is None else codec.copy_to_proto(vote.copy),
             blocked=vote.blocked,
             commit=vote.commit,
+            traceparent=vote.traceparent,
         )
     )
 
@@ -139,6 +142,7 @@ def vote_from_proto(message: session_pb2.Vote) -> Vote:
         copy=codec.copy_from_proto(message.copy) if message.HasField("copy") else None,
         blocked=message.blocked,
         commit=checked(dict(message.commit)),
+        traceparent=message.traceparent,
     )
 
 
@@ -292,6 +296,8 @@ def event_to_proto(event: ServerEvent) -> session_pb2.SessionEvent:
         )
     if isinstance(event, RestoreOrder):
         return session_pb2.SessionEvent(restore=restore_to_proto(event))
+    if isinstance(event, TraceOrder):
+        return session_pb2.SessionEvent(trace=order_to_proto(event))
     return session_pb2.SessionEvent(
         welcome=session_pb2.Welcome(
             rank=event.rank,
@@ -325,6 +331,8 @@ def event_from_proto(message: session_pb2.SessionEvent) -> ServerEvent | None:
         )
     if kind == "restore":
         return restore_from_proto(message.restore)
+    if kind == "trace":
+        return order_from_proto(message.trace)
     if kind == "welcome":
         return Welcome(
             rank=message.welcome.rank,

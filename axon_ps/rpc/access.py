@@ -38,6 +38,7 @@ MAY_CALL: Final[Mapping[str, frozenset[Principal]]] = {
     "/axon_ps.wire.v1.Coordinator/Status": _READERS,
     "/axon_ps.wire.v1.Coordinator/Watch": _READERS,
     "/axon_ps.wire.v1.Coordinator/Logs": _READERS,  # no process logs a secret, and what looks like one is taken out
+    "/axon_ps.wire.v1.Coordinator/Trace": _READERS,
     "/axon_ps.wire.v1.Shard/AllGather": _JOB,  # its waits and its same-host leases are for members
     "/axon_ps.wire.v1.Shard/ReduceScatter": _JOB,
     "/axon_ps.wire.v1.Shard/Upload": _JOB,

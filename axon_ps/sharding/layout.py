@@ -96,6 +96,11 @@ class Layout:
             if not unit.parameters:
                 raise InvalidRequest(f"unit {unit.name!r} has no parameters; leave it out of the layout")
 
+    def name_of(self, unit: int) -> str:
+        """What a unit is called where people read it: its name, or its number; the root has no name."""
+        known = 0 <= unit < len(self.units)
+        return (self.units[unit].name if known else "") or f"unit {unit}"
+
     @cached_property
     def numel(self) -> int:
         """Elements of all units."""

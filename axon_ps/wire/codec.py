@@ -449,6 +449,7 @@ def decision_from_proto(message: session_pb2.DecisionEvent) -> Decision:
         model=message.model,
         copy=copy_from_proto(message.copy) if message.HasField("copy") else None,
         commit=dict(message.commit),
+        traceparent=message.traceparent,
     )
 
 

@@ -11,13 +11,19 @@ from axon_ps.rpc.metrics import metrics
 from axon_ps.worker.environment import WorkerConfig
 
 
-def endpoint(config: WorkerConfig, rank: int, statistics: Callable[[], dict[str, float]]) -> HttpServer:
+def endpoint(
+    config: WorkerConfig,
+    rank: int,
+    own: Source,
+    spans: Callable[[], dict[str, float]],
+) -> HttpServer:
     """An endpoint that is not started yet.
 
     Args:
         config: where it listens, and who the worker is.
         rank: of the worker.
-        statistics: `World.statistics`.
+        own: the worker's own numbers.
+        spans: `Tracer.statistics`.
 
     Raises:
         ConfigurationError: it may not listen there.
@@ -25,6 +31,6 @@ def endpoint(config: WorkerConfig, rank: int, statistics: Callable[[], dict[str,
     assert config.http_port is not None
     server = HttpServer(config.http_host, config.http_port, config.security)
     labels = {"job_name": config.job, "role": "worker", "rank": str(rank), "node": config.node}
-    own = Source(kind="worker", read=statistics)
-    server.add(healthz(lambda: True), metrics(lambda: chain((own,), registered()), labels))
+    process = Source(kind="process", read=spans)
+    server.add(healthz(lambda: True), metrics(lambda: chain((own, process), registered()), labels))
     return server

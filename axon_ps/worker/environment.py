@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from axon_ps.errors import ConfigurationError
+from axon_ps.observe.tracing.tracer import NO_TRACES, TracePolicy
 from axon_ps.rpc.security import Security
 
 DEFAULT_JOB = "default"
@@ -150,6 +151,7 @@ class WorkerConfig:
         standby: whether to wait, without a rank, until the job has lost a worker, and replace it.
         http_port: of this worker's HTTP endpoint; 0 = any free one, None = it has none.
         http_host: the address that it listens on.
+        tracing: which steps are traced.
         direct_memory: whether chunks are read from the memory of shard servers of this host, and by them from ours.
     """
 
@@ -166,6 +168,7 @@ class WorkerConfig:
     standby: bool = False
     http_port: int | None = None
     http_host: str = "127.0.0.1"
+    tracing: TracePolicy = NO_TRACES
 
 
 def worker_config(env: Mapping[str, str]) -> WorkerConfig:
@@ -189,6 +192,7 @@ def worker_config(env: Mapping[str, str]) -> WorkerConfig:
         standby=standby,
         http_port=_http_port(env, launch.local_rank),
         http_host=env.get("AXON_PS_HTTP_HOST") or "127.0.0.1",
+        tracing=tracing_of(env),
         security=security_of(env),
     )
 
@@ -199,6 +203,17 @@ def _http_port(env: Mapping[str, str], local_rank: int) -> int | None:
         return None
     first = _integer(env, "AXON_PS_HTTP_PORT", 0, least=0)
     return first and first + local_rank
+
+
+def tracing_of(env: Mapping[str, str]) -> TracePolicy:
+    """Which steps are traced, and how their spans are sent. (OpenTelemetry reads its other variables itself.)
+
+    Raises:
+        ConfigurationError: a variable is malformed.
+    """
+    protocol = env.get("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL") or env.get("OTEL_EXPORTER_OTLP_PROTOCOL")
+    every = _integer(env, "AXON_PS_TRACE_EVERY", 0, least=0)
+    return TracePolicy(every=every, protocol=protocol or TracePolicy.protocol)
 
 
 def security_of(env: Mapping[str, str]) -> Security:

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 
 from axon_ps.coordinator.client.session import CoordinatorClient, Event, JobState, Registered, SessionLost
 from axon_ps.errors import Misuse
+from axon_ps.observe.metrics.histogram import Histogram
 from axon_ps.observe.work import process_measures
 from axon_ps.rpc.background_loop import BackgroundLoop
 from axon_ps.shard.client.client import ShardGroup
@@ -213,6 +214,16 @@ class Models:
         for _, client in clients:
             for name, value in client.statistics().items():
                 total[name] = total.get(name, 0.0) + value
+        return total
+
+    def histograms(self) -> dict[str, Histogram]:
+        """How long gathers, pushes, votes and steps of all models took."""
+        with self._view.changed:
+            clients = list(self._clients.values())
+        total: dict[str, Histogram] = {}
+        for client in clients:
+            for name, histogram in client.trace.seconds.items():
+                total.setdefault(name, Histogram()).merge(histogram)
         return total
 
     def measures(self) -> dict[str, float]:

@@ -28,6 +28,7 @@ from axon_ps.coordinator.client.session import CoordinatorClient, Event, Session
 from axon_ps.errors import Closed, InvalidRequest, Misuse
 from axon_ps.host import fork
 from axon_ps.observe.loggers.base import Logger
+from axon_ps.observe.metrics.sources import Source
 from axon_ps.rpc.http import HttpServer
 from axon_ps.types import Array, Member, Membership, Role
 from axon_ps.worker.bootstrap.job import FormedJob, find_job
@@ -171,6 +172,7 @@ class World:
                 worlds.append(cls(worker, timeout_s=timeout_s))
             workers[0].loop.run(start(), start_timeout_s and start_timeout_s + 5.0)
             for world in worlds:
+                world._start_tracing()
                 world._start_http()
             for world in worlds:
                 world.view.wait_complete(join_timeout_s)
@@ -606,11 +608,17 @@ class World:
             lambda: self._coordinator.kv_delete(key),
         )
 
+    def _start_tracing(self) -> None:
+        config = self._config
+        about = {"axon_ps.job": config.job, "axon_ps.rank": str(self.rank), "axon_ps.node": config.node}
+        self._coordinator.tracer.start(config.tracing, "worker", about)
+
     def _start_http(self) -> None:
         if self._config.http_port is not None:
             from axon_ps.worker.endpoint import endpoint
 
-            self._http = endpoint(self._config, self.rank, self.statistics)
+            own = Source(kind="worker", read=self.statistics, histograms=self.models.histograms)
+            self._http = endpoint(self._config, self.rank, own, self._coordinator.tracer.statistics)
             self._loop.run(self._http.start(), _HTTP_START_S)
 
     def _make_grpc(self, context: GroupContext) -> Backend:
@@ -648,6 +656,7 @@ class World:
             self._loop.run(self._coordinator.close("closed by its owner", finished=finished), 10.0)
             self._loop.run(self._shards.close(), 10.0)
             self._loop.run(self._collectives.close(), 10.0)
+            self._coordinator.tracer.close()
             if finished:
                 self._loop.run(self._worker.wait_for_others())
         finally:

@@ -80,6 +80,7 @@ def run(
         str, typer.Option(help="State of the coordinator: sqlite file, 'memory', or NAME:ADDRESS.")
     ] = "memory",
     http_port: o.HttpPort = None,
+    trace_every: o.TraceEvery = None,
     job: o.Job = None,
     plugins: o.Plugins = None,
     token: o.Token = None,
@@ -99,7 +100,7 @@ def run(
     settings = load(
         config, coordinator=coordinator, checkpoint_dir=checkpoint_dir, job=job, plugins=plugins, token=token,
         token_file=token_file, tls_ca=tls_ca, tls_cert=tls_cert, tls_key=tls_key, insecure=insecure, log=log,
-        log_level=log_level, http_port=http_port,
+        log_level=log_level, http_port=http_port, trace_every=trace_every,
     )  # fmt: skip
     embedded = not settings.coordinator
     if node_rank is None:

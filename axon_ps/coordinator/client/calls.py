@@ -21,7 +21,7 @@ from axon_ps.rpc.service import Stub
 from axon_ps.sharding.job import JobSpec
 from axon_ps.types import Membership, OptimizerSpec
 from axon_ps.wire import codec
-from axon_ps.wire.v1 import common_pb2, coordinator_pb2, placement_pb2, status_pb2
+from axon_ps.wire.v1 import common_pb2, coordinator_pb2, placement_pb2, status_pb2, trace_pb2
 
 DEFAULT_TIMEOUT_S = 60.0
 """Deadline of a call that waits for no other member."""
@@ -253,6 +253,26 @@ class Calls(ABC):
         request = placement_pb2.DrainRequest(context=self.context(), rank=rank)
         reply = await self._call("Drain", lambda: request, Deadline(timeout_s), again=_RETRY_IDEMPOTENT)
         return int(reply.slices)
+
+    async def trace(self, first: int, steps: int, timeout_s: float, *, model: str = "") -> trace_pb2.TraceReply:
+        """Have all members record the spans of steps, and return them when these are over.
+
+        Args:
+            first: the first step attempt; 0 = the next that has not begun.
+            steps: how many.
+            timeout_s: how long to wait for them, in seconds.
+            model: whose; empty = the only one.
+
+        Raises:
+            InvalidRequest: there is no such model, the first step has begun, or too much is asked for.
+            Timeout: the steps did not come about in time; the message says what the job waits for.
+        """
+        deadline = Deadline(timeout_s)
+        request = trace_pb2.TraceRequest(
+            context=self.context(), model=model, first=first, steps=steps, timeout_s=timeout_s
+        )
+        reply: trace_pb2.TraceReply = await self._call("Trace", lambda: request, deadline, again=_NOT_BEGUN, waits=True)
+        return reply
 
     async def describe(self, name: str, timeout_s: float | None = DEFAULT_TIMEOUT_S) -> tuple[JobState, Membership]:
         """A model with its layout and placement, and the members.

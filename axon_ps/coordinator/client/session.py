@@ -55,6 +55,7 @@ from axon_ps.coordinator.messages import (
     snapshot_report_to_proto,
     step_message_to_proto,
 )
+from axon_ps.coordinator.span_messages import report_to_proto
 from axon_ps.errors import (
     AxonError,
     Broken,
@@ -69,12 +70,14 @@ from axon_ps.errors import (
 )
 from axon_ps.observe.log_buffer import LogBuffer, collect
 from axon_ps.observe.reminders import reminder_pauses
+from axon_ps.observe.tracing.span import TraceOrder
+from axon_ps.observe.tracing.tracer import Collection, Tracer
 from axon_ps.rpc.deadlines import Deadline
 from axon_ps.rpc.security import Security
 from axon_ps.rpc.service import Stub
 from axon_ps.rpc.status import error_to_detail
 from axon_ps.rpc.stream import Stream
-from axon_ps.types import CopyFrom, Hyper, Membership, Role
+from axon_ps.types import CopyFrom, Decision, Hyper, Membership, Role
 from axon_ps.wire.v1 import checkpoint_pb2, common_pb2, session_pb2
 
 __all__ = [
@@ -137,6 +140,8 @@ class CoordinatorClient(Calls):
         num_shards: shard servers of the job.
         measure: returns what heartbeats carry, by name: for `axon-ps status` and `top`. Called on the loop's thread.
         log: what this process logs, which they carry, too; None = another one of this process sends it.
+        state_id: id of the job's durable state, the same for all members; empty before the first Welcome.
+        tracer: this member's spans; those that the coordinator orders are sent to it.
     """
 
     def __init__(
@@ -168,6 +173,8 @@ class CoordinatorClient(Calls):
         self.num_shards = 0
         self.measure: Callable[[], Mapping[str, float]] = dict
         self.log: LogBuffer | None = None
+        self.tracer = Tracer()
+        self.state_id = ""
         self._listen_address = listen_address
         self._requested_rank = requested_rank
         self._standby = standby
@@ -244,6 +251,7 @@ class CoordinatorClient(Calls):
         """
         self._closing = True
         if self._task is not None and not self._task.done():
+            self.tracer.finish()
             if self._attached.is_set():
                 self._outbox.put_nowait(heartbeat(self.measure, self.log))  # what was logged last
                 leave = session_pb2.Leave(reason=reason[:200], finished=finished)
@@ -281,6 +289,7 @@ class CoordinatorClient(Calls):
         copy: CopyFrom | None = None,
         blocked: bool = False,
         commit: Mapping[str, str] | None = None,
+        traceparent: str = "",
     ) -> None:
         """Worker: report that everything of a step is pushed. Sent again after a reconnect while it is current.
 
@@ -296,6 +305,7 @@ class CoordinatorClient(Calls):
             copy=copy,
             blocked=blocked,
             commit=dict(commit or {}),
+            traceparent=traceparent,
         )
         self._call_soon(self._send_step_message, vote, replica)
 
@@ -327,6 +337,10 @@ class CoordinatorClient(Calls):
         """Shard server: report why a `RestoreOrder` could not be carried out (success is `initialized`)."""
         report = checkpoint_pb2.RestoreReport(epoch=epoch, error=error_to_detail(error), model=model)
         self._call_soon(self._send_restore_failure, session_pb2.SessionRequest(restore=report))
+
+    def spans(self, collection: Collection) -> None:
+        """Answer a `TraceOrder`."""
+        self._call_soon(self._send, session_pb2.SessionRequest(spans=report_to_proto(collection, time.time_ns())))
 
     def _call_soon(self, fn: Callable[..., None], *args: Any) -> None:
         if self._loop is None:
@@ -462,12 +476,16 @@ class CoordinatorClient(Calls):
                     await stream.write(heartbeat(self.measure, self.log))
 
     async def _receive(self, event: ServerEvent) -> None:
+        if isinstance(event, TraceOrder):
+            return self.tracer.order(event, self.spans)
         if isinstance(event, Welcome):
-            self.rank, self.lease_s = event.rank, event.lease_s
+            self.rank, self.lease_s, self.state_id = event.rank, event.lease_s, event.state_id
             self.world_size, self.num_shards = event.world_size or self.world_size, event.num_shards
         was_member = self.membership is not None
         for new in self._delivery.receive(event):
             self._on_event(new)
+            if self.tracer.active and isinstance(new, Decision):
+                self.tracer.decided(new.model, new.step)
         if not isinstance(event, Membership):
             return
         if not self._attached.is_set():
@@ -512,19 +530,7 @@ class CoordinatorClient(Calls):
 
     def _remind(self) -> None:
         """Log that we are without a session, after a while and then ever more rarely, until we have one."""
-        self._reminder = asyncio.create_task(self._log_waiting())
-
-    async def _log_waiting(self) -> None:
-        began_s = time.monotonic()
-        for pause_s in reminder_pauses():
-            await asyncio.sleep(pause_s)
-            if self._attached.is_set():
-                return
-            waited_s, why = time.monotonic() - began_s, self._last_error or "no answer"
-            state = "" if self.rank < 0 else "; what this process holds is kept"
-            _logger.warning(
-                "no session with coordinator %s for %.0f s, trying again: %s%s", self.address, waited_s, why, state
-            )
+        self._reminder = asyncio.create_task(_log_waiting(self))
 
     def _fail(self, error: AxonError) -> None:
         """Fail the session; everything that waits for it gets `error`."""
@@ -572,3 +578,17 @@ class CoordinatorClient(Calls):
             raise Timeout(f"the session did not announce generation {generation} in time") from None
         if self._error is not None:
             raise self._error
+
+
+async def _log_waiting(client: CoordinatorClient) -> None:
+    """Log that a member is without a session, after a while and then ever more rarely, until it has one."""
+    began_s = time.monotonic()
+    for pause_s in reminder_pauses():
+        await asyncio.sleep(pause_s)
+        if client._attached.is_set():
+            return
+        waited_s, why = time.monotonic() - began_s, client._last_error or "no answer"
+        state = "" if client.rank < 0 else "; what this process holds is kept"
+        _logger.warning(
+            "no session with coordinator %s for %.0f s, trying again: %s%s", client.address, waited_s, why, state
+        )

@@ -54,7 +54,7 @@ class Assembly:
         self._config = config
         self._models = models
         self._out = out
-        self._state_id = durable.state_id
+        self.state_id = durable.state_id
         self.roster = Roster()
         self.world_size = config.world_size or durable.world_size
         self.was_complete = durable.was_complete
@@ -160,7 +160,7 @@ class Assembly:
             lease_s=self._config.lease_s,
             world_size=self.world_size,
             num_shards=self._config.num_shards,
-            state_id=self._state_id,
+            state_id=self.state_id,
             released=self._models.released,
         )
 
@@ -211,7 +211,7 @@ class Assembly:
 
     def job_record(self) -> Record:
         """The name of the job and how many members it starts with, for the store."""
-        return records.job_record(self._state_id, self._config.job, self.world_size, self._config.num_shards)
+        return records.job_record(self.state_id, self._config.job, self.world_size, self._config.num_shards)
 
     def pending(self) -> list[str]:
         """What the job waits for, as text."""

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from axon_ps.coordinator.core.history.report import Report
 from axon_ps.errors import AxonError
+from axon_ps.observe.tracing.span import TraceOrder
 from axon_ps.sharding.job import JobSpec
 from axon_ps.sharding.placement import Placement
 from axon_ps.types import CopyFrom, Decision, Hyper, Membership, ModelProgress, OptimizerSpec
@@ -125,7 +126,7 @@ class SessionRestored:
     """To our own process: the stream is up again, and all missed events have been delivered."""
 
 
-ServerEvent = Welcome | Membership | JobState | Decision | SnapshotOrder | RestoreOrder
+ServerEvent = Welcome | Membership | JobState | Decision | SnapshotOrder | RestoreOrder | TraceOrder
 """What the coordinator pushes."""
 
 Event = Membership | JobState | Decision | SnapshotOrder | RestoreOrder | SessionLost | SessionRestored
@@ -179,6 +180,7 @@ class Vote:
         copy: what the step takes from another model; None = it takes gradients.
         blocked: whether the worker makes no step of another model before this one is decided.
         commit: values to commit with the step, by name; the same in all votes. See `committed`.
+        traceparent: the worker's span of it; empty = the step is not traced.
     """
 
     generation: int
@@ -190,6 +192,7 @@ class Vote:
     copy: CopyFrom | None = None
     blocked: bool = False
     commit: Mapping[str, str] = field(default_factory=dict)
+    traceparent: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)

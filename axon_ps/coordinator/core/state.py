@@ -52,7 +52,7 @@ from axon_ps.errors import (
     PermissionDenied,
 )
 from axon_ps.sharding.job import JobSpec
-from axon_ps.types import Membership, OptimizerSpec, Role
+from axon_ps.types import Member, Membership, OptimizerSpec, Role
 from axon_ps.wire import codec
 from axon_ps.wire.v1 import logs_pb2
 
@@ -509,6 +509,34 @@ class CoordinatorState:
     def longest_wait(self, now: float) -> tuple[float, str]:
         """How long workers have waited for others in the current step, in seconds, and for whom, as text."""
         return self._members.stragglers.longest_wait(now)
+
+    def step_of(self, name: str) -> tuple[int, int]:
+        """The number of a model, and its present step.
+
+        Raises:
+            InvalidRequest: the job does not have such a model (yet).
+        """
+        model = self._models.described(name)
+        return model.number, model.step
+
+    def members_by_session(self) -> dict[int, Member]:
+        """The members that have a session, workers and shard servers in rank order."""
+        return {entry.session: entry.member for entry in self._assembly.roster if entry.session is not None}
+
+    def rank_of(self, session: int) -> int:
+        """The rank of the member that a session belongs to; -1 = of none."""
+        entry = self._assembly.roster.of_session(session)
+        return -1 if entry is None else entry.member.rank
+
+    def is_asynchronous(self, number: int) -> bool:
+        """Whether replicas of a model step asynchronously."""
+        model = self._models.get(number)
+        return model is not None and model.attempts.asynchronous
+
+    @property
+    def id(self) -> str:
+        """Of the job's durable state."""
+        return self._assembly.state_id
 
     def describe(self, caller: Caller, name: str) -> tuple[JobState, Membership]:
         """A model and the members, for whoever gathers it.

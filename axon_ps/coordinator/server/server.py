@@ -25,6 +25,7 @@ from axon_ps.coordinator.server.standby import Switch, rest, stand_by
 from axon_ps.errors import AxonError, Broken, StorageFull
 from axon_ps.observe.log_buffer import LogBuffer, collect
 from axon_ps.observe.metrics.sources import Source
+from axon_ps.observe.tracing.tracer import NO_TRACES, TracePolicy
 from axon_ps.rpc.channels import join_address, split_address
 from axon_ps.rpc.http import HttpServer, Route, healthz
 from axon_ps.rpc.metrics import metrics
@@ -51,6 +52,7 @@ async def serve(
     ready: Callable[[int], None],
     stop: asyncio.Event,
     http: HttpServer | None = None,
+    tracing: TracePolicy = NO_TRACES,
 ) -> None:
     """Run a coordinator until `stop` is set.
 
@@ -63,14 +65,16 @@ async def serve(
         ready: called with the port once it listens.
         stop: set it to end the coordinator; its state stays.
         http: its HTTP endpoint, not started; None = it has none.
+        tracing: which steps are traced.
 
     Raises:
-        ConfigurationError: address, security, or what the store holds cannot work.
+        ConfigurationError: address, security, traces, or what the store holds cannot work.
         AxonError: the store failed for good.
 
     If several coordinators have the store, calls are refused with `NotLeader` while another one leads.
     """
     switch = Switch(store)
+    switch.tracer.start(tracing, "coordinator", {"axon_ps.job": config.job})
     server = listen(host, port, security, [service_handler(SERVICE, switch)], [SERVICE.full_name])
 
     async def begin() -> None:
@@ -89,6 +93,7 @@ async def serve(
         else:
             await _lead(config, store, switch, stop, begin, log)
     finally:
+        await asyncio.to_thread(switch.tracer.close)
         if http is not None:
             await http.stop()
         await server.stop(GRACE_S)
@@ -96,9 +101,11 @@ async def serve(
             log.close()
 
 
-def _metrics(job: str, switch: Switch) -> Route:
-    labels = {"job_name": job, "role": "coordinator"}
-    return metrics(lambda: [Source(kind="coordinator", read=switch.statistics)], labels)
+def _metrics(name: str, switch: Switch) -> Route:
+    labels = {"job_name": name, "role": "coordinator"}
+    job = Source(kind="coordinator", read=switch.statistics, histograms=switch.histograms)
+    sources = [job, Source(kind="process", read=switch.tracer.statistics)]
+    return metrics(lambda: sources, labels)
 
 
 async def _lead_in_turn(
@@ -143,7 +150,7 @@ async def _lead(
     if policy.directory and not (durable and any(model.spec for model in durable.models.values())):
         config = dataclasses.replace(config, resume=await asyncio.to_thread(_resume, config))
     state = CoordinatorState(config, asyncio.get_running_loop().time(), stored, new_id=uuid.uuid4().hex)
-    shell = Shell(state, store, log=log)
+    shell = Shell(state, store, log=log, tracer=switch.tracer)
     feed = Feed(shell)
     _note_beginning(state, shell, known=bool(durable and durable.membership.generation))
     try:

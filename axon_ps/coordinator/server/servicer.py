@@ -31,13 +31,15 @@ from axon_ps.coordinator.server import manifests
 from axon_ps.coordinator.server.feed import MAX_READERS, TICK_S, Feed
 from axon_ps.coordinator.server.shared_calls import SharedCalls
 from axon_ps.coordinator.server.shell import Session, Shell
+from axon_ps.coordinator.server.trace_calls import TraceCalls
 from axon_ps.errors import AxonError, Busy, InvalidRequest, Misuse, Timeout
 from axon_ps.observe.log_buffer import TAKEN
+from axon_ps.observe.metrics.histogram import Histogram
 from axon_ps.rpc.service import ServerStream
 from axon_ps.rpc.status import error_from_detail
 from axon_ps.rpc.stream import EOF
 from axon_ps.wire import codec
-from axon_ps.wire.v1 import common_pb2, coordinator_pb2, logs_pb2, placement_pb2, session_pb2, status_pb2
+from axon_ps.wire.v1 import common_pb2, coordinator_pb2, logs_pb2, placement_pb2, session_pb2, status_pb2, trace_pb2
 
 JOIN_S: Final = 10.0
 """How long a stream may stay silent before its Join."""
@@ -69,6 +71,7 @@ class CoordinatorServicer:
         self._registering = asyncio.Lock()
         self._saves = SharedCalls[CheckpointReply]()
         self._log_readers = 0
+        self._traces = TraceCalls(shell)
 
     async def session(self, context: ServerStream) -> None:
         """A member's session."""
@@ -110,6 +113,7 @@ class CoordinatorServicer:
             logged = state.logged(session, beat.logs[:MAX_LOGS], beat.logs_dropped + len(beat.logs[MAX_LOGS:]), now)
             return [*logged, *state.heartbeat(session, _metrics(beat), now)]
         if kind == "vote":
+            self._shell.spans.voted(state.rank_of(session), message.vote)
             return state.vote(session, vote_from_proto(message.vote), now)
         if kind == "arrived":
             arrived = message.arrived
@@ -117,12 +121,17 @@ class CoordinatorServicer:
                 session, arrived.generation, arrived.step, now, model=arrived.model, blocked=arrived.blocked
             )
         if kind == "ready":
+            asynchronous = state.is_asynchronous(message.ready.model)
+            self._shell.spans.ready(state.rank_of(session), message.ready, asynchronous=asynchronous)
             return state.ready(session, ready_from_proto(message.ready), now)
         if kind == "copied":
             return state.copied(session, copied_from_proto(message.copied), now)
         if kind == "initialized":
             report = message.initialized
             return state.initialized(session, report.version, report.epoch, now, model=report.model)
+        if kind == "spans":
+            self._traces.report(session, message.spans)
+            return []
         if kind == "snapshot":
             return state.snapshot_report(session, snapshot_report_from_proto(message.snapshot), now)
         if kind == "restore":
@@ -262,6 +271,16 @@ class CoordinatorServicer:
     def statistics(self) -> dict[str, float]:
         """The numbers of the job's status, by name."""
         return self._shell.statistics()
+
+    def histograms(self) -> dict[str, Histogram]:
+        """How long the job's steps took."""
+        return {"step": self._shell.state.history.step_seconds}
+
+    async def trace(self, request: trace_pb2.TraceRequest, context: Any) -> trace_pb2.TraceReply:
+        """Have the next steps recorded, and return their spans."""
+        self._shell.state.check_caller(_caller(request.context))
+        codec.name_from_proto(request.model, "the model's name", empty=True)
+        return await self._traces.run(request)
 
     async def status(self, request: status_pb2.StatusRequest, context: Any) -> status_pb2.StatusReply:
         """The status of the job."""

@@ -30,9 +30,11 @@ from axon_ps.coordinator.core.history.logs import COORDINATOR
 from axon_ps.coordinator.core.state import CoordinatorState
 from axon_ps.coordinator.messages import event_to_proto, logged_to_proto
 from axon_ps.coordinator.server.checkpoint_log import CheckpointLog
+from axon_ps.coordinator.server.step_spans import StepSpans
 from axon_ps.errors import AxonError, Broken, Busy, InternalError, NotLeader, StorageFull
 from axon_ps.observe.log_buffer import LogBuffer
 from axon_ps.observe.moments import Moment, reached
+from axon_ps.observe.tracing.tracer import Tracer
 from axon_ps.storage.state_store.base import Record, StateStore
 from axon_ps.types import Decision, Membership, Outcome
 from axon_ps.wire.v1 import session_pb2
@@ -109,10 +111,13 @@ class Shell:
         store: where its records go; the shell owns neither.
         store_retry_s: how long to wait before a full disk is tried again.
         log: what this process logs, for the job's log.
+        tracer: the coordinator's; None = a new one.
 
     Attributes:
         checkpoints: what is known of the job's checkpoints.
         started_s: when it began, by `now`.
+        tracer: as given.
+        spans: those of the steps.
     """
 
     def __init__(
@@ -122,9 +127,12 @@ class Shell:
         *,
         store_retry_s: float = 1.0,
         log: LogBuffer | None = None,
+        tracer: Tracer | None = None,
     ) -> None:
         self.state = state
         self._log_buffer = log
+        self.tracer = tracer or Tracer()
+        self.spans = StepSpans(self.tracer, state.id)
         self._store = store
         self._store_retry_s = store_retry_s
         self._store_trouble = ""
@@ -310,6 +318,7 @@ class Shell:
                     self._log(action.event)
                     self.state.history.published(action.event, self.now())
                     if isinstance(action.event, Decision):
+                        message.decision.traceparent = self.spans.published(action.event)
                         reached(Moment.DECISION, action.event.version)
                 session = self._sessions.get(action.session)
                 if session is not None and not session.send(message):

@@ -10,7 +10,9 @@ from typing import Any, Final
 
 from axon_ps.coordinator.server.servicer import CoordinatorServicer
 from axon_ps.errors import Broken, NotLeader
+from axon_ps.observe.metrics.histogram import Histogram
 from axon_ps.observe.reminders import reminder_pauses
+from axon_ps.observe.tracing.tracer import Tracer
 from axon_ps.storage.state_store.base import SharedStateStore, StateStore
 
 POLL_S: Final = 0.25
@@ -28,16 +30,22 @@ class Switch:
     Attributes:
         servicer: of the present leadership; None while we stand by.
         why: why calls are refused.
+        tracer: the spans of this process.
     """
 
     def __init__(self, store: StateStore) -> None:
         self.servicer: CoordinatorServicer | None = None
         self.why = "this coordinator is starting"
+        self.tracer = Tracer()
         self._store = store
 
     def statistics(self) -> dict[str, float]:
         """The numbers of the job while we lead; on a standby, that it does not."""
         return {"leads": 0.0} if self.servicer is None else self.servicer.statistics()
+
+    def histograms(self) -> dict[str, Histogram]:
+        """How long the job's steps took, while we lead."""
+        return {} if self.servicer is None else self.servicer.histograms()
 
     def __getattr__(self, method: str) -> Callable[..., Awaitable[Any]]:
         async def forward(*args: Any) -> Any:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from prometheus_client import CollectorRegistry, PlatformCollector, ProcessCollector
 from prometheus_client.exposition import choose_encoder
-from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from axon_ps.observe.metrics.sources import Source
-from axon_ps.observe.metrics.table import REPEATED, described
+from axon_ps.observe.metrics.table import HISTOGRAMS, REPEATED, described
 
 _UNDESCRIBED = "axon_ps_undescribed"
 
@@ -48,10 +49,24 @@ class _Statistics(Collector):
             is_counter = families[name].type == "counter"
             families[name].add_sample(f"{name}_total" if is_counter else name, dict(pairs), value)
         yield from families.values()
+        yield from self._histograms()
+
+    def _histograms(self) -> Iterator[Metric]:
+        for source in self._sources():
+            for name, histogram in source.histograms().items():
+                row, labels = HISTOGRAMS[source.kind][name], {**self._labels, **source.labels}
+                family = HistogramMetricFamily(row.name, row.help, labels=list(labels))
+                buckets = [(_bound(bound), float(count)) for bound, count in histogram.buckets()]
+                family.add_metric(list(labels.values()), buckets, histogram.sum_s)
+                yield family
 
     def describe(self) -> list[Metric]:
         """Nothing: what there is depends on what the process does."""
         return []
+
+
+def _bound(seconds: float) -> str:
+    return "+Inf" if math.isinf(seconds) else str(seconds)
 
 
 class Exposition:

@@ -10,6 +10,8 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
+from axon_ps.observe.metrics.histogram import Histogram
+
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
@@ -19,11 +21,13 @@ class Source:
         kind: a key of `table.TABLE`.
         read: its `.statistics`.
         labels: what distinguishes it from others of its kind.
+        histograms: its histograms, by a key of `table.HISTOGRAMS`.
     """
 
     kind: str
     read: Callable[[], Mapping[str, float]]
     labels: Mapping[str, str] = field(default_factory=dict)
+    histograms: Callable[[], Mapping[str, Histogram]] = dict
 
 
 _lock = threading.Lock()

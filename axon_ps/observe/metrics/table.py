@@ -222,6 +222,10 @@ _GROUP: Final = {
 }
 
 _PROCESS: Final = {
+    "spans_recorded": _counter("trace_spans", "Spans of sampled steps that were recorded."),
+    "spans_exported": _counter("trace_exported_spans", "Of these, those that a collector took."),
+    "spans_failed": _counter("trace_failed_spans", "Of these, those that no collector took."),
+    "spans_dropped": _counter("trace_dropped_spans", "Of these, those for which the queue had no room."),
     "loop_lag_s": _gauge("loop_lag_seconds", "How long the event loop took to come to a task that was ready."),
 }
 
@@ -236,6 +240,17 @@ TABLE: Final[Mapping[str, Mapping[str, Metric]]] = {
     "process": _PROCESS,
 }
 """By what it is of, and by statistic."""
+
+HISTOGRAMS: Final[Mapping[str, Mapping[str, Metric]]] = {
+    "worker": {
+        "step": _gauge("worker_step_seconds", "From the end of a step of this worker's to that of the next."),
+        "gather": _gauge("worker_gather_seconds", "Gathers of a unit, from the request until all of it is there."),
+        "push": _gauge("worker_push_seconds", "Pushes of a unit's gradient, until all servers have it."),
+        "vote": _gauge("worker_vote_seconds", "From a vote to the decision on it."),
+    },
+    "coordinator": {"step": _gauge("step_seconds", "From a decision on a step to the next; of all models.")},
+}
+"""Of durations, by what they are of, and by name. `worker_vote_seconds_sum` is the statistic `decision_wait_s`."""
 
 _MEMBERS: Final = ("worker", "shard")
 

@@ -48,6 +48,7 @@ from axon_ps.parallel.fsdp.order import GatherOrder
 from axon_ps.parallel.fsdp.sent_gradients import SentGradients
 from axon_ps.parallel.fsdp.steps import Position, Standing, StepBatch
 from axon_ps.parallel.fsdp.wrap import Wrapping
+from axon_ps.parallel.marks import Marks
 from axon_ps.types import Hyper, OptimizerSpec, StepResult
 from axon_ps.worker.checkpoints import CheckpointInfo
 
@@ -74,6 +75,7 @@ class Runtime:
         grad_scale: what the loss was multiplied by; gradients are divided by it before they are pushed.
         syncing: whether gradients are pushed; not inside `no_sync()`.
         prefetched: a prefetch by hand is pending.
+        marks: what it is doing, for profilers and traces.
         optimizers: those of ours that make its steps.
         expected_hyper: the hyperparameters that the optimizer has now; None = the next step's cannot be known.
         batch: what the next backward's gradients are of, where a loader deals the samples; see `begin_batch`.
@@ -111,6 +113,7 @@ class Runtime:
         self.on_abort: Callable[[], None] = lambda: None
         self.last_reason = ""
         self.sent = SentGradients()
+        self.marks = Marks()
         self.grad_scale = 1.0
         self.prefetched = False
 
@@ -217,6 +220,7 @@ class Runtime:
             self._orders[not self._training].restart()
             for other in self.units:  # a forward that raised may have left some behind
                 other.depth = 0
+            self.marks.begin("forward", in_profile=True)
             self._read = self.now
             self._uses = [other.uses for other in self.units]
             if self._training and not (self._has_gradients or self._forwards):
@@ -235,6 +239,8 @@ class Runtime:
         unit.depth -= 1
         if unit.depth > 0:
             return
+        if unit.is_root:
+            self.marks.end("forward")
         if not self._training:
             self._reshard(unit)
             if unit.is_root:
@@ -288,6 +294,7 @@ class Runtime:
         """The gradient of a module's output is there: unshard it again."""
         if not self._callback_queued:
             self._callback_queued = True
+            self.marks.begin("backward", in_profile=False)  # autograd's own thread may end it
             torch.autograd.Variable._execution_engine.queue_callback(self._after_backward)
         self._need(unit)
         if not unit.is_root:
@@ -336,6 +343,7 @@ class Runtime:
             if flat is not None and flat.index in self._pushed:
                 self._gather_speculative(unit, flat)
         self._orders[True].finish()
+        self.marks.end("backward")
 
     # ------------------------------------------------------------------ by hand
 
@@ -369,10 +377,11 @@ class Runtime:
     def _need(self, unit: ModuleUnit) -> None:
         self._orders[self._training].visit(unit.number)
         began = time.perf_counter()
-        for flat in unit.flats:
-            flat.start_gather()
-        for flat in unit.flats:
-            flat.unshard()
+        with self.marks.within("gather wait", unit.name):
+            for flat in unit.flats:
+                flat.start_gather()
+            for flat in unit.flats:
+                flat.unshard()
         self.counters.gather_wait_s += time.perf_counter() - began
         self._prefetch()
 

@@ -37,6 +37,7 @@ from axon_ps.parallel.fsdp.runtime import BUFFERS, TORN, Runtime
 from axon_ps.parallel.fsdp.sources import array_of
 from axon_ps.parallel.fsdp.steps import Pending, Position, Standing, Steps
 from axon_ps.parallel.fsdp.wrap import Wrapping
+from axon_ps.parallel.marks import Marks, profiled
 from axon_ps.types import Decision, Hyper, OptimizerSpec, Outcome, StepResult
 from axon_ps.worker.checkpoints import CheckpointInfo
 from axon_ps.worker.steps.client import StepClient
@@ -66,6 +67,7 @@ class ServerRuntime(Runtime):
     ) -> None:
         super().__init__(wrapping, units, gather_buffers)
         self._client = client
+        self.marks = Marks(client.trace)
         self._steps: Steps = client if steps is None else steps
         self._grad_wire = wrapping.spec.precision.grad
         self._device = device
@@ -113,16 +115,18 @@ class ServerRuntime(Runtime):
         began = time.perf_counter()
         size_bytes = flat.unit.numel * self._grad_wire.itemsize
         if not self._out.has_room(size_bytes):
-            self._client.wait_for_room(ticket, partial(self._out.wait_for_room, size_bytes))
+            with self.marks.within("push wait", flat.unit.name):
+                self._client.wait_for_room(ticket, partial(self._out.wait_for_room, size_bytes))
         self.counters.push_wait_s += time.perf_counter() - began
         buffer = self._out.take(flat.unit.numel, TORCH_DTYPES[self._grad_wire])
         weight = 1.0 / ticket.num_replicas if self.batch is None else self.batch.weight
         self.grad_meter.add(-flat.staged_bytes)
-        if weight:
-            flat.pack_grads(buffer, weight / self.grad_scale)
-        else:  # not 0 times them, which may be no numbers
-            flat.pop_grads()
-            buffer.zero_()
+        with profiled("push", flat.unit.name):
+            if weight:
+                flat.pack_grads(buffer, weight / self.grad_scale)
+            else:  # not 0 times them, which may be no numbers
+                flat.pop_grads()
+                buffer.zero_()
         self.counters.pushed_bytes += buffer.nbytes
         self.sent.add(flat.index, len(flat.params))
         if self.resends:
@@ -218,7 +222,8 @@ class ServerRuntime(Runtime):
                     self._pushed.add(flat.index)
                     self._retained[flat.index] = None
             vote = partial(self._steps.vote, max_norm=max_norm, hyper=hyper, commit=together)
-            decision = vote(ticket, self._pushes)
+            with profiled("vote"):
+                decision = vote(ticket, self._pushes)
             for _ in range(self.resends if self.batch is None else 0):  # a loader gives its batches again by itself
                 if decision.outcome is not Outcome.ABORT:
                     break

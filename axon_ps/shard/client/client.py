@@ -23,6 +23,7 @@ from axon_ps.compress.feedback import Feedback
 from axon_ps.errors import InvalidRequest, Timeout, Unreachable
 from axon_ps.host.malloc import retain_message_memory
 from axon_ps.host.shared_arrays import shared_arrays
+from axon_ps.observe.tracing.span import Span
 from axon_ps.rpc.deadlines import Deadline
 from axon_ps.rpc.security import Security
 from axon_ps.rpc.service import together
@@ -103,7 +104,14 @@ class ShardGroup:
         return dataclasses.replace(s, server=holders[min(index, len(holders) - 1)])
 
     async def _transfer(
-        self, unit: int, begin: int, end: int | None, array: Array | None, context: MakeContext, timeout_s: float | None
+        self,
+        unit: int,
+        begin: int,
+        end: int | None,
+        array: Array | None,
+        context: MakeContext,
+        timeout_s: float | None,
+        span: Span | None = None,
     ) -> tuple[JobSpec, list[Slice], partial[Transfer]]:
         """The model's spec, the slices that a range lies in, and its transfer, once layout and members are known.
 
@@ -125,15 +133,18 @@ class ShardGroup:
             end=end,
             array=array,
             chunk_numel=spec.options.chunk_numel,
-            context=partial(self._context, context),
+            context=partial(self._context, context, span),
             deadline=deadline,
             same_host=self._same_host,
+            span=span,
         )
         return spec, [s for s in plan.slices[unit] if s.begin < end and s.end > begin], transfer
 
-    def _context(self, context: MakeContext) -> common_pb2.CallContext:
-        """Who calls, and by which placement: a server that is behind catches up before it answers."""
+    def _context(self, context: MakeContext, span: Span | None) -> common_pb2.CallContext:
+        """Who calls, in which span, and by which placement: a server that is behind catches up before it answers."""
         made = context()
+        if span is not None:
+            made.traceparent = span.context.traceparent
         if self._placement is not None:
             made.placement = self._placement.number
         return made
@@ -168,6 +179,7 @@ class ShardGroup:
         end: int | None = None,
         compressed: bool = False,
         epoch: int = 0,
+        span: Span | None = None,
     ) -> int:
         """Fill `out` with elements [begin, end) of a unit, all at one version, `min_version` or later.
 
@@ -183,6 +195,7 @@ class ShardGroup:
             end: one past the last; None = the unit's end.
             compressed: if the job compresses parameters, they travel so, and `out` is what they are widened to.
             epoch: how often the job had been restored when it was at `min_version`; owners wait until they know of it.
+            span: what it is traced as; counts its bytes.
 
         Returns:
             The (oldest) version of what was gathered: at least `min_version`.
@@ -194,7 +207,7 @@ class ShardGroup:
 
         After an error: `out` holds anything; nothing changed on the servers.
         """
-        spec, slices, transfer = await self._transfer(unit, begin, end, out, context, timeout_s)
+        spec, slices, transfer = await self._transfer(unit, begin, end, out, context, timeout_s, span)
         if out.dtype not in transfers.DTYPE_OF:
             raise InvalidRequest(f"out has element type {out.dtype}; needed is float32, uint16 (for bf16) or float16")
         how = spec.precision.param_compression if compressed else None
@@ -221,6 +234,7 @@ class ShardGroup:
         context: MakeContext,
         timeout_s: float | None,
         epoch: int = 0,
+        span: Span | None = None,
     ) -> MappedCopy | None:
         """The memory of this host in which a unit lies, once it is at `min_version` or later.
 
@@ -231,6 +245,7 @@ class ShardGroup:
             context: gives the present job, generation and incarnation.
             timeout_s: seconds it may take in all; None = no deadline.
             epoch: as for `gather`.
+            span: what it is traced as.
 
         Returns:
             None where it must be gathered: it lies on another host or on several servers, travels compressed or as
@@ -242,7 +257,7 @@ class ShardGroup:
             Timeout: its owner did not answer, or was not there, or did not reach the version in time.
             StepAborted: the job was restored meanwhile: an owner holds values of a later epoch.
         """
-        spec, slices, transfer = await self._transfer(unit, 0, None, None, context, timeout_s)
+        spec, slices, transfer = await self._transfer(unit, 0, None, None, context, timeout_s, span)
         precision = spec.precision
         if len(slices) > 1 or spec.policy.asynchronous or precision.param_compression or dtype is not precision.param:
             return None
@@ -274,6 +289,7 @@ class ShardGroup:
         timeout_s: float | None,
         begin: int = 0,
         end: int | None = None,
+        span: Span | None = None,
     ) -> int:
         """Fill `out` with a unit as it will be if `step` commits unclipped with `hyper`. Nothing is retried.
 
@@ -288,6 +304,7 @@ class ShardGroup:
             timeout_s: seconds it may take in all; None = no deadline.
             begin: first element wanted, counted from the unit's start.
             end: one past the last element wanted; None = the unit's end.
+            span: what it is traced as; counts its bytes.
 
         Returns:
             The version this would be.
@@ -301,7 +318,7 @@ class ShardGroup:
 
         After an error: `out` holds anything; nothing changed on the servers.
         """
-        spec, slices, transfer = await self._transfer(unit, begin, end, out, context, timeout_s)
+        spec, slices, transfer = await self._transfer(unit, begin, end, out, context, timeout_s, span)
         how = spec.precision.param_compression
         t = transfer(dtype=spec.precision.param, step=step, expected=hyper, compressor=how)
         wanted = (spec.precision.param.numpy,) if how is None else tuple(transfers.DTYPE_OF)
@@ -327,6 +344,7 @@ class ShardGroup:
         timeout_s: float | None,
         begin: int = 0,
         end: int | None = None,
+        span: Span | None = None,
     ) -> None:
         """Add this replica's gradient of elements [begin, end) of a unit to the step's sum, on every owner.
 
@@ -340,6 +358,7 @@ class ShardGroup:
             timeout_s: seconds it may take in all; None = no deadline.
             begin: first element; must begin a chunk of its owner.
             end: one past the last; must end a chunk of its owner; None = the unit's end.
+            span: what it is traced as; counts its bytes.
 
         Raises:
             InvalidRequest: unit, replica, range or `grad` do not fit the job.
@@ -350,7 +369,7 @@ class ShardGroup:
         After an error: the servers may have some or all of it. Pushing the same gradient again in the same step and
         generation is harmless; pushing another one is not noticed.
         """
-        spec, slices, transfer = await self._transfer(unit, begin, end, grad, context, timeout_s)
+        spec, slices, transfer = await self._transfer(unit, begin, end, grad, context, timeout_s, span)
         if grad is not None and grad.dtype != spec.precision.grad.numpy:
             raise InvalidRequest(
                 f"the gradient of unit {unit} is {grad.dtype}; gradients travel as {spec.precision.grad.value} here"

@@ -25,6 +25,7 @@ from axon_ps.host.leases import ReadLease, ReadLeases, address_of
 from axon_ps.host.process_memory import LeaseReader, grant
 from axon_ps.host.shared_arrays import shared_arrays
 from axon_ps.observe.moments import Moment, reached
+from axon_ps.observe.tracing.span import Span
 from axon_ps.rpc.deadlines import Deadline
 from axon_ps.rpc.service import EOF, Stream, Stub
 from axon_ps.rpc.stream_pool import StreamPool
@@ -85,6 +86,7 @@ class Transfer:
         socket_only: whether payloads go through the socket although memory could be read: after a failure.
         resume: gradients: whether the server may have some of it already.
         residuals: gradients, compressed: f32[end - begin] of the steps before, and where to store that of this step.
+        span: what the call is traced as, if it is.
     """
 
     begin: int
@@ -105,6 +107,7 @@ class Transfer:
     socket_only: bool = False
     resume: bool = False
     residuals: tuple[Array, Array] | None = None
+    span: Span | None = None
 
     async def access(self, s: Slice, stub: Stub) -> Access:
         """What can be done with the memory of the server that owns a slice."""
@@ -190,6 +193,8 @@ class Transfers:
                 position += header.numel
                 self.counters["chunks_in"] += 1
                 self.counters["bytes_in"] += payload.nbytes
+                if t.span is not None:
+                    t.span.add("bytes", payload.nbytes)
         if mixed and t.one_version:
             raise Broken(f"unit {s.unit} changed at {stub.peer} while it was read")
         return version
@@ -311,6 +316,8 @@ class Transfers:
             header.ClearField("end")
             self.counters["chunks_out"] += 1
             self.counters["bytes_out"] += payload.nbytes
+            if t.span is not None:
+                t.span.add("bytes", payload.nbytes)
 
 
 async def _chunk(stream: Stream) -> tuple[common_pb2.Chunk, memoryview]:

@@ -79,6 +79,10 @@ class ShardEngine:
         """Whether the layout is known."""
         return self.spec is not None
 
+    def unit_name(self, unit: int) -> str:
+        """What the layout calls a unit."""
+        return f"unit {unit}" if self.spec is None else self.spec.layout.name_of(unit)
+
     def configure(self, spec: JobSpec, server: int, num_cuts: int, placement: Placement | None = None) -> None:
         """Make the slices that `server` holds. The same spec again changes nothing.
 

@@ -31,9 +31,11 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 from axon_ps.errors import CheckpointError
+from axon_ps.observe.tracing.span import Span, SpanContext
+from axon_ps.observe.tracing.tracer import Tracer
 from axon_ps.shard.core.engine import ShardEngine
 from axon_ps.shard.core.slices import OwnedSlice
-from axon_ps.types import Array
+from axon_ps.types import Array, Decision
 
 RUN_NUMEL = 1 << 20
 """Elements that a thread updates in one call, if chunks are not larger. See Note: [Runs of chunks]."""
@@ -219,3 +221,33 @@ class ApplyPool:
                     loop.call_soon_threadsafe(self._finished, owned)
         except BaseException as error:
             loop.call_soon_threadsafe(self._failed, error)
+
+
+class ApplyTrace:
+    """The span of the step that is being applied, if that is traced.
+
+    Args:
+        tracer: the server's.
+        engine: whose slices.
+    """
+
+    def __init__(self, tracer: Tracer, engine: ShardEngine) -> None:
+        self._tracer = tracer
+        self._engine = engine
+        self._span: Span | None = None
+
+    def begin(self, decision: Decision, slices: int) -> None:
+        """So many slices are about to be applied."""
+        parent = SpanContext.parse(decision.traceparent) if self._tracer.active else None
+        if parent is not None:
+            self._span = self._tracer.begin("apply", parent, version=decision.version, slices=slices)
+
+    def applied(self, owned: OwnedSlice, *, is_last: bool) -> None:
+        """A slice is."""
+        span = self._span
+        if span is None:
+            return
+        span.events.append((self._tracer.now(), f"{self._engine.unit_name(owned.chunks.unit)} is applied"))
+        if is_last:
+            self._span = None
+            self._tracer.end(span)

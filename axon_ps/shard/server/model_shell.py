@@ -31,7 +31,7 @@ from axon_ps.shard.core.engine import ShardEngine
 from axon_ps.shard.core.gradients import Push
 from axon_ps.shard.core.slices import OwnedSlice
 from axon_ps.shard.server import snapshot
-from axon_ps.shard.server.apply import ApplyPool, Pin, VersionPins
+from axon_ps.shard.server.apply import ApplyPool, ApplyTrace, Pin, VersionPins
 from axon_ps.shard.server.copying import Copying
 from axon_ps.shard.server.forwarding import Forwarding
 from axon_ps.shard.server.model_values import ModelValues
@@ -98,6 +98,7 @@ class ModelShell:
         self.pins = VersionPins()
         self._pool = ApplyPool(self.engine, self.pins, threads, self._finished, server.fail)
         self._applying = 0
+        self._apply_trace = ApplyTrace(server.tracer, self.engine)
         self._readers = 0  # copies from here that are under way
         self._copy: tuple[ModelShell, Pin] | None = None  # what is copied to here
         self._idle = asyncio.Event()
@@ -225,13 +226,13 @@ class ModelShell:
                 )
             self._placed()
             self._renumber(job.spec.replica_is_node)
-            self._server.start(self._warm_up(partial(warm_up, job.spec)))
+            self._server.start(self._server.in_files_thread(partial(warm_up, job.spec)))
             # nothing is owned here, and no restore is on its way
             if self.engine.parameters.initialized and self.values.epoch == 0:
                 reports.initialized(version=job.version, epoch=0, model=self.number)
         if job.optimizer is not None and self.engine.updater is None:
             updater = self.engine.set_optimizer(job.optimizer)
-            self._server.start(self._warm_up(partial(updater.warm_up, self.engine.precision.param)))
+            self._server.start(self._server.in_files_thread(partial(updater.warm_up, self.engine.precision.param)))
         if job.placement is not None and self.engine.configured and job.placement != self.engine.placement:
             for owned in self.engine.place(job.placement, reports.rank):
                 if not owned.applying:
@@ -269,7 +270,7 @@ class ModelShell:
         if self._forwarding is not None:
             self._forwarding.settled()
         if slices := self.engine.decide(decision):
-            self._begin(slices)
+            self._begin(slices, decision)
             self._pool.start(slices)
         else:
             self.subscriptions.wake()
@@ -277,14 +278,15 @@ class ModelShell:
 
     def _on_averaging(self, copying: Averaging) -> None:
         owned = self.engine.decide(copying.decision)
-        self._begin(owned)
+        self._begin(owned, copying.decision)
         self._server.start(self._copy_from(copying, owned))
         self._waiters.wake_all()
 
-    def _begin(self, slices: list[OwnedSlice]) -> None:
+    def _begin(self, slices: list[OwnedSlice], decision: Decision) -> None:
         self._applying = len(slices)
         if slices:
             self._idle.clear()
+            self._apply_trace.begin(decision, len(slices))
 
     async def _copy_from(self, copying: Averaging, targets: list[OwnedSlice]) -> None:
         """Copy all chunks, each slice once the other model is at the version wanted."""
@@ -311,6 +313,7 @@ class ModelShell:
         self.pins.notify()
         self._waiters.wake_unit(owned.chunks.unit)
         self._applying -= 1
+        self._apply_trace.applied(owned, is_last=self._applying == 0)
         if self._applying == 0:
             self.subscriptions.wake()
             if self._copy is not None:
@@ -348,11 +351,6 @@ class ModelShell:
                 ),
                 of,
             )
-
-    async def _warm_up(self, *compiles: Callable[[], None]) -> None:
-        """Compile kernels before the first gradient needs them."""
-        for compile_it in compiles:
-            await self._server.in_files_thread(compile_it)
 
     def _wake_all(self) -> None:
         self._waiters.wake_all()

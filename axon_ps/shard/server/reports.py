@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from axon_ps.coordinator.core.events import Copied, Ready, SnapshotFile
 from axon_ps.errors import AxonError
+from axon_ps.observe.tracing.tracer import Tracer
 from axon_ps.observe.work import Work
 from axon_ps.shard.server.links import Links
 
@@ -43,10 +44,12 @@ class ServerShell(Protocol):
     Attributes:
         reports: the way to the coordinator.
         links: the way to the other shard servers; None where there are none.
+        tracer: the spans of this process.
     """
 
     reports: Reports | None
     links: Links | None
+    tracer: Tracer
 
     def start(self, coroutine: Coroutine[Any, Any, None]) -> None:
         """Run something; if it raises, the server ends."""

@@ -16,6 +16,7 @@ from axon_ps.coordinator.core.events import Event, KnownNames
 from axon_ps.errors import Drained
 from axon_ps.host.malloc import retain_message_memory
 from axon_ps.observe.metrics.sources import Source
+from axon_ps.observe.tracing.tracer import NO_TRACES, TracePolicy
 from axon_ps.optim import registry as optimizers
 from axon_ps.rpc.channels import join_address
 from axon_ps.rpc.http import HttpServer, Route, healthz
@@ -56,6 +57,7 @@ class ShardConfig:
         reconnect_timeout_s: how long the coordinator may be away later; then this server ends, and its parameters too.
         grace_s: how long streams under way may take when we stop.
         drain_s: how long others may take to get what this server holds when it is asked to stop; 0 = it just leaves.
+        tracing: which steps are traced.
     """
 
     coordinator: str
@@ -72,6 +74,7 @@ class ShardConfig:
     reconnect_timeout_s: float = 600.0
     grace_s: float = 2.0
     drain_s: float = 0.0
+    tracing: TracePolicy = NO_TRACES
 
 
 async def serve(
@@ -122,8 +125,10 @@ async def serve(
             on_event=on_event,
             reconnect_timeout_s=config.reconnect_timeout_s,
         )
-        session.measure = shell.measures
+        session.measure, session.tracer = shell.measures, shell.tracer
         await session.start(config.join_timeout_s)
+        about = {"axon_ps.job": config.job, "axon_ps.rank": str(session.rank), "axon_ps.node": node}
+        shell.tracer.start(config.tracing, "shard", about)
         _logger.info("shard server %d of job %r at %s", session.rank, config.job, _advertised(config, port))
         health = asyncio.create_task(_report_health(server, watch))
         if http is not None:
@@ -146,6 +151,7 @@ async def serve(
         if session is not None:
             await session.close("the shard server stops")
         await stopping
+        await asyncio.to_thread(shell.tracer.close)
         await shell.close()
 
 
@@ -168,6 +174,7 @@ def _metrics(job: str, rank: int, node: str, shell: ShardShell) -> Route:
     labels = {"job_name": job, "role": "shard", "rank": str(rank), "node": node}
     engine = shell.collectives.engine
     sources = [Source(kind="shard", read=shell.statistics), Source(kind="shard", read=engine.statistics)]
+    sources.append(Source(kind="process", read=shell.tracer.statistics))
     return metrics(lambda: sources, labels)
 
 

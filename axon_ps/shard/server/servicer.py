@@ -21,6 +21,7 @@ from axon_ps.compress import cast
 from axon_ps.errors import InvalidRequest, PermissionDenied
 from axon_ps.host.leases import ReadLease, ReadLeases, address_of
 from axon_ps.host.process_memory import grant
+from axon_ps.observe.tracing.span import Span, Value
 from axon_ps.rpc.service import ServerStream
 from axon_ps.rpc.stream import EOF
 from axon_ps.rpc.stream_pool import IdleStreams
@@ -54,17 +55,20 @@ class ShardServicer:
     async def all_gather(self, context: ServerStream) -> None:
         """Gathers, one after the other."""
         while (request := await self._idle.next(context.read())) is not EOF:
-            await self._gather(request, context)
+            with self._shell.tracer.serving("gather", request.context.traceparent) as span:
+                await self._gather(request, context, span)
 
-    async def _gather(self, request: shard_pb2.AllGatherRequest, context: ServerStream) -> None:
+    async def _gather(self, request: shard_pb2.AllGatherRequest, context: ServerStream, span: Span | None) -> None:
         """Chunks of a range, once the unit is at the version asked for."""
-        shell, _ = await self._shell.fence(request.context)
+        shell, member = await self._shell.fence(request.context)
         engine, generation = shell.engine, request.context.generation
+        if span is not None:
+            span.attributes.update(self._about(shell, member, request.unit), version=request.min_version)
         dtype = dtype_from_proto(request.dtype)
         if dtype not in WIRE_DTYPES:
             raise InvalidRequest(f"parameters cannot travel as {dtype.value}")
         if request.expected:
-            await self._gather_speculative(shell, request, context)
+            await self._gather_speculative(shell, request, context, span)
             return
         await shell.available(request.unit, request.begin, request.epoch, request.min_version, generation)
         engine.counters["gathers"] += 1
@@ -80,14 +84,14 @@ class ShardServicer:
                 leasing = request.accept_leases and not request.compressed
                 for some in _leased_together(frames) if leasing else zip(frames):
                     leases = engine.slices.of(request.unit, request.begin).wire.leases
-                    await self._serve(engine, context, request, some, leases)
+                    await self._serve(engine, context, request, some, leases, span)
             else:
                 chunks = engine.slices.of(request.unit, request.begin).chunks
                 for index in range(*chunks.range_of(request.begin, request.end)):
                     owned = await shell.unchanging(request.unit, request.begin, generation)
                     frame = engine.parameters.encode(owned, index, dtype)
                     await context.write(frame)
-                    _count(engine, "out", len(frame))
+                    _count(engine, "out", len(frame), span)
 
     async def _send_mapping(
         self, shell: ModelShell, context: ServerStream, request: shard_pb2.AllGatherRequest, dtype: DType
@@ -102,7 +106,7 @@ class ShardServicer:
         await context.write(encode_chunk(header, None))
 
     async def _gather_speculative(
-        self, shell: ModelShell, request: shard_pb2.AllGatherRequest, context: ServerStream
+        self, shell: ModelShell, request: shard_pb2.AllGatherRequest, context: ServerStream, span: Span | None
     ) -> None:
         """Chunks of a range as an undecided step is expected to make them, each as soon as it can be made."""
         engine = shell.engine
@@ -117,7 +121,7 @@ class ShardServicer:
         for index in range(*owned.chunks.range_of(request.begin, request.end)):
             frame = await shell.prepared(request.step, owned, index, hypers, request.context.generation)
             leases = owned.leases_of(index, frame)
-            await self._serve(engine, context, request, (frame,), leases)
+            await self._serve(engine, context, request, (frame,), leases, span)
 
     async def _serve(
         self,
@@ -126,10 +130,11 @@ class ShardServicer:
         request: shard_pb2.AllGatherRequest,
         frames: Sequence[bytes],
         leases: ReadLeases,
+        span: Span | None,
     ) -> None:
         """Send a frame that the slice has, or lease the payloads of several to a caller that can read our memory."""
         for frame in frames:
-            _count(engine, "out", len(frame))
+            _count(engine, "out", len(frame), span)
         frame = frames[0]
         if request.accept_leases and len(frame) >= MIN_LEASED_BYTES:
             headers, payloads = zip(*map(decode_chunk, frames), strict=True)
@@ -142,13 +147,19 @@ class ShardServicer:
     async def reduce_scatter(self, context: ServerStream) -> None:
         """Pushes, one after the other."""
         while (message := await self._idle.next(context.read())) is not EOF:
-            await context.write(await self._push(message, context))
+            header, payload = _first(message)
+            with self._shell.tracer.serving("push", header.context.traceparent) as span:
+                reply = await self._push(message, header, payload, context, span)
+            await context.write(reply)
 
-    async def _push(self, message: Any, context: ServerStream) -> shard_pb2.ReduceScatterReply:
+    async def _push(
+        self, message: Any, header: common_pb2.Chunk, payload: memoryview, context: ServerStream, span: Span | None
+    ) -> shard_pb2.ReduceScatterReply:
         """Gradient chunks of one replica. See Note: [Two kinds of first message]."""
-        header, payload = _first(message)
         shell, member = await self._shell.fence(header.context)
         engine = shell.engine
+        if span is not None:
+            span.attributes.update(self._about(shell, member, header.unit), attempt=header.step)
         step, unit, replica = header.step, header.unit, header.replica
         if replica != member.replica:
             raise InvalidRequest(f"worker {member.rank} contributes to replica {member.replica}, not {replica}")
@@ -168,11 +179,11 @@ class ShardServicer:
                 if (header.step, header.replica) != (step, replica):
                     raise InvalidRequest("a push is of one step and one replica")
                 position += header.numel
-                _count(engine, "in", len(message))
+                _count(engine, "in", len(message), span)
                 if header.absent:
                     summed += await shell.push_absent(step, unit, header.offset, header.numel, replica)
                 else:
-                    for one in self._leased_payloads(engine, member, header) if header.leases else (payload,):
+                    for one in self._leased_payloads(engine, member, header, span) if header.leases else (payload,):
                         dtype, grad = _gradient(engine, header, one)
                         summed += await shell.push(step, unit, header.offset, replica, dtype, grad)
                 message = None
@@ -196,7 +207,7 @@ class ShardServicer:
                 message = await context.read()
                 header, payload = _chunk(message)
             _check_chunk(header, unit, position)
-            _count(engine, "in", len(message))
+            _count(engine, "in", len(message), None)
             complete = shell.values.upload(epoch, unit, position, _first_values(header, payload))
             position += header.numel
             message = None
@@ -256,6 +267,11 @@ class ShardServicer:
             raise PermissionDenied(f"this server serves job {self._shell.job!r}, not {request.context.job!r}")
         return shard_pb2.StatsReply(values=self._shell.statistics() | self._shell.collectives.engine.statistics())
 
+    def _about(self, shell: ModelShell, member: Member, unit: int) -> dict[str, Value]:
+        """The attributes of a span of what a worker asks for."""
+        rank = -1 if self._shell.reports is None else self._shell.reports.rank
+        return {"unit": shell.engine.unit_name(unit), "worker": member.rank, "server": rank}
+
     def _leased_sum(self, engine: ShardEngine, member: Member, header: common_pb2.Chunk) -> Array:
         """A sum from the memory of the primary; one that was revoked meanwhile belongs to a step that is over.
 
@@ -272,7 +288,9 @@ class ShardServicer:
         self._shell.same_host.reader(member.id).read([ReadLease.unpack(header.leases[0])], total)
         return total
 
-    def _leased_payloads(self, engine: ShardEngine, member: Member, header: common_pb2.Chunk) -> Iterator[memoryview]:
+    def _leased_payloads(
+        self, engine: ShardEngine, member: Member, header: common_pb2.Chunk, span: Span | None
+    ) -> Iterator[memoryview]:
         """Payloads of the chunks of a leased gradient, from its sender's memory; `header` becomes that of each."""
         assert engine.spec is not None
         chunk_numel = engine.spec.options.chunk_numel
@@ -297,6 +315,8 @@ class ShardServicer:
                 engine.counters["mapped_bytes_in"] += size_bytes
             engine.counters["leased_bytes_in"] += size_bytes
             engine.counters["bytes_in"] += size_bytes
+            if span is not None:
+                span.add("bytes", size_bytes)
             yield payload.data
             header.offset += header.numel
 
@@ -336,9 +356,11 @@ def _total(header: common_pb2.Chunk, payload: memoryview) -> Array:
     return cast.decoded(payload_array(header, payload, header.numel), dtype)
 
 
-def _count(engine: ShardEngine, direction: str, message_bytes: int) -> None:
+def _count(engine: ShardEngine, direction: str, message_bytes: int, span: Span | None) -> None:
     engine.counters[f"chunks_{direction}"] += 1
     engine.counters[f"bytes_{direction}"] += message_bytes
+    if span is not None:
+        span.add("bytes", message_bytes)
 
 
 def _leased_together(frames: Sequence[bytes]) -> Iterator[tuple[bytes, ...]]:

@@ -19,6 +19,7 @@ from axon_ps.aggregation.server.shell import CollectiveShell
 from axon_ps.coordinator.core.events import Event, JobState, RestoreOrder, SessionLost, SnapshotFile, SnapshotOrder
 from axon_ps.errors import AxonError, Busy, Drained, GenerationChanged, InternalError, Misuse, PermissionDenied
 from axon_ps.host.priority import BACKGROUND, UNTHROTTLED
+from axon_ps.observe.tracing.tracer import Tracer
 from axon_ps.observe.work import Work, process_measures, to_measures
 from axon_ps.shard.core.engine import ShardEngine
 from axon_ps.shard.same_host.access import SameHostCallers
@@ -58,6 +59,7 @@ class ShardShell:
         reports: the way to the coordinator; set before the first event.
         links: the way to the other shard servers; set before the first event, if there can be any.
         failure: set when this server cannot go on; the server ends with it.
+        tracer: the spans of this process.
     """
 
     def __init__(self, job: str, threads: int | None = None, limits: SubscriberLimits | None = None) -> None:
@@ -69,6 +71,7 @@ class ShardShell:
         self.links: Links | None = None
         self.failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.same_host = SameHostCallers()
+        self.tracer = Tracer()
         self._threads = threads
         self._generation = 0
         self._membership: Membership | None = None

@@ -53,18 +53,20 @@ POLICY_KIND_BOUNDED_STALENESS: PolicyKind
 POLICY_KIND_LOCAL_STEPS: PolicyKind
 
 class CallContext(_message.Message):
-    __slots__ = ("job", "generation", "incarnation", "model", "placement")
+    __slots__ = ("job", "generation", "incarnation", "model", "placement", "traceparent")
     JOB_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     PLACEMENT_FIELD_NUMBER: _ClassVar[int]
+    TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
     job: str
     generation: int
     incarnation: str
     model: int
     placement: int
-    def __init__(self, job: _Optional[str] = ..., generation: _Optional[int] = ..., incarnation: _Optional[str] = ..., model: _Optional[int] = ..., placement: _Optional[int] = ...) -> None: ...
+    traceparent: str
+    def __init__(self, job: _Optional[str] = ..., generation: _Optional[int] = ..., incarnation: _Optional[str] = ..., model: _Optional[int] = ..., placement: _Optional[int] = ..., traceparent: _Optional[str] = ...) -> None: ...
 
 class Parameter(_message.Message):
     __slots__ = ("name", "shape", "offset", "dtype", "aliases")

@@ -4,6 +4,7 @@ from axon_ps.wire.v1 import membership_pb2 as _membership_pb2
 from axon_ps.wire.v1 import placement_pb2 as _placement_pb2
 from axon_ps.wire.v1 import session_pb2 as _session_pb2
 from axon_ps.wire.v1 import status_pb2 as _status_pb2
+from axon_ps.wire.v1 import trace_pb2 as _trace_pb2
 from axon_ps.wire.v1 import watch_pb2 as _watch_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper

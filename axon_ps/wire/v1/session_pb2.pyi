@@ -3,6 +3,7 @@ from axon_ps.wire.v1 import common_pb2 as _common_pb2
 from axon_ps.wire.v1 import logs_pb2 as _logs_pb2
 from axon_ps.wire.v1 import membership_pb2 as _membership_pb2
 from axon_ps.wire.v1 import placement_pb2 as _placement_pb2
+from axon_ps.wire.v1 import trace_pb2 as _trace_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
@@ -24,7 +25,7 @@ OUTCOME_SKIP: Outcome
 OUTCOME_ABORT: Outcome
 
 class SessionRequest(_message.Message):
-    __slots__ = ("join", "heartbeat", "vote", "ready", "initialized", "snapshot", "restore", "leave", "arrived", "copied")
+    __slots__ = ("join", "heartbeat", "vote", "ready", "initialized", "snapshot", "restore", "leave", "arrived", "copied", "spans")
     JOIN_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
     VOTE_FIELD_NUMBER: _ClassVar[int]
@@ -35,6 +36,7 @@ class SessionRequest(_message.Message):
     LEAVE_FIELD_NUMBER: _ClassVar[int]
     ARRIVED_FIELD_NUMBER: _ClassVar[int]
     COPIED_FIELD_NUMBER: _ClassVar[int]
+    SPANS_FIELD_NUMBER: _ClassVar[int]
     join: Join
     heartbeat: Heartbeat
     vote: Vote
@@ -45,7 +47,8 @@ class SessionRequest(_message.Message):
     leave: Leave
     arrived: Arrived
     copied: _placement_pb2.Copied
-    def __init__(self, join: _Optional[_Union[Join, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., vote: _Optional[_Union[Vote, _Mapping]] = ..., ready: _Optional[_Union[Ready, _Mapping]] = ..., initialized: _Optional[_Union[Initialized, _Mapping]] = ..., snapshot: _Optional[_Union[_checkpoint_pb2.SnapshotReport, _Mapping]] = ..., restore: _Optional[_Union[_checkpoint_pb2.RestoreReport, _Mapping]] = ..., leave: _Optional[_Union[Leave, _Mapping]] = ..., arrived: _Optional[_Union[Arrived, _Mapping]] = ..., copied: _Optional[_Union[_placement_pb2.Copied, _Mapping]] = ...) -> None: ...
+    spans: _trace_pb2.SpanReport
+    def __init__(self, join: _Optional[_Union[Join, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., vote: _Optional[_Union[Vote, _Mapping]] = ..., ready: _Optional[_Union[Ready, _Mapping]] = ..., initialized: _Optional[_Union[Initialized, _Mapping]] = ..., snapshot: _Optional[_Union[_checkpoint_pb2.SnapshotReport, _Mapping]] = ..., restore: _Optional[_Union[_checkpoint_pb2.RestoreReport, _Mapping]] = ..., leave: _Optional[_Union[Leave, _Mapping]] = ..., arrived: _Optional[_Union[Arrived, _Mapping]] = ..., copied: _Optional[_Union[_placement_pb2.Copied, _Mapping]] = ..., spans: _Optional[_Union[_trace_pb2.SpanReport, _Mapping]] = ...) -> None: ...
 
 class Join(_message.Message):
     __slots__ = ("job", "role", "incarnation", "node", "address", "requested_rank", "world_size", "standby", "optimizers", "compressors")
@@ -89,7 +92,7 @@ class Heartbeat(_message.Message):
     def __init__(self, metrics: _Optional[_Mapping[str, float]] = ..., logs: _Optional[_Iterable[_Union[_logs_pb2.LogRecord, _Mapping]]] = ..., logs_dropped: _Optional[int] = ...) -> None: ...
 
 class Vote(_message.Message):
-    __slots__ = ("generation", "step", "max_norm", "hyper", "version", "model", "copy", "blocked", "commit")
+    __slots__ = ("generation", "step", "max_norm", "hyper", "version", "model", "copy", "blocked", "commit", "traceparent")
     class CommitEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -106,6 +109,7 @@ class Vote(_message.Message):
     COPY_FIELD_NUMBER: _ClassVar[int]
     BLOCKED_FIELD_NUMBER: _ClassVar[int]
     COMMIT_FIELD_NUMBER: _ClassVar[int]
+    TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
     generation: int
     step: int
     max_norm: float
@@ -115,7 +119,8 @@ class Vote(_message.Message):
     copy: _membership_pb2.CopyFrom
     blocked: bool
     commit: _containers.ScalarMap[str, str]
-    def __init__(self, generation: _Optional[int] = ..., step: _Optional[int] = ..., max_norm: _Optional[float] = ..., hyper: _Optional[_Iterable[_Union[_common_pb2.Hyper, _Mapping]]] = ..., version: _Optional[int] = ..., model: _Optional[int] = ..., copy: _Optional[_Union[_membership_pb2.CopyFrom, _Mapping]] = ..., blocked: bool = ..., commit: _Optional[_Mapping[str, str]] = ...) -> None: ...
+    traceparent: str
+    def __init__(self, generation: _Optional[int] = ..., step: _Optional[int] = ..., max_norm: _Optional[float] = ..., hyper: _Optional[_Iterable[_Union[_common_pb2.Hyper, _Mapping]]] = ..., version: _Optional[int] = ..., model: _Optional[int] = ..., copy: _Optional[_Union[_membership_pb2.CopyFrom, _Mapping]] = ..., blocked: bool = ..., commit: _Optional[_Mapping[str, str]] = ..., traceparent: _Optional[str] = ...) -> None: ...
 
 class Arrived(_message.Message):
     __slots__ = ("generation", "step", "model", "blocked")
@@ -166,20 +171,22 @@ class Leave(_message.Message):
     def __init__(self, reason: _Optional[str] = ..., finished: bool = ...) -> None: ...
 
 class SessionEvent(_message.Message):
-    __slots__ = ("welcome", "membership", "job", "decision", "snapshot", "restore")
+    __slots__ = ("welcome", "membership", "job", "decision", "snapshot", "restore", "trace")
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     MEMBERSHIP_FIELD_NUMBER: _ClassVar[int]
     JOB_FIELD_NUMBER: _ClassVar[int]
     DECISION_FIELD_NUMBER: _ClassVar[int]
     SNAPSHOT_FIELD_NUMBER: _ClassVar[int]
     RESTORE_FIELD_NUMBER: _ClassVar[int]
+    TRACE_FIELD_NUMBER: _ClassVar[int]
     welcome: Welcome
     membership: _membership_pb2.MembershipEvent
     job: JobEvent
     decision: DecisionEvent
     snapshot: _checkpoint_pb2.SnapshotOrder
     restore: _checkpoint_pb2.RestoreOrder
-    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., membership: _Optional[_Union[_membership_pb2.MembershipEvent, _Mapping]] = ..., job: _Optional[_Union[JobEvent, _Mapping]] = ..., decision: _Optional[_Union[DecisionEvent, _Mapping]] = ..., snapshot: _Optional[_Union[_checkpoint_pb2.SnapshotOrder, _Mapping]] = ..., restore: _Optional[_Union[_checkpoint_pb2.RestoreOrder, _Mapping]] = ...) -> None: ...
+    trace: _trace_pb2.TraceOrder
+    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., membership: _Optional[_Union[_membership_pb2.MembershipEvent, _Mapping]] = ..., job: _Optional[_Union[JobEvent, _Mapping]] = ..., decision: _Optional[_Union[DecisionEvent, _Mapping]] = ..., snapshot: _Optional[_Union[_checkpoint_pb2.SnapshotOrder, _Mapping]] = ..., restore: _Optional[_Union[_checkpoint_pb2.RestoreOrder, _Mapping]] = ..., trace: _Optional[_Union[_trace_pb2.TraceOrder, _Mapping]] = ...) -> None: ...
 
 class Welcome(_message.Message):
     __slots__ = ("rank", "lease_s", "world_size", "num_shards", "state_id", "released")
@@ -231,7 +238,7 @@ class JobEvent(_message.Message):
     def __init__(self, spec: _Optional[_Union[_common_pb2.JobSpec, _Mapping]] = ..., optimizer: _Optional[_Union[_common_pb2.OptimizerSpec, _Mapping]] = ..., initialized: bool = ..., version: _Optional[int] = ..., epoch: _Optional[int] = ..., model: _Optional[int] = ..., name: _Optional[str] = ..., copied: _Optional[int] = ..., released: bool = ..., placement: _Optional[_Union[_placement_pb2.Placement, _Mapping]] = ..., committed: _Optional[_Mapping[str, str]] = ...) -> None: ...
 
 class DecisionEvent(_message.Message):
-    __slots__ = ("step", "generation", "outcome", "version", "grad_norm", "clip_factor", "hyper", "reason", "next_generation", "turn", "model", "copy", "commit")
+    __slots__ = ("step", "generation", "outcome", "version", "grad_norm", "clip_factor", "hyper", "reason", "next_generation", "turn", "model", "copy", "commit", "traceparent")
     class CommitEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -252,6 +259,7 @@ class DecisionEvent(_message.Message):
     MODEL_FIELD_NUMBER: _ClassVar[int]
     COPY_FIELD_NUMBER: _ClassVar[int]
     COMMIT_FIELD_NUMBER: _ClassVar[int]
+    TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
     step: int
     generation: int
     outcome: Outcome
@@ -265,4 +273,5 @@ class DecisionEvent(_message.Message):
     model: int
     copy: _membership_pb2.CopyFrom
     commit: _containers.ScalarMap[str, str]
-    def __init__(self, step: _Optional[int] = ..., generation: _Optional[int] = ..., outcome: _Optional[_Union[Outcome, str]] = ..., version: _Optional[int] = ..., grad_norm: _Optional[float] = ..., clip_factor: _Optional[float] = ..., hyper: _Optional[_Iterable[_Union[_common_pb2.Hyper, _Mapping]]] = ..., reason: _Optional[str] = ..., next_generation: _Optional[int] = ..., turn: _Optional[_Union[_common_pb2.Turn, _Mapping]] = ..., model: _Optional[int] = ..., copy: _Optional[_Union[_membership_pb2.CopyFrom, _Mapping]] = ..., commit: _Optional[_Mapping[str, str]] = ...) -> None: ...
+    traceparent: str
+    def __init__(self, step: _Optional[int] = ..., generation: _Optional[int] = ..., outcome: _Optional[_Union[Outcome, str]] = ..., version: _Optional[int] = ..., grad_norm: _Optional[float] = ..., clip_factor: _Optional[float] = ..., hyper: _Optional[_Iterable[_Union[_common_pb2.Hyper, _Mapping]]] = ..., reason: _Optional[str] = ..., next_generation: _Optional[int] = ..., turn: _Optional[_Union[_common_pb2.Turn, _Mapping]] = ..., model: _Optional[int] = ..., copy: _Optional[_Union[_membership_pb2.CopyFrom, _Mapping]] = ..., commit: _Optional[_Mapping[str, str]] = ..., traceparent: _Optional[str] = ...) -> None: ...

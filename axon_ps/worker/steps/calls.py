@@ -8,7 +8,9 @@ from typing import Any, TypeVar
 
 from axon_ps.coordinator.client.session import CoordinatorClient
 from axon_ps.errors import StepAborted, Timeout
+from axon_ps.observe.tracing.span import Span
 from axon_ps.wire.v1.common_pb2 import CallContext
+from axon_ps.worker.steps.step_trace import StepTrace, UnitCall
 from axon_ps.worker.steps.view import ModelView
 
 T = TypeVar("T")
@@ -20,11 +22,13 @@ class ModelCalls:
     Args:
         coordinator: gives the context of a call.
         view: what this worker knows of the model.
+        trace: the spans of its steps.
     """
 
-    def __init__(self, coordinator: CoordinatorClient, view: ModelView) -> None:
+    def __init__(self, coordinator: CoordinatorClient, view: ModelView, trace: StepTrace) -> None:
         self._coordinator = coordinator
         self._view = view
+        self._trace = trace
         self._running: dict[asyncio.Task[Any], tuple[int | None, int | None]] = {}  # with their epoch and generation
 
     def context(self, generation: int | None = None) -> CallContext:
@@ -37,7 +41,8 @@ class ModelCalls:
 
     async def run(
         self,
-        call: Callable[[], Coroutine[Any, Any, T]],
+        call: Callable[[Span | None], Coroutine[Any, Any, T]],
+        what: UnitCall,
         *,
         epoch: int | None = None,
         generation: int | None = None,
@@ -46,7 +51,8 @@ class ModelCalls:
         """A call that ends when this worker is no member any more, and whose time-out names what the job waits for.
 
         Args:
-            call: starts it.
+            call: starts it; is given its span, if it is traced.
+            what: it is, for traces.
             epoch: it ends, too, when the parameters are no longer those of this epoch; None = of any. (A request for a
                 version from before a restore could wait for ever: it may never exist again.)
             generation: it ends, too, when another generation begins; None = it does not.
@@ -62,12 +68,13 @@ class ModelCalls:
         self._running[task] = epoch, generation
         try:
             self._check_current(epoch)
-            try:
-                return await call()
-            except StepAborted:
-                if retried and epoch == self._view.epoch:
-                    await asyncio.sleep(self._view.job.timeout_s)  # `end_stale` ends this call
-                raise
+            with self._trace.timed(what) as span:
+                try:
+                    return await call(span)
+                except StepAborted:
+                    if retried and epoch == self._view.epoch:
+                        await asyncio.sleep(self._view.job.timeout_s)  # `end_stale` ends this call
+                    raise
         except asyncio.CancelledError:
             self._check_current(epoch)
             raise

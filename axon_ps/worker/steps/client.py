@@ -26,6 +26,7 @@ from axon_ps.worker.job_view import JobView
 from axon_ps.worker.steps.calls import ModelCalls
 from axon_ps.worker.steps.gradients import Gradients
 from axon_ps.worker.steps.parameters import Parameters
+from axon_ps.worker.steps.step_trace import StepTrace
 from axon_ps.worker.steps.ticket import Ticket
 from axon_ps.worker.steps.view import ModelView
 
@@ -50,6 +51,7 @@ class StepClient:
         view: what this worker knows of the model.
         parameters: gathers them.
         gradients: pushes them.
+        trace: the spans of its steps.
     """
 
     def __init__(
@@ -61,9 +63,10 @@ class StepClient:
         self._votes = 0
         self._decision_wait_s = 0.0
         self.view = ModelView(job, model)
-        self._calls = ModelCalls(coordinator, self.view)
-        self.parameters = Parameters(loop, shards, self.view, self._calls)
-        self.gradients = Gradients(loop, shards, self.view, self._calls)
+        self.trace = StepTrace(coordinator, self.view)
+        self._calls = ModelCalls(coordinator, self.view, self.trace)
+        self.parameters = Parameters(loop, shards, self.view, self._calls, self.trace)
+        self.gradients = Gradients(loop, shards, self.view, self._calls, self.trace)
 
     def on_event(self, event: Event) -> None:
         """Apply one event of the session, in order, on the loop's thread; a membership after `JobView` has it."""
@@ -134,6 +137,7 @@ class StepClient:
             view.check_released()
             latest = view.latest
             ticket = view.stepping.ticket(view.latest_version, view.membership, view.me.replica)
+        self.trace.ticket(ticket)
         if dealt not in (None, ticket.generation):
             return ticket.void("the members changed after the samples of the step had been dealt to them")
         if began in (None, latest):
@@ -207,21 +211,25 @@ class StepClient:
                 decision = self._aborted(ticket, why)
             else:
                 reached(Moment.VOTE)
-                self._coordinator.vote(
-                    generation=ticket.generation,
-                    step=ticket.step,
-                    max_norm=max_norm,
-                    hyper=tuple(hyper),
-                    version=view.version,
-                    replica=stepping.voter(ticket),
-                    model=view.model,
-                    copy=copy,
-                    blocked=blocked,
-                    commit=commit,
-                )
-                began = time.perf_counter()
-                decision = self._wait_decided(ticket)
-                self._decision_wait_s += time.perf_counter() - began
+                with self.trace.within("vote") as span:
+                    self._coordinator.vote(
+                        generation=ticket.generation,
+                        step=ticket.step,
+                        max_norm=max_norm,
+                        hyper=tuple(hyper),
+                        version=view.version,
+                        replica=stepping.voter(ticket),
+                        model=view.model,
+                        copy=copy,
+                        blocked=blocked,
+                        commit=commit,
+                        traceparent="" if span is None else span.context.traceparent,
+                    )
+                    began = time.perf_counter()
+                    decision = self._wait_decided(ticket)
+                waited_s = time.perf_counter() - began
+                self.trace.seconds["vote"].observe(waited_s)
+                self._decision_wait_s += waited_s
                 self._votes += 1
             job.wait_generation(decision.next_generation, job.timeout_s)
             if not stepping.acknowledges(decision):  # else that was done when it arrived
@@ -233,15 +241,20 @@ class StepClient:
                 lambda: True if stepping.may_proceed(ticket.generation) else None, job.timeout_s, stepping.why_waiting
             )
             stepping.wait_s += time.perf_counter() - began
+        except BaseException as error:
+            self.trace.failed(error)
+            raise
         finally:
             stepping.end_step()
+        self.trace.decided(decision)
         return decision
 
     def _why_not(self, ticket: Ticket, pushes: Sequence[Awaited], blocked: bool) -> str | None:
         """Wait for the pushes; then why there is nothing to vote on, if so."""
         view, job = self.view, self.view.job
         try:
-            self._wait_pushed(ticket, pushes, blocked)
+            with self.trace.within("push wait"):
+                self._wait_pushed(ticket, pushes, blocked)
         except (GenerationChanged, StepAborted) as error:
             return ticket.why_void or str(error)
         if not view.valid(ticket):

@@ -11,6 +11,7 @@ from axon_ps.rpc.background_loop import BackgroundLoop
 from axon_ps.shard.client.client import ShardGroup
 from axon_ps.types import Array
 from axon_ps.worker.steps.calls import ModelCalls
+from axon_ps.worker.steps.step_trace import StepTrace, UnitCall
 from axon_ps.worker.steps.ticket import Ticket
 from axon_ps.worker.steps.view import ModelView
 
@@ -23,13 +24,17 @@ class Gradients:
         shards: the connections to the shard servers, for this model.
         view: what this worker knows of the model.
         calls: those of this model.
+        trace: the spans of its steps.
     """
 
-    def __init__(self, loop: BackgroundLoop, shards: ShardGroup, view: ModelView, calls: ModelCalls) -> None:
+    def __init__(
+        self, loop: BackgroundLoop, shards: ShardGroup, view: ModelView, calls: ModelCalls, trace: StepTrace
+    ) -> None:
         self._loop = loop
         self._shards = shards
         self._view = view
         self._calls = calls
+        self._trace = trace
 
     def buffer(self, size_bytes: int) -> Array:
         """u8[size_bytes] for a gradient to push: in memory that servers of this host can map, if possible."""
@@ -57,7 +62,8 @@ class Gradients:
 
         After an error: the step cannot commit; `StepClient.vote` returns an abort.
         """
-        return LoopWork(self._loop, self._push(unit, grad, ticket, done, begin, end), f"pushing unit {unit}")
+        call = self._trace.call("push", unit, absent=grad is None)
+        return LoopWork(self._loop, self._push(unit, grad, ticket, done, begin, end, call), f"pushing unit {unit}")
 
     async def _push(
         self,
@@ -67,13 +73,14 @@ class Gradients:
         done: Callable[[], None] | None,
         begin: int,
         end: int | None,
+        call: UnitCall,
     ) -> None:
         view = self._view
         try:
             if not view.valid(ticket):
                 raise GenerationChanged("the membership changed before the push", view.membership.generation)
             await self._calls.run(
-                lambda: self._shards.reduce_scatter(
+                lambda span: self._shards.reduce_scatter(
                     unit,
                     grad,
                     step=ticket.step,
@@ -82,7 +89,9 @@ class Gradients:
                     timeout_s=view.job.timeout_s,
                     begin=begin,
                     end=end,
+                    span=span,
                 ),
+                call,
                 generation=ticket.generation,
             )
         except asyncio.CancelledError:

@@ -6,11 +6,13 @@ from collections.abc import Sequence
 from functools import partial
 
 from axon_ps.collectives.work import LoopWork
+from axon_ps.observe.tracing.span import Span
 from axon_ps.rpc.background_loop import BackgroundLoop
 from axon_ps.shard.client.client import ShardGroup
 from axon_ps.shard.same_host.shared_copy import MappedCopy
 from axon_ps.types import Array, DType, Hyper
 from axon_ps.worker.steps.calls import ModelCalls
+from axon_ps.worker.steps.step_trace import StepTrace
 from axon_ps.worker.steps.ticket import Ticket
 from axon_ps.worker.steps.view import ModelView
 
@@ -23,16 +25,20 @@ class Parameters:
         shards: the connections to the shard servers, for this model.
         view: what this worker knows of the model.
         calls: those of this model.
+        trace: the spans of its steps.
 
     Attributes:
         mapped_bytes: bytes of the units that were mapped and not copied.
     """
 
-    def __init__(self, loop: BackgroundLoop, shards: ShardGroup, view: ModelView, calls: ModelCalls) -> None:
+    def __init__(
+        self, loop: BackgroundLoop, shards: ShardGroup, view: ModelView, calls: ModelCalls, trace: StepTrace
+    ) -> None:
         self._loop = loop
         self._shards = shards
         self._view = view
         self._calls = calls
+        self._trace = trace
         self._mapped: dict[int, tuple[int, int, MappedCopy]] = {}  # by unit: generation and epoch of the request
         self.mapped_bytes = 0
 
@@ -82,7 +88,9 @@ class Parameters:
             end=end,
             compressed=not exact,
         )
-        return LoopWork(self._loop, self._calls.run(gather, epoch=epoch, retried=True), f"gathering unit {unit}")
+        call = self._trace.call("gather", unit)
+        running = self._calls.run(lambda span: gather(span=span), call, epoch=epoch, retried=True)
+        return LoopWork(self._loop, running, f"gathering unit {unit}")
 
     def mapped(self, unit: int) -> MappedCopy | None:
         """The memory that a unit lies in, if this worker has mapped it and it is at this worker's version.
@@ -100,6 +108,7 @@ class Parameters:
             if not known[2].is_at(self._view.version_of(unit, exact=True)):
                 return None
             self.mapped_bytes += known[2].values.nbytes
+        self._trace.mapped(unit, known[2].values.nbytes)
         return known[2]
 
     def map(self, unit: int, dtype: DType) -> LoopWork[MappedCopy | None]:
@@ -115,10 +124,13 @@ class Parameters:
         """
         with self._view.job.changed:
             epoch, version = self._view.epoch, self._view.version_of(unit)
-        found = self._calls.run(lambda: self._map(unit, dtype, epoch, version), epoch=epoch, retried=True)
+        call = self._trace.call("gather", unit, mapped=True)
+        found = self._calls.run(
+            lambda span: self._map(unit, dtype, epoch, version, span), call, epoch=epoch, retried=True
+        )
         return LoopWork(self._loop, found, f"mapping unit {unit}")
 
-    async def _map(self, unit: int, dtype: DType, epoch: int, version: int) -> MappedCopy | None:
+    async def _map(self, unit: int, dtype: DType, epoch: int, version: int, span: Span | None) -> MappedCopy | None:
         asked = self._view.membership.generation, epoch
         copy = await self._shards.map(
             unit,
@@ -127,11 +139,14 @@ class Parameters:
             epoch=epoch,
             context=self._calls.context,
             timeout_s=self._view.job.timeout_s,
+            span=span,
         )
         with self._view.job.changed:
             if copy is not None:
                 self._mapped[unit] = *asked, copy
                 self.mapped_bytes += copy.values.nbytes
+                if span is not None:
+                    span.add("bytes", copy.values.nbytes)
         return copy
 
     def gather_speculative(
@@ -160,20 +175,18 @@ class Parameters:
 
         After an error: `out` holds anything; gather the unit in the ordinary way.
         """
-        return LoopWork(
-            self._loop,
-            self._calls.run(
-                lambda: self._shards.gather_speculative(
-                    unit,
-                    out,
-                    step=ticket.step,
-                    hyper=tuple(hyper),
-                    context=lambda: self._calls.context(ticket.generation),
-                    timeout_s=self._view.job.timeout_s,
-                    begin=begin,
-                    end=end,
-                ),
-                epoch=self._view.epoch,
-            ),
-            f"gathering unit {unit} as step {ticket.step} is expected to leave it",
+        epoch = self._view.epoch
+        gather = partial(
+            self._shards.gather_speculative,
+            unit,
+            out,
+            step=ticket.step,
+            hyper=tuple(hyper),
+            context=lambda: self._calls.context(ticket.generation),
+            timeout_s=self._view.job.timeout_s,
+            begin=begin,
+            end=end,
         )
+        call = self._trace.call("gather", unit, speculative=True)
+        running = self._calls.run(lambda span: gather(span=span), call, epoch=epoch)
+        return LoopWork(self._loop, running, f"gathering unit {unit} as step {ticket.step} is expected to leave it")

@@ -36,6 +36,21 @@ class SynchronousSteps:
         self._step = 0
         self._decisions: dict[int, Decision] = {}
 
+    @property
+    def attempt(self) -> int:
+        """What a ticket would name the current step by: its number, or our clock."""
+        return self._step
+
+    @property
+    def next_attempt(self) -> int:
+        """The number of the attempt that is decided next."""
+        return self._step
+
+    @property
+    def replica(self) -> int:
+        """The replica whose step it is; -1 = that of all."""
+        return -1
+
     def begin(self, generation: int, step: int, replica: int) -> None:
         """A generation begins, with this step; we are `replica` in it, or -1."""
         self._generation, self._step = generation, step
@@ -118,17 +133,35 @@ class AsynchronousSteps:
         self.wait_s = 0.0
         self._generation = 0
         self._replica = -1
+        self._next = 0
         self._origin: Origin | None = None
         self._decision: Decision | None = None  # the newest on a step of ours
 
+    @property
+    def attempt(self) -> int:
+        """Our clock."""
+        return self.clock
+
+    @property
+    def next_attempt(self) -> int:
+        """One more than the newest that this worker knows of."""
+        return self._next
+
+    @property
+    def replica(self) -> int:
+        """Ours."""
+        return self._replica
+
     def begin(self, generation: int, step: int, replica: int) -> None:
         """Clocks begin at 0."""
+        self._next = max(self._next, step)
         if generation != self._generation:
             self._generation, self._replica = generation, replica
             self.clock = self.slowest = 0
 
     def decided(self, decision: Decision) -> None:
         """Apply a decision on one replica's step."""
+        self._next = max(self._next, decision.step + 1)
         turn = decision.turn
         if turn is None or decision.generation != self._generation:
             return

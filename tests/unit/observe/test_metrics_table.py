@@ -14,8 +14,9 @@ from axon_ps.collectives.staging import Staging
 from axon_ps.coordinator.core.config import CoordinatorConfig
 from axon_ps.coordinator.core.state import CoordinatorState
 from axon_ps.observe.metrics.exposition import Exposition
+from axon_ps.observe.metrics.histogram import Histogram
 from axon_ps.observe.metrics.sources import Source, register, registered
-from axon_ps.observe.metrics.table import REPEATED, TABLE, described
+from axon_ps.observe.metrics.table import HISTOGRAMS, REPEATED, TABLE, described
 from axon_ps.reduction.call import Operation
 from axon_ps.shard.client.transfers import COUNTERS as TRANSFERS
 from axon_ps.shard.core.engine import ShardEngine
@@ -94,6 +95,21 @@ def test_sources_with_the_same_labels_are_added_up_and_the_rest_is_not_lost() ->
     assert found["axon_ps_ddp_reductions_total", (("rank", "0"),)] == 4.0
     labels = (("rank", "0"), ("source", "ddp"), ("statistic", "new"))
     assert found["axon_ps_undescribed", labels] == 10.0
+
+
+def test_a_histogram_is_read_by_their_parser() -> None:
+    histogram = Histogram()
+    histogram.observe(0.3)
+    found = text(Source(kind="worker", read=dict, histograms=lambda: {"vote": histogram}))
+    name = "axon_ps_worker_vote_seconds"
+    assert (found[f"{name}_count", (("rank", "0"),)], found[f"{name}_sum", (("rank", "0"),)]) == (1.0, 0.3)
+    assert found[f"{name}_bucket", (("le", "0.25"), ("rank", "0"))] == 0.0
+    assert found[f"{name}_bucket", (("le", "0.5"), ("rank", "0"))] == 1.0
+
+
+def test_every_histogram_is_described() -> None:
+    with World.mock() as world:
+        assert world.models.histograms().keys() == HISTOGRAMS["worker"].keys()
 
 
 def test_what_is_freed_is_seen_no_more() -> None:

@@ -44,6 +44,7 @@ class FakeWork:
 class FakeSteps:
     """Stands for `StepClient`: one replica, plain SGD on the "servers", every event noted in `log`."""
 
+    trace: None = None
     epoch: int = 0
     asked_epoch: int = 0
     version: int = 0

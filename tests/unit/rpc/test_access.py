@@ -8,6 +8,7 @@ from typing import Any
 
 import grpc
 import pytest
+from google.protobuf.message_factory import GetMessageClass
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 import axon_ps.wire.v1
@@ -15,7 +16,7 @@ from axon_ps.errors import ConfigurationError, PermissionDenied
 from axon_ps.rpc.access import MAY_CALL, Principal, may_call, needs_no_token
 from axon_ps.rpc.security import Security
 from axon_ps.rpc.service import Stub
-from axon_ps.wire.v1 import coordinator_pb2, logs_pb2, shard_pb2, status_pb2
+from axon_ps.wire.v1 import coordinator_pb2, logs_pb2, shard_pb2, status_pb2, trace_pb2
 from rpc_fakes import COORDINATOR, SHARD, run, serving
 
 BOTH = Security(token="all-of-it", observer_token="read-only")
@@ -23,6 +24,7 @@ OBSERVER = Security(token="read-only")
 READ_ONLY = {
     "/axon_ps.wire.v1.Coordinator/Describe",
     "/axon_ps.wire.v1.Coordinator/Status",
+    "/axon_ps.wire.v1.Coordinator/Trace",
     "/axon_ps.wire.v1.Coordinator/Watch",
     "/axon_ps.wire.v1.Coordinator/Logs",
     "/axon_ps.wire.v1.Shard/Subscribe",
@@ -61,10 +63,7 @@ def test_a_server_refuses_an_observer_whatever_changes_something() -> None:
             if method.client_streaming:
                 await stub.open(method.name, timeout_s=5).read()
             else:
-                request = getattr(coordinator_pb2, method.input_type.name, None) or getattr(
-                    shard_pb2, method.input_type.name, status_pb2.StatusRequest
-                )
-                await stub.call(method.name, request(), timeout_s=5)
+                await stub.call(method.name, GetMessageClass(method.input_type)(), timeout_s=5)
         except PermissionDenied as error:
             return str(error)
         return ""
@@ -76,6 +75,9 @@ def test_a_server_refuses_an_observer_whatever_changes_something() -> None:
         async def status(_: Any, __: Any) -> Any:
             return status_pb2.StatusReply()
 
+        async def trace(_: Any, __: Any) -> Any:
+            return trace_pb2.TraceReply()
+
         async def describe(_: Any, __: Any) -> Any:
             return coordinator_pb2.DescribeReply()
 
@@ -86,7 +88,7 @@ def test_a_server_refuses_an_observer_whatever_changes_something() -> None:
             return logs_pb2.LogsReply()
 
         of_shards = {"stats": reply, "subscribe": send}
-        of_coordinator = {"status": status, "describe": describe, "watch": send, "logs": logs}
+        of_coordinator = {"status": status, "describe": describe, "trace": trace, "watch": send, "logs": logs}
         for descriptor, readers in ((SHARD, of_shards), (COORDINATOR, of_coordinator)):
             async with serving(descriptor, security=BOTH, client=OBSERVER, **readers) as s:
                 for method in descriptor.methods:

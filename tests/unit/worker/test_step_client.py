@@ -11,6 +11,7 @@ import pytest
 
 from axon_ps.coordinator.core.events import JobState
 from axon_ps.errors import StepAborted
+from axon_ps.observe.tracing.tracer import Tracer
 from axon_ps.rpc.background_loop import BackgroundLoop
 from axon_ps.types import DType
 from axon_ps.worker.job_view import JobView
@@ -39,7 +40,7 @@ def test_an_event_that_a_server_gets_first_is_no_error_before_the_worker_has_it(
     try:
         membership = SimpleNamespace(generation=1)
         view = JobView(lambda: "me", 60.0)
-        client = StepClient(loop, SimpleNamespace(context=None), servers, view)  # type: ignore[arg-type]
+        client = StepClient(loop, SimpleNamespace(context=None, tracer=Tracer()), servers, view)  # type: ignore[arg-type]
         view.known = membership  # type: ignore[assignment]
         client.on_event(JobState(initialized=True, version=3))
         out = np.zeros(4, np.float32)

@@ -17,6 +17,7 @@ from axon_ps.coordinator.core.history.logs import Logs
 from axon_ps.coordinator.core.history.report import REPORT_KEY, parse
 from axon_ps.coordinator.core.history.timing import Timing
 from axon_ps.coordinator.core.steps.decision import format_ranks
+from axon_ps.observe.metrics.histogram import Histogram
 from axon_ps.sharding.placement import Placement
 from axon_ps.types import Decision, Member, Membership, Outcome, Role
 from axon_ps.wire.v1 import watch_pb2
@@ -38,6 +39,7 @@ class History:
 
     Attributes:
         logs: what the processes of the job have logged.
+        step_seconds: from a decision on a step to the next, of all models.
     """
 
     def __init__(self, now: float, steps: Mapping[int, int]) -> None:
@@ -54,6 +56,7 @@ class History:
         self._commits, self._sampled, self._version, self._norm = 0, now, 0, 0.0
         self._timing, self._curves, self._loads = Timing(), Curves(), Loads()
         self.logs = Logs()
+        self.step_seconds = Histogram()
 
     # ------------------------------------------------------------------ what is recorded
 
@@ -145,6 +148,8 @@ class History:
             return
         self._next_step[model] = decision.step + 1
         began = self._decided_s.get(model, now)
+        if model in self._decided_s:
+            self.step_seconds.observe(now - began)
         self._decided_s[model] = now
         commits = decision.outcome is Outcome.COMMIT
         phases = self._timing.decided(model, decision.step, began, now, commits=commits)

@@ -1,0 +1,83 @@
+"""Conversions between spans as they are recorded and as members send them, in both directions."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from axon_ps.errors import InvalidRequest
+from axon_ps.observe.tracing.chrome import MemberSpans
+from axon_ps.observe.tracing.span import MAX_SPANS, Span, SpanContext, TraceOrder
+from axon_ps.observe.tracing.tracer import Collection
+from axon_ps.wire.v1 import trace_pb2
+
+_TRACE_BYTES = 16
+
+
+def order_to_proto(order: TraceOrder) -> trace_pb2.TraceOrder:
+    """An order as a message."""
+    return trace_pb2.TraceOrder(**dataclasses.asdict(order))
+
+
+def order_from_proto(message: trace_pb2.TraceOrder) -> TraceOrder:
+    """An order, from a message."""
+    return TraceOrder(
+        id=message.id, model=message.model, first=message.first, last=message.last, timeout_s=message.timeout_s
+    )
+
+
+def report_to_proto(collection: Collection, now_ns: int) -> trace_pb2.SpanReport:
+    """The spans of an order as a message, sent now."""
+    return trace_pb2.SpanReport(
+        order=collection.order.id,
+        spans=map(_span_to_proto, collection.spans),
+        dropped=collection.dropped,
+        sent_ns=now_ns,
+    )
+
+
+def report_from_proto(message: trace_pb2.SpanReport) -> MemberSpans:
+    """A member's spans, from a message.
+
+    Raises:
+        InvalidRequest: there are too many, or one is malformed.
+    """
+    if len(message.spans) > MAX_SPANS:
+        raise InvalidRequest(f"{message.member} sent {len(message.spans)} spans; at most {MAX_SPANS} are allowed")
+    return MemberSpans(
+        member=message.member,
+        node=message.node,
+        spans=[_span_from_proto(span) for span in message.spans],
+        dropped=message.dropped,
+        offset_s=message.offset_s,
+    )
+
+
+def _span_to_proto(span: Span) -> trace_pb2.Span:
+    texts = {name: value for name, value in span.attributes.items() if isinstance(value, str)}
+    return trace_pb2.Span(
+        trace_id=span.context.trace_id.to_bytes(_TRACE_BYTES),
+        span_id=span.context.span_id,
+        parent_id=span.parent_id,
+        name=span.name,
+        start_ns=span.start_ns,
+        duration_ns=span.duration_ns,
+        numbers={name: float(value) for name, value in span.attributes.items() if name not in texts},
+        texts=texts,
+        error=span.error,
+        events=[trace_pb2.SpanEvent(at_ns=at_ns, name=name) for at_ns, name in span.events],
+    )
+
+
+def _span_from_proto(message: trace_pb2.Span) -> Span:
+    if len(message.trace_id) != _TRACE_BYTES:
+        raise InvalidRequest(f"the id of a trace has {len(message.trace_id)} bytes; it must have {_TRACE_BYTES}")
+    return Span(
+        name=message.name,
+        context=SpanContext(int.from_bytes(message.trace_id), message.span_id),
+        parent_id=message.parent_id,
+        start_ns=message.start_ns,
+        end_ns=message.start_ns + message.duration_ns,
+        attributes={**message.numbers, **message.texts},
+        events=[(event.at_ns, event.name) for event in message.events],
+        error=message.error,
+    )

@@ -1,0 +1,192 @@
+"""The spans of a worker's steps of one model, and how long their parts take.
+
+A step begins where the one before it ended, since that is when its batch is drawn, and ends with its decision. What is
+gathered, pushed and voted in between is within it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from axon_ps.coordinator.client.session import CoordinatorClient
+from axon_ps.observe.metrics.histogram import Histogram
+from axon_ps.observe.tracing.span import Span, SpanContext, Value
+from axon_ps.types import Decision, Outcome
+from axon_ps.worker.steps.ticket import Ticket
+from axon_ps.worker.steps.view import ModelView
+
+
+@dataclass(frozen=True, slots=True)
+class UnitCall:
+    """A call to the servers about a unit.
+
+    Attributes:
+        name: "gather" or "push".
+        unit: its number.
+        step: the span of the step that it is of; None = it is not traced.
+        attributes: of its own span.
+    """
+
+    name: str
+    unit: int
+    step: Span | None
+    attributes: Mapping[str, Value]
+
+
+class StepTrace:
+    """The spans of this worker's steps of a model; while no step is sampled, each method is one test. Any thread.
+
+    Args:
+        session: has this worker's tracer, and the id of the job's state.
+        view: what this worker knows of the model.
+
+    Attributes:
+        seconds: of gathers, pushes, votes and steps, whether sampled or not.
+    """
+
+    def __init__(self, session: CoordinatorClient, view: ModelView) -> None:
+        self._tracer = session.tracer
+        self._session = session
+        self._view = view
+        self._attempt: tuple[int, int] | None = None  # generation and step of `_span`; None = it is to be decided
+        self._span: Span | None = None
+        self._ended_ns = 0
+        self._ended_s = 0.0
+        self.seconds = {name: Histogram() for name in ("gather", "push", "vote", "step")}
+
+    @property
+    def current(self) -> Span | None:
+        """The span of the step under way; None where it is not sampled."""
+        if not self._tracer.active:
+            return None
+        with self._view.job.changed:
+            if self._attempt is None and self._view.job.known is not None:
+                self._begin(self._view.job.known.generation, self._view.stepping.attempt)
+            return self._span
+
+    def ticket(self, ticket: Ticket) -> None:
+        """The step got its ticket; if members changed since it began, it goes on as another attempt."""
+        if ticket.is_void or not self._tracer.active:
+            return
+        with self._view.job.changed:
+            if self._attempt not in (None, (ticket.generation, ticket.step)):
+                self._end(f"the members changed: it goes on as attempt {ticket.step} of generation {ticket.generation}")
+            if self._attempt is None:
+                self._begin(ticket.generation, ticket.step)
+
+    def decided(self, decision: Decision) -> None:
+        """The step is over."""
+        now_s = time.perf_counter()
+        if self._ended_s:
+            self.seconds["step"].observe(now_s - self._ended_s)
+        self._ended_s = now_s
+        if not self._tracer.active and self._span is None:
+            self._attempt, self._ended_ns = None, 0
+            return
+        with self._view.job.changed:
+            outcome = decision.outcome
+            self._end(
+                "" if outcome is Outcome.COMMIT else f"{outcome.value}: {decision.reason}",
+                outcome=outcome.value,
+                version=decision.version,
+            )
+
+    def failed(self, error: BaseException) -> None:
+        """The step ended with an error, and it is not known whether it counts."""
+        with self._view.job.changed:
+            self._end(error)
+
+    @contextmanager
+    def within(self, name: str, **attributes: Value) -> Iterator[Span | None]:
+        """A part of the step, in the calling thread."""
+        step = self.current
+        if step is None:
+            yield None
+            return
+        span = self._tracer.begin(name, step.context, **attributes)
+        try:
+            yield span
+        except BaseException as error:
+            self._tracer.end(span, error)
+            raise
+        self._tracer.end(span)
+
+    def call(self, name: str, unit: int, **attributes: Value) -> UnitCall:
+        """What a call to the servers about a unit, which begins now or soon, is traced as.
+
+        Args:
+            name: "gather" or "push".
+            unit: its number.
+            attributes: of its span.
+        """
+        return UnitCall(name, unit, self.current, attributes)
+
+    @contextmanager
+    def timed(self, call: UnitCall) -> Iterator[Span | None]:
+        """The time of a call to the servers; the step that it is of may be over when it ends."""
+        began_s, span = time.perf_counter(), None
+        if call.step is not None:
+            span = self._tracer.begin(
+                call.name, call.step.context, unit=self._name(call.unit), bytes=0.0, **call.attributes
+            )
+        error: BaseException | str = ""
+        try:
+            yield span
+        except BaseException as raised:
+            error = raised
+            raise
+        finally:
+            self.seconds[call.name].observe(time.perf_counter() - began_s)
+            if span is not None:
+                self._tracer.end(span, error)
+
+    def begin(self, name: str) -> Span | None:
+        """Begin a part of the step that ends elsewhere; give it to `end`."""
+        step = self.current
+        return None if step is None else self._tracer.begin(name, step.context)
+
+    def end(self, span: Span | None, error: str = "") -> None:
+        """End what `begin` began."""
+        if span is not None:
+            self._tracer.end(span, error)
+
+    def mapped(self, unit: int, size_bytes: int) -> None:
+        """A unit was there without a message, in memory that a server of this host writes."""
+        step = self.current
+        if step is not None:
+            name = self._name(unit)
+            self._tracer.end(
+                self._tracer.begin("gather", step.context, unit=name, bytes=float(size_bytes), mapped=True)
+            )
+
+    def _begin(self, generation: int, step: int) -> None:
+        """Decide whether the step is sampled, and begin its span if so. Under `JobView.changed`."""
+        view, self._attempt = self._view, (generation, step)
+        me = view.job.member_in(view.job.membership)
+        if me is None or not self._tracer.samples(step, view.stepping.next_attempt):
+            return
+        root = SpanContext.of_step(self._session.state_id, view.model, generation, step, view.stepping.replica)
+        self._span = self._tracer.begin(
+            "step",
+            root,
+            self._ended_ns,
+            worker=me.rank,
+            node=me.node,
+            attempt=view.stepping.next_attempt,
+            generation=generation,
+            model=view.name or f"model {view.model}",
+        )
+
+    def _end(self, error: BaseException | str, **attributes: Value) -> None:
+        """End the span, if there is one. Under `JobView.changed`."""
+        span, self._span, self._attempt = self._span, None, None
+        if span is not None:
+            self._tracer.end(span, error, **attributes)
+        self._ended_ns = self._tracer.now()
+
+    def _name(self, unit: int) -> str:
+        spec = self._view.spec
+        return f"unit {unit}" if spec is None else spec.layout.name_of(unit)
