@@ -25,11 +25,21 @@ def of(cluster: LocalCluster) -> dict[str, str]:
     }  # fmt: skip
 
 
+def until_logged(words: str, cluster: LocalCluster) -> None:
+    with subprocess.Popen([*AXON_PS, "logs", "--follow"], stdout=PIPE, text=True, env=environment(of(cluster))) as logs:
+        try:
+            assert logs.stdout is not None
+            assert any(words in line for line in logs.stdout)
+        finally:
+            logs.kill()
+
+
 def test_what_every_process_logs_is_in_one_stream_without_secrets(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
     with LocalCluster(shards=1, world_size=1) as cluster:
         ended = subprocess.run([sys.executable, script], capture_output=True, text=True, env=environment(of(cluster)))
+        until_logged("shard server 0 of job", cluster)  # its next heartbeat brings it
         printed = axon_ps("logs", "--json", **of(cluster))
         plain = axon_ps("logs", "--rank", "0", "--level", "error", **of(cluster))
         command = " ".join([*AXON_PS, "logs", "|", "head", "-n", "1"])
