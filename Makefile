@@ -21,7 +21,7 @@ ALL_KILLED_ARGS ?=
 FAILOVER_ARGS ?=
 COMPOSE_ARGS ?=
 
-.PHONY: help setup demo test house gpu soak faults faults-sample all-killed failover loaders launchers subscribers integrations compose rolling-update dist torch-suite torch-range check lint format proto proto-drift bench docs clean
+.PHONY: help setup demo test house gpu soak faults faults-sample all-killed failover loaders launchers subscribers observability integrations compose rolling-update dist torch-suite torch-range check lint format proto proto-drift bench docs clean
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -76,6 +76,9 @@ $(INTEGRATED): $(INSTALLED)
 
 integrations: $(INTEGRATED) ## what other people's tools and libraries make of us (Ray, Lightning, Trainer, Prometheus, Chromium...); PYTEST_ARGS='-k word'
 	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile tests/integrations $(PYTEST_ARGS)
+
+observability: $(INTEGRATED) ## what metrics and traces cost a training step, in processor time and in time (10 minutes); OBSERVABILITY_ARGS=--quick
+	$(BIN)/python benchmarks/observability.py $(OBSERVABILITY_ARGS)
 
 compose: $(INSTALLED) ## docker-compose.yml on a real engine: sizes of the images, scaling, deaths of services; COMPOSE_ARGS=--no-build
 	$(BIN)/python tests/containers/compose_run.py $(COMPOSE_ARGS)
