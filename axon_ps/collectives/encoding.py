@@ -9,7 +9,8 @@ one key that begins with "$":
     bytes                 {"$bytes": base64}
     numpy array, scalar   {"$array": [dtype, shape, base64]}, {"$scalar": [dtype, base64]}
 
-Invariant: a decoded value equals the encoded one and has the same types; other values are refused.
+Invariant: a decoded value equals the encoded one and has the same types; other values are refused. `Types` adds types
+of a library, each with a key of its own (`parallel.c10d.objects`: what PyTorch sends).
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from __future__ import annotations
 import base64
 import binascii
 import json
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -37,41 +39,60 @@ _DTYPES = {
 }
 
 
-def encode(value: Any, what: str) -> bytes:
+class Types(NamedTuple):
+    """Types beyond `SENDABLE`.
+
+    Attributes:
+        take_apart: the key of a value and what it is made of, encodable itself; None where it is none of these types.
+        put_together: the value, by its key and what it is made of; raises ValueError where they make none.
+        names: what these types are, for messages.
+    """
+
+    take_apart: Callable[[Any], tuple[str, Any] | None] = lambda value: None
+    put_together: Callable[[str, Any], Any] = lambda tag, content: _unknown(tag)
+    names: str = ""
+
+
+NO_MORE = Types()
+
+
+def encode(value: Any, what: str, types: Types = NO_MORE) -> bytes:
     """A value as bytes.
 
     Args:
-        value: one of `SENDABLE`, exactly: a subclass would come out as something else.
+        value: one of `SENDABLE` or of `types`, exactly: a subclass would come out as something else.
         what: the function that was given it, for messages.
+        types: more types.
 
     Raises:
         InvalidRequest: it cannot be sent; the message names the type, and the place in the value.
     """
     try:
-        return json.dumps(_plain(value, what, "", 0), separators=(",", ":")).encode()
+        return json.dumps(_plain(value, what, "", 0, types), separators=(",", ":")).encode()
     except ValueError as error:
         if isinstance(error, InvalidRequest):
             raise
         raise InvalidRequest(f"{what} was given what cannot be written: {error}") from error
 
 
-def decode(data: bytes, what: str) -> Any:
+def decode(data: bytes, what: str, types: Types = NO_MORE) -> Any:
     """The value that `encode` was given.
 
     Args:
         data: what it returned, perhaps in another process.
         what: the function that received it, for messages.
+        types: those that `encode` was given.
 
     Raises:
         InvalidRequest: it is nothing that `encode` returns.
     """
     try:
-        return _value(json.loads(data))
+        return _value(json.loads(data), types)
     except (ValueError, TypeError, KeyError, RecursionError, binascii.Error) as error:
         raise InvalidRequest(f"{what} got {len(data)} bytes that are no encoded value: {error}") from error
 
 
-def _plain(value: Any, what: str, place: str, depth: int) -> Any:
+def _plain(value: Any, what: str, place: str, depth: int, types: Types) -> Any:
     """The value in JSON's types."""
     if depth > MAX_DEPTH:
         raise InvalidRequest(f"{what} was given lists or dicts more than {MAX_DEPTH} deep, or one that is in itself")
@@ -79,11 +100,11 @@ def _plain(value: Any, what: str, place: str, depth: int) -> Any:
     if value is None or kind in (bool, int, float, str):
         return value
     if kind in (list, tuple):
-        items = [_plain(item, what, f"{place}[{i}]", depth + 1) for i, item in enumerate(value)]
+        items = [_plain(item, what, f"{place}[{i}]", depth + 1, types) for i, item in enumerate(value)]
         return items if kind is list else {"$tuple": items}
     if kind is dict:
         pairs = [
-            (_plain(k, what, f"{place}, a key", depth + 1), _plain(v, what, f"{place}[{k!r}]", depth + 1))
+            (_plain(k, what, f"{place}, a key", depth + 1, types), _plain(v, what, f"{place}[{k!r}]", depth + 1, types))
             for k, v in value.items()
         ]
         plain = all(type(k) is str and not k.startswith("$") for k in value)
@@ -94,26 +115,28 @@ def _plain(value: Any, what: str, place: str, depth: int) -> Any:
         return {"$array": [value.dtype.name, list(value.shape), _text(value.tobytes())]}
     if isinstance(value, np.generic) and value.dtype in _DTYPES.values():
         return {"$scalar": [value.dtype.name, _text(value.tobytes())]}
+    if (parts := types.take_apart(value)) is not None:
+        return {parts[0]: _plain(parts[1], what, place, depth + 1, types)}
     name = f"{value.dtype} array" if kind is np.ndarray else f"{kind.__module__}.{kind.__qualname__}"
     where = f" at {place.lstrip(', ')}" if place else ""
     raise InvalidRequest(
-        f"{what} was given a {name.removeprefix('builtins.')}{where}, which cannot be sent; what can is {SENDABLE} "
-        "(a tensor has collectives of its own, or give tensor.numpy())"
+        f"{what} was given a {name.removeprefix('builtins.')}{where}, which cannot be sent; what can is {SENDABLE}"
+        f"{types.names or ' (a tensor has collectives of its own, or give tensor.numpy())'}"
     )
 
 
-def _value(plain: Any) -> Any:
+def _value(plain: Any, types: Types) -> Any:
     if isinstance(plain, list):
-        return [_value(item) for item in plain]
+        return [_value(item, types) for item in plain]
     if not isinstance(plain, dict):
         return plain
     if len(plain) != 1 or not next(iter(plain)).startswith("$"):
-        return {key: _value(value) for key, value in plain.items()}
+        return {key: _value(value, types) for key, value in plain.items()}
     ((tag, content),) = plain.items()
     if tag == "$tuple":
-        return tuple(_value(item) for item in content)
+        return tuple(_value(item, types) for item in content)
     if tag == "$dict":
-        return {_value(key): _value(value) for key, value in content}
+        return {_value(key, types): _value(value, types) for key, value in content}
     if tag == "$bytes":
         return _bytes(content)
     if tag == "$scalar":
@@ -121,6 +144,10 @@ def _value(plain: Any) -> Any:
     if tag == "$array":
         name, shape, text = content
         return np.frombuffer(bytearray(_bytes(text)), _DTYPES[name]).reshape([int(n) for n in shape])
+    return types.put_together(tag, _value(content, types))
+
+
+def _unknown(tag: str) -> Any:
     raise ValueError(f"{tag} is not known")
 
 

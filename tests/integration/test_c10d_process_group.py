@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import signal
 import socket
 import time
@@ -15,7 +16,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
 import axon_ps.parallel
-from axon_ps.errors import ConfigurationError, InvalidRequest, MemberLost, Timeout
+from axon_ps.errors import AxonError, ConfigurationError, InvalidRequest, MemberLost, Timeout
 from axon_ps.parallel.c10d.process_group import AxonProcessGroup
 from axon_ps.parallel.c10d.store import KVStore
 from axon_ps.testing import LocalCluster
@@ -184,6 +185,62 @@ def test_groups_work_and_a_dead_rank_ends_what_is_pending() -> None:
         assert seen["split"] == (rank, 2)
         assert seen["seconds"] < 1.0
     assert results[0].value["pair"] == 2
+
+
+# ---------------------------------------------------------------------- objects
+
+
+class Harmful:
+    """What pickle would run."""
+
+    def __reduce__(self) -> Any:
+        return print, ("code of another rank ran",)
+
+
+def send_objects(pickled: bool) -> dict[str, Any]:
+    if pickled:
+        os.environ["AXON_PS_ALLOW_PICKLE"] = "1"
+    dist.init_process_group("axon", timeout=timedelta(seconds=20))
+    rank = dist.get_rank()
+    seen: dict[str, Any] = {}
+    sent: list[Any] = [{"rank": rank, "shape": torch.Size([rank]), "t": torch.full((2,), rank, dtype=torch.bfloat16)}]
+    received: list[Any] = [None, None]
+    dist.all_gather_object(received, sent[0])
+    seen["gathered"] = [value["t"].tolist() for value in received]
+    dist.broadcast_object_list(sent, src=1)
+    seen["broadcast"] = sent[0]["rank"]
+    try:
+        dist.all_gather_object(received, Harmful() if rank == 0 else 1)
+        seen["refused"] = ""
+    except AxonError as error:
+        seen["refused"] = str(error)
+    seen["goes on"] = sum_of_ranks()
+    if not pickled and rank == 0:  # a rank that is not ours to trust: it sends what torch would have sent
+        dist.send(torch.tensor([len(PICKLED)]), 1)
+        dist.send(torch.frombuffer(bytearray(PICKLED), dtype=torch.uint8), 1)
+    elif not pickled:
+        try:
+            dist.recv_object_list([None], 0)
+        except InvalidRequest as error:
+            seen["pickle"] = str(error)
+    dist.barrier()
+    dist.destroy_process_group()
+    return seen
+
+
+PICKLED = pickle.dumps(Harmful())
+
+
+@pytest.mark.parametrize("pickled", [False, True], ids=["by default", "when asked for"])
+def test_objects_are_pickled_only_when_that_is_asked_for(pickled: bool) -> None:
+    with LocalCluster(shards=1, world_size=2) as cluster:
+        results = cluster.run_workers(send_objects, args=(pickled,), env={"MASTER_PORT": str(free_port())})
+    seen = [result.value for result in results]
+    for one in seen:
+        assert (one["gathered"], one["broadcast"], one["goes on"]) == ([[0, 0], [1, 1]], 1, 1)
+        assert ("Harmful, which cannot be sent" in one["refused"]) is not pickled
+    assert ("AXON_PS_ALLOW_PICKLE=1" in seen[1].get("pickle", "")) is not pickled
+    assert pickled == any("code of another rank ran" in result.output for result in results)
 
 
 def free_port() -> int:

@@ -58,6 +58,7 @@ _UNSKIPPED = re.compile("Only MPI supports")
 
 def load() -> type[Any]:
     """PyTorch's tests as a class, nothing skipped that gloo or MPI would run on CPU."""
+    os.environ["AXON_PS_ALLOW_PICKLE"] = "1"  # its objects are of classes of its own
     os.environ |= {"BACKEND": "gloo", "WORLD_SIZE": str(WORLD_SIZE)}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -20,6 +20,7 @@ from torch.distributed.rendezvous import rendezvous as torch_rendezvous
 
 from axon_ps.collectives.process_group import ProcessGroup
 from axon_ps.errors import ConfigurationError, Misuse
+from axon_ps.parallel.c10d import objects
 from axon_ps.parallel.c10d.process_group import AxonProcessGroup
 from axon_ps.parallel.c10d.session import Session, incarnations_of, join
 from axon_ps.parallel.c10d.store import KVStore
@@ -47,6 +48,8 @@ def create(options: Any, backend_options: object) -> AxonProcessGroup:
             "TORCH_DIST_NAN_CHECK has no effect on a group over axon: torch's check does not see its operations",
             stacklevel=2,
         )
+    if os.environ.get(objects.ALLOW_PICKLE) != "1":
+        objects.install()
     timeout_s = options.timeout.total_seconds()
     ranks = list(options.global_ranks_in_group)
     session = _session

@@ -1,0 +1,113 @@
+"""torch.distributed's object collectives over "axon": values that are written out, never pickled unless asked for.
+
+torch pickles what `all_gather_object` and its like are given, and unpickles what peers send, so whoever is in the
+group, or on the network where it is not encrypted, runs code in every process. Here the value is encoded as in
+`collectives.encoding`, with the types of `object_types`. `AXON_PS_ALLOW_PICKLE=1`, on every rank, is torch's own way.
+
+Owns: the two functions of torch's that make a tensor of an object and an object of a tensor, which it replaces; groups
+over other backends have torch's. It looks them up at every call, so it does not matter who imported what before.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any, Final
+
+import numpy as np
+import torch
+import torch.distributed.distributed_c10d as c10d
+
+from axon_ps.collectives.encoding import decode, encode
+from axon_ps.errors import ConfigurationError, InvalidRequest
+from axon_ps.parallel.c10d.object_types import TORCH
+from axon_ps.parallel.c10d.process_group import AxonProcessGroup
+
+ALLOW_PICKLE: Final = "AXON_PS_ALLOW_PICKLE"
+"""The variable that has torch pickle objects over "axon", too: 1."""
+
+_REPLACED: Final = ("_object_to_tensor", "_tensor_to_object")
+_PARAMETERS: Final = ("obj", "device", "group"), ("tensor", "tensor_size", "group")
+_POINT_TO_POINT: Final = ("send_object_list", "recv_object_list")
+_PICKLED: Final = b"\x80"
+
+
+def install() -> None:
+    """Replace torch's functions; harmless when repeated.
+
+    Raises:
+        ConfigurationError: this torch has others.
+    """
+    theirs = [getattr(c10d, name, None) for name in _REPLACED]
+    if any(getattr(function, "__module__", "") == __name__ for function in theirs):
+        return
+    for function, expected in zip(theirs, _PARAMETERS, strict=True):
+        if function is None or tuple(inspect.signature(function).parameters) != expected:
+            raise ConfigurationError(
+                f"object collectives of torch {torch.__version__} cannot be made without pickle: it has no "
+                f"{' or '.join(_REPLACED)} as axon_ps knows them. Use a torch that axon_ps supports, or set "
+                f"{ALLOW_PICKLE}=1 on every rank if each of them may run code in all the others"
+            )
+    for name, function, made in zip(_REPLACED, theirs, (_encoding, _decoding), strict=True):
+        setattr(c10d, name, made(function))
+
+
+def _ours(group: Any) -> AxonProcessGroup | None:
+    found = c10d._get_default_group() if group is None else group
+    return found if isinstance(found, AxonProcessGroup) else None
+
+
+def _encoding(theirs: Any) -> Callable[..., Any]:
+    def _object_to_tensor(obj: Any, device: Any, group: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        if (ours := _ours(group)) is None:
+            return theirs(obj, device, group)  # type: ignore[no-any-return]
+        encoded = np.frombuffer(_encoded(obj, ours), np.uint8)
+        data = torch.tensor(encoded, device=device)  # with memory of its own, which torch resizes
+        return data, torch.tensor([data.numel()], dtype=torch.int64, device=device)
+
+    return _object_to_tensor
+
+
+def _decoding(theirs: Any) -> Callable[..., Any]:
+    def _tensor_to_object(tensor: torch.Tensor, tensor_size: Any, group: Any) -> Any:
+        if _ours(group) is None:
+            return theirs(tensor, tensor_size, group)
+        data = tensor.cpu().numpy().tobytes()[: int(tensor_size)]
+        if data.startswith(_PICKLED):
+            raise InvalidRequest(
+                f"a rank sent a pickled object, which is not read; it has {ALLOW_PICKLE}=1 and this rank has not. "
+                "Set it on every rank, or on none"
+            )
+        return decode(data, "an object collective", TORCH)
+
+    return _tensor_to_object
+
+
+def _encoded(obj: Any, group: AxonProcessGroup) -> bytes:
+    """An object as bytes; what cannot be sent is told to the other ranks of a collective, too."""
+    what, collective = _caller()
+    try:
+        return encode(obj, what, TORCH)
+    except InvalidRequest as error:
+        refused = InvalidRequest(
+            f"{error}. Over 'axon' objects are not pickled; {ALLOW_PICKLE}=1 on every rank pickles them, if each "
+            "rank may run code in all the others"
+        )
+        if not collective:
+            raise refused from error
+        with group.group.preparing(what, device=False, timeout_s=None, async_op=False):
+            raise refused from error
+
+
+def _caller() -> tuple[str, bool]:
+    """Which of torch's functions is being called, and whether it is a collective."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        name = frame.f_code.co_name
+        if frame.f_globals.get("__name__") == c10d.__name__ and "object" in name and not name.startswith("_"):
+            return name, name not in _POINT_TO_POINT
+        frame = frame.f_back
+    return "an object collective", False
+
+
+__all__ = ["ALLOW_PICKLE", "install"]
