@@ -25,6 +25,7 @@ IN_WHEEL = (
     "axon_ps/py.typed",
     "axon_ps/wire/v1/coordinator_pb2.py",
     "axon_ps/wire/v1/coordinator_pb2.pyi",
+    "axon_ps_cli.py",
     "axon_ps_torch.py",
 )
 IN_SDIST = (
@@ -75,7 +76,7 @@ def check_contents(wheel: Path, sdist: Path) -> None:
     names = contents(wheel).keys()
     assert not [name for name in IN_WHEEL if name not in names], sorted(names)
     assert any(name.endswith("dist-info/licenses/LICENSE") for name in names)
-    assert {name.split("/")[0].split("-")[0] for name in names} == {"axon_ps", "axon_ps_torch.py"}
+    assert {name.split("/")[0].split("-")[0] for name in names} == {"axon_ps", "axon_ps_cli.py", "axon_ps_torch.py"}
     with tarfile.open(sdist) as archive:
         inside = {name.partition("/")[2] for name in archive.getnames()}
     assert not [name for name in IN_SDIST if name not in inside], sorted(inside)

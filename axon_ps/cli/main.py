@@ -68,10 +68,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     Args:
         argv: the arguments; None = those of the process.
     """
-    from axon_ps.cli.settings import quiet_grpc
-
-    quiet_grpc()
     try:
+        from axon_ps.cli.settings import quiet_grpc
+
+        quiet_grpc()
         app(args=argv, prog_name="axon-ps")
     except SystemExit as exit_:  # how click ends: usage errors, --help, leave()
         return exit_.code if isinstance(exit_.code, int) else int(exit_.code is not None)

@@ -115,8 +115,8 @@ def _plain(value: Any, what: str, place: str, depth: int, types: Types) -> Any:
         return {"$array": [value.dtype.name, list(value.shape), _text(value.tobytes())]}
     if isinstance(value, np.generic) and value.dtype in _DTYPES.values():
         return {"$scalar": [value.dtype.name, _text(value.tobytes())]}
-    if (parts := types.take_apart(value)) is not None:
-        return {parts[0]: _plain(parts[1], what, place, depth + 1, types)}
+    if (taken := types.take_apart(value)) is not None:
+        return {taken[0]: _plain(taken[1], what, place, depth + 1, types)}
     name = f"{value.dtype} array" if kind is np.ndarray else f"{kind.__module__}.{kind.__qualname__}"
     where = f" at {place.lstrip(', ')}" if place else ""
     raise InvalidRequest(

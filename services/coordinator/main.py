@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from axon_ps.cli.main import main
+from axon_ps_cli import main
 
 DEFAULTS = ("coordinator", "--host", "0.0.0.0", "--port", "7077", "--state", "/state/coordinator.sqlite")
 

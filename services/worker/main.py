@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from axon_ps.cli.main import main
+from axon_ps_cli import main
 
 DEFAULTS = ("run", "--shards", "0")
 

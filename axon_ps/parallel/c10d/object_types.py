@@ -42,8 +42,8 @@ def _take_apart(value: Any) -> tuple[str, Any] | None:
     """See `Types.take_apart`."""
     kind = type(value)
     if kind in _SIMPLE:
-        tag, parts, _ = _SIMPLE[kind]
-        return tag, parts(value)
+        tag, content, _ = _SIMPLE[kind]
+        return tag, content(value)
     if kind in _NAMED:
         return "$torch", str(value).removeprefix(_OWN)
     if isinstance(value, BaseException):
@@ -85,8 +85,8 @@ def _class(name: str, is_one: Callable[[type], bool]) -> Any:
     """
     module, _, path = str(name).partition(":")
     found: Any = sys.modules.get(module) if module.startswith(_OWN) else None
-    for part in path.split("."):
-        found = getattr(found, part, None)
+    for attribute in path.split("."):
+        found = getattr(found, attribute, None)
     if not isinstance(found, type) or _name(found) != name or not is_one(found):
         raise ValueError(f"{name} is no value of PyTorch's that may be sent; import its module on every rank")
     return found
@@ -137,7 +137,7 @@ def _raised(content: Any) -> BaseException:
     return made
 
 
-def _tensor_parts(tensor: torch.Tensor) -> Any:
+def _tensor_content(tensor: torch.Tensor) -> Any:
     return [save({"": tensor.detach().cpu().contiguous()}), tensor.requires_grad]
 
 
@@ -162,16 +162,16 @@ def _stack(content: Any) -> traceback.StackSummary:
 
 
 _SIMPLE: Final[dict[type, tuple[str, Callable[[Any], Any], Callable[[Any], Any]]]] = {
-    torch.Tensor: ("$tensor", _tensor_parts, _tensor),
+    torch.Tensor: ("$tensor", _tensor_content, _tensor),
     torch.Size: ("$size", list, torch.Size),
     torch.device: ("$device", str, torch.device),
     set: ("$set", list, set),
     frozenset: ("$frozenset", list, frozenset),
     bytearray: ("$bytearray", bytes, bytearray),
-    complex: ("$complex", lambda z: [z.real, z.imag], lambda parts: complex(*parts)),
-    slice: ("$slice", lambda s: [s.start, s.stop, s.step], lambda parts: slice(*parts)),
-    range: ("$range", lambda r: [r.start, r.stop, r.step], lambda parts: range(*parts)),
-    timedelta: ("$timedelta", lambda t: [t.days, t.seconds, t.microseconds], lambda parts: timedelta(*parts)),
+    complex: ("$complex", lambda z: [z.real, z.imag], lambda c: complex(*c)),
+    slice: ("$slice", lambda s: [s.start, s.stop, s.step], lambda c: slice(*c)),
+    range: ("$range", lambda r: [r.start, r.stop, r.step], lambda c: range(*c)),
+    timedelta: ("$timedelta", lambda t: [t.days, t.seconds, t.microseconds], lambda c: timedelta(*c)),
     OrderedDict: ("$ordered", lambda d: [list(pair) for pair in d.items()], OrderedDict),
     traceback.StackSummary: ("$stack", _frames, _stack),
 }
