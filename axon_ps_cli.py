@@ -1,6 +1,6 @@
 """The command `axon-ps` until its imports are over: Ctrl-C in that time ends it without a traceback.
 
-Not in the package `axon_ps`: whoever imports a module of a package imports the package, and that takes most of the time.
+Not in the package `axon_ps`: whoever imports a module of a package imports the package, which takes most of the time.
 """
 
 from __future__ import annotations
