@@ -100,9 +100,9 @@ def blocks(page: str) -> list[Block]:
         elif language == "python":
             python += text + "\n"
         elif language == "sh" and (python or files):
-            name = _SCRIPT.search(text)
-            assert name is not None, f"the shell block after Python runs no script: {text}"
-            scripts, python, files = (*files, *([(name[0], python)] if python else [])), "", []
+            runs = [name for name in _SCRIPT.findall(text) if name not in dict(files)]
+            assert runs or not python, f"the shell block after Python runs no script: {text}"
+            scripts, python, files = (*files, *([(runs[0], python)] if python else [])), "", []
         found.append(Block(language, text, scripts))
     left = [*files, python] if python else files
     assert not left, f"no shell block runs {left}"
