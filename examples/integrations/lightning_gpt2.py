@@ -71,6 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     command = parser(__doc__, "runs/lightning")
     command.add_argument("--strategy", default="axon")  # was: command.add_argument("--strategy", default="ddp")
     options = command.parse_args(arguments)
+    checkpoints = options.save_every is not None or options.resume
     fsdp2 = options.strategy in ("axon_fsdp2", "fsdp2")
     lightnings = ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)  # which has no name there
     module = Module(options.checkpointing, options.compile)
@@ -83,8 +84,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         max_steps=options.steps,
         accumulate_grad_batches=options.accumulate,
         gradient_clip_val=None if fsdp2 else 1.0,  # which Lightning refuses for FSDP2
-        callbacks=[save] if options.save_every else [],
-        enable_checkpointing=options.save_every is not None,
+        callbacks=[save] if checkpoints else [],  # Lightning looks there for the last one
+        enable_checkpointing=checkpoints,
         default_root_dir=options.out,
         logger=False,
         enable_progress_bar=False,
