@@ -45,7 +45,7 @@ def test_the_script_goes_on_when_a_shard_server_and_then_a_worker_is_killed(name
     library.run(script, [arguments], tmp_path / "undisturbed")
     ours, theirs = (library.by_step(tmp_path / where / "killed") for where in ("axon", "undisturbed"))
     since = min(ours)
-    assert since > KILLED if name in ON_SERVERS else since == SAVED + 1
+    assert since >= KILLED if name in ON_SERVERS else since == SAVED + 1, since  # some print before they step
     assert sorted(ours) == list(range(since, STEPS + 1)) == sorted(theirs)[since - 1 :]
     differences = [abs(loss - theirs[step]) / theirs[step] for step, loss in ours.items()]
     print(f"{name} killed: steps from {since} since a worker died, differences to {max(differences):.1e}")
