@@ -23,13 +23,15 @@ from torch import nn
 
 from axon_ps.errors import InvalidRequest
 from axon_ps.parallel.dtypes import MixedPrecision
-from axon_ps.parallel.from_torch import load_servers, moved, save_servers
+from axon_ps.parallel.from_torch import MovedOptimizer, load_servers, moved, save_servers
 from axon_ps.parallel.fsdp.fsdp import FullyShardedDataParallel
 from axon_ps.parallel.fsdp.strategy import CPUOffload, ShardingStrategy
 from axon_ps.worker.world import World
 
 SERVERS_DIRECTORY: Final = "axon_ps"
 """Where in a checkpoint of accelerate's, or of a trainer's, that of the servers is."""
+
+_OTHER_PLUGINS: Final = ("deepspeed_plugin", "fsdp_plugin", "megatron_lm_plugin")
 
 _logger = logging.getLogger(__name__)
 
@@ -87,15 +89,25 @@ class Accelerator(accelerate.Accelerator):
     `load_state()` restores it. `get_state_dict()` is that of the first process; `unwrap_model()` gives the user's
     module, and `save_pretrained()` of that works.
 
+    A process that starts and finds its model on the servers at a later version (all were started again, since one had
+    died) goes on there: `model.version` says after how many steps, `prepare()` brings schedulers there, and
+    `load_state()` does not go back.
+
     Args:
         args, kwargs: accelerate's. `cpu` is True where there is no GPU, which accelerate needs for several processes.
         server_plugin: how models are wrapped.
 
     Raises:
-        InvalidRequest: `mixed_precision="fp16"`, whose scaler needs gradients that are on the servers by then.
+        InvalidRequest: `mixed_precision="fp16"`, whose scaler needs gradients that are on the servers by then; or the
+            plugin of another way to shard.
     """
 
     def __init__(self, *args: Any, server_plugin: ServerPlugin | None = None, **kwargs: Any) -> None:
+        if others := [name for name in _OTHER_PLUGINS if kwargs.get(name) is not None]:
+            raise InvalidRequest(
+                f"{others[0]} was given, and the model is to be on the shard servers: drop it, or use accelerate's own "
+                "Accelerator after torch.distributed.init_process_group('axon')"
+            )
         join_group()
         kwargs.setdefault("cpu", not torch.cuda.is_available())
         super().__init__(*args, **kwargs)
@@ -107,6 +119,7 @@ class Accelerator(accelerate.Accelerator):
         self.server_plugin = server_plugin or ServerPlugin()
         self._wrappers: WeakKeyDictionary[nn.Module, FullyShardedDataParallel] = WeakKeyDictionary()
         self._moved: WeakKeyDictionary[torch.optim.Optimizer, torch.optim.Optimizer] = WeakKeyDictionary()
+        self._found: WeakKeyDictionary[FullyShardedDataParallel, int] = WeakKeyDictionary()  # at which version
 
     # ------------------------------------------------------------------ prepare
 
@@ -115,7 +128,10 @@ class Accelerator(accelerate.Accelerator):
         if type(model) is FullyShardedDataParallel:
             return model
         if model not in self._wrappers:
-            self._wrappers[model] = self.server_plugin.wrap(model)
+            wrapper = self._wrappers[model] = self.server_plugin.wrap(model)
+            self._found[wrapper] = wrapper.version
+            if wrapper.version:
+                _logger.warning("%s was found on the servers, after %d steps", wrapper.name, wrapper.version)
         return self._wrappers[model]
 
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
@@ -141,10 +157,22 @@ class Accelerator(accelerate.Accelerator):
         return super().prepare_optimizer(optimizer, device_placement=False)
 
     def prepare_scheduler(self, scheduler: Any) -> Any:
-        """Accelerate's wrapper of the scheduler, which now sets the server optimizer's learning rate."""
+        """Accelerate's wrapper of the scheduler, which now sets the server optimizer's learning rate.
+
+        It is brought to where the job is, if it goes with the optimizer's steps (`step_scheduler_with_optimizer`).
+        """
         of: Any = getattr(scheduler, "optimizer", None)
         scheduler.optimizer = self._moved.get(of, of)
-        return super().prepare_scheduler(scheduler)
+        prepared = super().prepare_scheduler(scheduler)
+        if isinstance(scheduler.optimizer, MovedOptimizer) and self.step_scheduler_with_optimizer:
+            for _ in range(self._steps_found(scheduler.optimizer.model)):
+                prepared.step()
+        return prepared
+
+    def _steps_found(self, model: FullyShardedDataParallel) -> int:
+        """After how many steps this process has found a model on the servers; 0 once it has made one, or loaded."""
+        found = self._found.get(model, 0)
+        return found if model.version == found else 0
 
     def unwrap_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
         """The user's module."""
@@ -169,7 +197,14 @@ class Accelerator(accelerate.Accelerator):
     def load_state(
         self, input_dir: str | None = None, load_kwargs: dict[str, Any] | None = None, **kwargs: Any
     ) -> None:
-        """As accelerate's, of what `save_state` wrote; every process calls it."""
+        """As accelerate's, of what `save_state` wrote; every process calls it.
+
+        Nothing is loaded, and a warning says so, where this process has found the job under way and has made no step
+        yet: what it would load is older than what the servers have. So the same line serves a restart, too.
+        """
+        if found := max(map(self._steps_found, self._found), default=0):
+            _logger.warning("%s is not loaded: the job is at step %d, training goes on there", input_dir, found)
+            return
         with self._without_models() as models:
             super().load_state(input_dir, load_kwargs, **kwargs)
         for model in models:

@@ -20,7 +20,7 @@ from torch import nn
 from axon_ps.errors import StepAborted
 from axon_ps.parallel.counterpart import counterpart
 from axon_ps.parallel.fsdp.fsdp import FullyShardedDataParallel
-from axon_ps.parallel.optim import ServerOptimizer
+from axon_ps.parallel.optim import ServerOptimizer, owner_of
 from axon_ps.types import StepResult
 from axon_ps.worker.world import World
 
@@ -62,6 +62,11 @@ class MovedOptimizer(ServerOptimizer):
         self.commits: Callable[[], Mapping[str, Any]] = dict
         self.last: StepResult | None = None
         self._opt_called = False  # torch's schedulers look at it
+
+    @property
+    def model(self) -> FullyShardedDataParallel:
+        """The wrapped model whose parameters it has."""
+        return owner_of(self.param_groups)
 
     def step(  # type: ignore[override]
         self, closure: Callable[[], float] | None = None, *, commit: Mapping[str, Any] | None = None

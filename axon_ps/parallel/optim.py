@@ -53,7 +53,7 @@ class ServerOptimizer(torch.optim.Optimizer):
         self._rules = create(name)
         groups = params.sharded_parameters() if isinstance(params, FullyShardedDataParallel) else params
         super().__init__(groups, _as_in_torch(self._rules.defaults) | hyper)
-        owner = _owner_of(params, self.param_groups)
+        owner = params if isinstance(params, FullyShardedDataParallel) else owner_of(self.param_groups)
         spec = OptimizerSpec(name=name, groups=self._hyper(), group_of=self._group_of(owner))
         owner.runtime.register_optimizer(spec)
         self._runtime = owner.runtime
@@ -144,9 +144,8 @@ class ServerOptimizer(torch.optim.Optimizer):
         return tuple(result)
 
 
-def _owner_of(params: Params, groups: list[dict[str, Any]]) -> FullyShardedDataParallel:
-    if isinstance(params, FullyShardedDataParallel):
-        return params
+def owner_of(groups: list[dict[str, Any]]) -> FullyShardedDataParallel:
+    """The wrapped model of which parameter groups have parameters."""
     for group in groups:
         for param in group["params"]:
             home: Home | None = getattr(param, "_axon_home", None)
@@ -283,4 +282,4 @@ class Lion(ServerOptimizer):
         super().__init__(params, "lion", lr=lr, betas=betas, weight_decay=weight_decay)
 
 
-__all__ = ["SGD", "Adagrad", "Adam", "AdamW", "Lion", "RMSprop", "ServerOptimizer"]
+__all__ = ["SGD", "Adagrad", "Adam", "AdamW", "Lion", "RMSprop", "ServerOptimizer", "owner_of"]

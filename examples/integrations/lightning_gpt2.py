@@ -9,20 +9,19 @@ checkpoint.
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import lightning as L
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.strategies import ModelParallelStrategy
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader
 
 import axon_ps.lightning  # noqa: F401  # was:
-from tiny import Windows, gpt2
+from tiny import Windows, gpt2, parser
 
 
 class Module(L.LightningModule):
@@ -67,36 +66,26 @@ class Module(L.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
 
-def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("runs/lightning"))
-    parser.add_argument("--strategy", default="axon")  # was: parser.add_argument("--strategy", default="ddp")
-    parser.add_argument("--epochs", type=int, default=2)
-    parser.add_argument("--accumulate", type=int, default=1, help="batches of a step")
-    parser.add_argument("--precision", default="32-true")
-    parser.add_argument("--compile", help="a backend of torch.compile")
-    parser.add_argument("--checkpointing", action="store_true", help="recompute activations in backward")
-    parser.add_argument("--save-every", type=int)
-    parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint")
-    return parser.parse_args(arguments)
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     """Train, validate and save."""
-    options = parse(arguments)
+    command = parser(__doc__, "runs/lightning")
+    command.add_argument("--strategy", default="axon")  # was: command.add_argument("--strategy", default="ddp")
+    options = command.parse_args(arguments)
+    checkpoints = options.save_every is not None or options.resume
+    fsdp2 = options.strategy in ("axon_fsdp2", "fsdp2")
+    lightnings = ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)  # which has no name there
     module = Module(options.checkpointing, options.compile)
     save = ModelCheckpoint(options.out, save_last=True, save_top_k=-1, every_n_train_steps=options.save_every)
     trainer = L.Trainer(
         accelerator="auto" if torch.cuda.is_available() else "cpu",
         devices=2,
-        strategy=options.strategy,
-        precision=options.precision,
-        max_epochs=options.epochs,
+        strategy=lightnings if options.strategy == "fsdp2" else options.strategy,
+        precision=("bf16-true" if fsdp2 else "bf16-mixed") if options.bf16 else "32-true",  # FSDP2 has no autocast here
+        max_steps=options.steps,
         accumulate_grad_batches=options.accumulate,
-        gradient_clip_val=None if options.strategy == "axon_fsdp2" else 1.0,  # which Lightning refuses for FSDP2
-        callbacks=[save] if options.save_every else [],
-        enable_checkpointing=options.save_every is not None,
+        gradient_clip_val=None if fsdp2 else 1.0,  # which Lightning refuses for FSDP2
+        callbacks=[save] if checkpoints else [],  # Lightning looks there for the last one
+        enable_checkpointing=checkpoints,
         default_root_dir=options.out,
         logger=False,
         enable_progress_bar=False,

@@ -7,35 +7,20 @@ Needs the extra `hf`, and peft. Only the adapters have gradients and optimizer s
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 from peft import LoraConfig, get_peft_model
 from transformers import TrainingArguments
 
 from axon_ps.huggingface import Trainer  # was: from transformers import Trainer
-from tiny import Windows, gpt2
-
-
-def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("runs/peft"))
-    parser.add_argument("--steps", type=int, default=12)
-    parser.add_argument("--accumulate", type=int, default=1, help="batches of a step")
-    parser.add_argument("--bf16", action="store_true")
-    parser.add_argument("--checkpointing", action="store_true", help="recompute activations in backward")
-    parser.add_argument("--save-every", type=int)
-    parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint")
-    return parser.parse_args(arguments)
+from tiny import Windows, gpt2, parser
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Train the adapters and save them."""
-    options = parse(arguments)
+    options = parser(__doc__, "runs/peft").parse_args(arguments)
     torch.distributed.init_process_group("axon")  # was:
     lora = LoraConfig(r=4, lora_alpha=8, target_modules=["c_attn", "c_fc"], fan_in_fan_out=True, task_type="CAUSAL_LM")
     model = get_peft_model(gpt2(), lora)
@@ -51,6 +36,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             gradient_accumulation_steps=options.accumulate,
             learning_rate=1e-2,
             bf16=options.bf16,
+            torch_compile=options.compile is not None,
+            torch_compile_backend=options.compile,
             gradient_checkpointing=options.checkpointing,
             save_strategy="steps" if options.save_every else "no",
             save_steps=options.save_every or 500,

@@ -1,6 +1,12 @@
-"""What the scripts beside this file train: a GPT-2 made from its config, on text in memory. Nothing is downloaded."""
+"""What the scripts beside this file train: a GPT-2 made from its config, on text in memory. Nothing is downloaded.
+
+And the options that all of them have.
+"""
 
 from __future__ import annotations
+
+import argparse
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -44,3 +50,22 @@ class Windows(Dataset):
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         window = self._bytes[index * 17 % 1000 :][:CONTEXT]
         return {"input_ids": window, "labels": window}
+
+
+def parser(description: str | None, out: str) -> argparse.ArgumentParser:
+    """A command line with the options of all scripts.
+
+    Args:
+        description: of the script.
+        out: where it writes what it has trained, its checkpoints and `losses.json`.
+    """
+    made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--out", type=Path, default=Path(out))
+    made.add_argument("--steps", type=int, default=16)
+    made.add_argument("--accumulate", type=int, default=1, help="batches of a step")
+    made.add_argument("--bf16", action="store_true")
+    made.add_argument("--compile", help="a backend of torch.compile")
+    made.add_argument("--checkpointing", action="store_true", help="recompute activations in backward")
+    made.add_argument("--save-every", type=int, help="save a checkpoint after every so many steps")
+    made.add_argument("--resume", action="store_true", help="go on from the last checkpoint")
+    return made

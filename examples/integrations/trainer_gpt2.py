@@ -7,35 +7,19 @@ Needs the extra `hf`. Kill a shard server, or a worker: training goes on. `--res
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 from transformers import TrainingArguments
 
 from axon_ps.huggingface import Trainer  # was: from transformers import Trainer
-from tiny import Windows, gpt2
-
-
-def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("runs/trainer"))
-    parser.add_argument("--steps", type=int, default=16)
-    parser.add_argument("--accumulate", type=int, default=1, help="batches of a step")
-    parser.add_argument("--bf16", action="store_true")
-    parser.add_argument("--compile", help="a backend of torch.compile")
-    parser.add_argument("--checkpointing", action="store_true", help="recompute activations in backward")
-    parser.add_argument("--save-every", type=int)
-    parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint")
-    return parser.parse_args(arguments)
+from tiny import Windows, gpt2, parser
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Train, evaluate and save."""
-    options = parse(arguments)
+    options = parser(__doc__, "runs/trainer").parse_args(arguments)
     torch.distributed.init_process_group("axon")  # was:
     trainer = Trainer(
         model=gpt2(),

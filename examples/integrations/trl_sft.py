@@ -7,10 +7,8 @@ Needs the extra `hf`, and trl. The tokenizer is made here, of bytes, and the dat
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 from datasets import Dataset
@@ -19,22 +17,9 @@ from transformers import PreTrainedTokenizerFast
 from trl import SFTConfig, SFTTrainer
 
 from axon_ps.huggingface import on_servers  # was:
-from tiny import CONTEXT, TEXT, gpt2
+from tiny import CONTEXT, TEXT, gpt2, parser
 
 SFTTrainer = on_servers(SFTTrainer)  # was:
-
-
-def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("runs/sft"))
-    parser.add_argument("--steps", type=int, default=12)
-    parser.add_argument("--accumulate", type=int, default=1, help="batches of a step")
-    parser.add_argument("--bf16", action="store_true")
-    parser.add_argument("--checkpointing", action="store_true", help="recompute activations in backward")
-    parser.add_argument("--save-every", type=int)
-    parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint")
-    return parser.parse_args(arguments)
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
@@ -46,7 +31,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Fine-tune and save."""
-    options = parse(arguments)
+    options = parser(__doc__, "runs/sft").parse_args(arguments)
     texts = [TEXT[17 * i % 1000 :][: CONTEXT - 1] for i in range(64)]
     trainer = SFTTrainer(
         model=gpt2(),
@@ -60,6 +45,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             learning_rate=3e-3,
             warmup_steps=4,
             bf16=options.bf16,
+            torch_compile=options.compile is not None,
+            torch_compile_backend=options.compile,
             gradient_checkpointing=options.checkpointing,
             save_strategy="steps" if options.save_every else "no",
             save_steps=options.save_every or 500,

@@ -1,37 +1,51 @@
-"""Accelerate over our shard servers: the losses that it has over gloo, whatever it is asked for."""
+"""Accelerate over our shard servers, and its DDP and FSDP2 over "axon": the losses over gloo."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
+from accelerate import FullyShardedDataParallelPlugin
 
 import library_runs as library
+from axon_ps.errors import InvalidRequest
+from axon_ps.huggingface import Accelerator
 
-SCRIPT = "accelerate_gpt2.py"
 RUNS = {
-    "f32": ["--save-at", 5],
-    "accumulate": ["--accumulate", 2],
-    "bf16": ["--precision", "bf16"],
-    "compile": ["--compile", "aot_eager", "--epochs", 1],
-    "checkpointing": ["--checkpointing", "--epochs", 1],
+    "f32": ["--save-every", 11],
+    "accumulate": ["--accumulate", 2, "--steps", 8],
+    "bf16": ["--bf16"],
+    "compile": ["--compile", "aot_eager", "--steps", 8],
+    "checkpointing": ["--checkpointing", "--steps", 8],
 }
 
 
-def test_losses_are_those_of_gloo_and_a_saved_state_goes_on(tmp_path: Path) -> None:
-    assert library.plain(library.EXAMPLES / SCRIPT)[1] <= library.MOST_CHANGED
-    runs = [[*arguments, "--out", name] for name, arguments in RUNS.items()]
-    for where in ("gloo", "axon"):
-        library.run(SCRIPT, runs, tmp_path / where, gloo=where == "gloo")
-    library.run(SCRIPT, [["--resume", 5, "--out", "f32"]], tmp_path / "axon")
-    resumed = library.losses(tmp_path / "axon" / "f32")
-    rows = [(n, library.losses(tmp_path / "axon" / n), library.losses(tmp_path / "gloo" / n)) for n in RUNS]
-    theirs = rows[0][2]
-    rows[0] = ("resumed", [*theirs[:5], *resumed], theirs)
-    found = library.report("accelerate", rows)
+WAYS = {
+    "servers": ("accelerate_gpt2.py", []),
+    "ddp": ("accelerate_over_axon.py", ["--parallel", "ddp"]),
+    "fsdp2": ("accelerate_over_axon.py", ["--parallel", "fsdp2"]),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_losses_are_those_of_gloo_and_a_saved_state_goes_on(way: str, tmp_path: Path) -> None:
+    script, chosen = WAYS[way]
+    assert library.plain(library.EXAMPLES / script)[1] <= library.MOST_CHANGED
+    ours, theirs = tmp_path / "axon", tmp_path / "gloo"
+    for where in (ours, theirs):
+        library.run(script, [[*chosen, *a, "--out", name] for name, a in RUNS.items()], where, gloo=where == theirs)
+    rows = [(n, library.losses(ours / n), library.losses(theirs / n)) for n in RUNS]
+    library.run(script, [[*chosen, "--resume", "--out", "f32"]], ours)
+    assert sorted(library.by_step(ours / "f32")) == [12, 13, 14, 15, 16]
+    rows.append(("resumed", library.losses(ours / "f32"), rows[0][2][11:]))
+    found = library.report(f"accelerate {way}", rows)
     assert found.pop("bf16") < 2e-2
     assert max(found.values()) < 1e-6, found
-    loaded = pytest.importorskip("transformers").AutoModelForCausalLM.from_pretrained(
-        tmp_path / "axon" / "f32" / "model"
-    )
-    assert sum(p.numel() for p in loaded.parameters()) > 1e5
+    if way == "servers":
+        auto = pytest.importorskip("transformers").AutoModelForCausalLM
+        assert sum(p.numel() for p in auto.from_pretrained(ours / "f32" / "model").parameters()) > 1e5
+
+
+def test_the_plugin_of_another_way_to_shard_is_refused() -> None:
+    with pytest.raises(InvalidRequest, match=r"fsdp_plugin was given.*init_process_group"):
+        Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2))
