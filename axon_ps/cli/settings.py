@@ -53,6 +53,7 @@ class Settings(BaseSettings):
             there is no endpoint. Of `run`: that of the embedded coordinator, its shard servers have the next ones.
         trace_every: one step in so many is traced and exported by OpenTelemetry; 0 = none.
         drain_s: shard servers: how long others may take to get what one holds when it is stopped, in seconds.
+        memory_gb: shard servers: GB of memory that one may have in all; 0 = what the machine lets it have.
         checkpoint_dir: the directory of the job's checkpoints.
         checkpoint_roots: the directories (paths or URIs, with commas between them) in which services open checkpoints;
             empty = any path, and any object store.
@@ -78,6 +79,7 @@ class Settings(BaseSettings):
     http_port: int | None = Field(default=None, ge=0, lt=65536)
     trace_every: int = Field(default=0, ge=0)
     drain_s: float = Field(default=0.0, ge=0, lt=86400)
+    memory_gb: float = Field(default=0.0, ge=0, lt=1e6)
     checkpoint_dir: str = ""
     checkpoint_roots: str = ""
     plugins: str = ""
@@ -181,6 +183,7 @@ class Settings(BaseSettings):
             "TLS_CA": self.tls_ca,
             "TLS_CERT": self.tls_cert,
             "TLS_KEY": self.tls_key,
+            "MEMORY_GB": f"{self.memory_gb:g}" if self.memory_gb else "",
             "CHECKPOINT_DIR": self.checkpoint_dir,
             "CHECKPOINT_ROOTS": self.checkpoint_roots,
             "PLUGINS": self.plugins,

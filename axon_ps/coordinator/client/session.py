@@ -38,6 +38,7 @@ from axon_ps.coordinator.core.events import (
     Registered,
     RestoreOrder,
     ServerEvent,
+    ServerMemory,
     SessionLost,
     SessionRestored,
     SnapshotFile,
@@ -140,6 +141,7 @@ class CoordinatorClient(Calls):
         num_shards: shard servers of the job.
         measure: returns what heartbeats carry, by name: for `axon-ps status` and `top`. Called on the loop's thread.
         log: what this process logs, which they carry, too; None = another one of this process sends it.
+        memory: shard server: returns the memory that it has for parameters; None = it does not say.
         state_id: id of the job's durable state, the same for all members; empty before the first Welcome.
         tracer: this member's spans; those that the coordinator orders are sent to it.
     """
@@ -173,6 +175,7 @@ class CoordinatorClient(Calls):
         self.num_shards = 0
         self.measure: Callable[[], Mapping[str, float]] = dict
         self.log: LogBuffer | None = None
+        self.memory: Callable[[], ServerMemory | None] = lambda: None
         self.tracer = Tracer()
         self.state_id = ""
         self._listen_address = listen_address
@@ -338,6 +341,11 @@ class CoordinatorClient(Calls):
         report = checkpoint_pb2.RestoreReport(epoch=epoch, error=error_to_detail(error), model=model)
         self._call_soon(self._send_restore_failure, session_pb2.SessionRequest(restore=report))
 
+    def cannot_hold(self, model: int, placement: int, error: AxonError) -> None:
+        """Shard server: report that there is no memory for what a placement gives us of a model. Sent again, too."""
+        report = session_pb2.CannotHold(model=model, placement=placement, error=error_to_detail(error))
+        self._call_soon(self._send_unheld, session_pb2.SessionRequest(cannot_hold=report))
+
     def spans(self, collection: Collection) -> None:
         """Answer a `TraceOrder`."""
         self._call_soon(self._send, session_pb2.SessionRequest(spans=report_to_proto(collection, time.time_ns())))
@@ -366,6 +374,10 @@ class CoordinatorClient(Calls):
 
     def _send_restore_failure(self, message: session_pb2.SessionRequest) -> None:
         self._delivery.record_restore_failure(message)
+        self._send(message)
+
+    def _send_unheld(self, message: session_pb2.SessionRequest) -> None:
+        self._delivery.record_unheld(message)
         self._send(message)
 
     def _send(self, message: session_pb2.SessionRequest) -> None:
@@ -426,6 +438,7 @@ class CoordinatorClient(Calls):
             world_size=self.world_size if self.role is Role.WORKER else 0,
             standby=self._standby and self.rank < 0,
             known=self._known,
+            memory=self.memory(),
         )
         self._outbox = asyncio.Queue()
         tasks: list[asyncio.Task[None]] = []

@@ -117,7 +117,7 @@ class Members:
             self._out.push([session], a.membership)
             a.stepping.recheck_copies()
             self.placements.plan(now)
-        entry.known = request.known
+        entry.known, entry.memory = request.known, request.memory
 
     def leave(self, entry: RosterEntry, reason: str, now: float, *, finished: bool) -> None:
         """A member leaves; see Note: [Finished]."""
@@ -173,7 +173,7 @@ class Members:
         if entry is None:
             there = format_ranks(s.rank for s in a.shards())
             raise InvalidRequest(f"the job has no shard server {rank}; it has {there}")
-        if not all(m.registration.parameters.initialized for m in self._models.registered):
+        if not all(m.registration.parameters.initialized or m.registration.unheld for m in self._models.registered):
             raise Misuse("parameters are being set or restored; drain a shard server when the job trains")
         if rank not in a.draining:
             if not [s for s in a.shards() if s.rank != rank and s.rank not in a.draining]:
@@ -238,7 +238,8 @@ class Members:
         leaving, self._handover.leaving = self._handover.leaving, {}
         for each in joining.values():
             try:
-                self._admit(each.session, Role.SHARD, each.request, now).known = each.request.known
+                admitted = self._admit(each.session, Role.SHARD, each.request, now)
+                admitted.known, admitted.memory = each.request.known, each.request.memory
             except (Busy, InvalidRequest) as error:  # somebody else has taken its rank meanwhile
                 self._out.close(each.session, error)
                 self.change("a shard server that waited to join was refused", now=now)

@@ -241,7 +241,9 @@ class CoordinatorState:
             LayoutMismatch: it differs from what the job has.
             InvalidRequest: it cannot be, or a shard server does not know the optimizer or a compressor.
             Misuse: an optimizer comes before any layout.
-            Busy: the job can have no more models.
+            Busy: the job can have no more models, or the shard servers have no memory for it; the message says how much
+                each needs and has. Nothing is durable then.
+            MemberLost: a shard server that is to hold some of it is not there.
             GenerationChanged: the caller is no member.
         """
         entry = self._member(caller, Role.WORKER, "registers")
@@ -253,9 +255,17 @@ class CoordinatorState:
         new_optimizer = r.check_optimizer(optimizer, spec or r.spec, rank) if optimizer is not None else None
         for server in self._assembly.roster.of_role(Role.SHARD):
             check_known(server.name, server.known, name, new_spec, new_optimizer)
-        by_node = self._models.by_node
+        placement = r.parameters.placement
         if new_spec is not None:
-            r.set_spec(new_spec, self._assembly.servers(), self.config.copies)
+            placement = r.new_placement(new_spec, self._assembly.servers(), self.config.copies)
+        if (new_spec is not None or new_optimizer is not None) and placement is not None:
+            what, room = f"the registration of model {name!r}", self._assembly.room()
+            if new_spec is not None:
+                room.check_there(placement, what)
+            room.check({model.number: (model, placement)}, what, new_spec, new_optimizer)
+        by_node = self._models.by_node
+        if new_spec is not None and placement is not None:
+            r.set_spec(new_spec, placement)
             self._models.add(model, name)
             self._assembly.stepping.begin_model(model)
             self._out.persist([records.spec_record(model.number, new_spec), *self._assembly.records()])
@@ -300,6 +310,7 @@ class CoordinatorState:
             event = JobState(model=number, name=model.name, released=True)
             self._out.push(self._assembly.roster.sessions(), event)
             self._assembly.counters["models_released"] += 1
+            self._restores.try_again()
         self._out.reply(call, there)
         return self._out.take()
 
@@ -312,6 +323,17 @@ class CoordinatorState:
         if (entry := self._entry(session, now)) is not None:
             _check_role(entry, Role.SHARD, "holds parameters")
             self._restores.initialized(entry, model, version, epoch)
+        return self._out.take()
+
+    def cannot_hold(self, session: int, number: int, placement: int, error: AxonError, now: float) -> list[Action]:
+        """A shard server has no memory for what a placement gives it of a model; it holds the others.
+
+        Raises:
+            InvalidRequest: the sender is a worker.
+        """
+        if (entry := self._entry(session, now)) is not None:
+            _check_role(entry, Role.SHARD, "holds parameters")
+            self._restores.cannot_hold(entry, number, placement, error, now)
         return self._out.take()
 
     # ------------------------------------------------------------------ where the slices are
@@ -355,7 +377,7 @@ class CoordinatorState:
         if not self._models.registered:
             raise Misuse("there is nothing to save: the shard servers hold no parameters yet")
         saved = []
-        for model in self._models.registered:
+        for model in (m for m in self._models.registered if not m.registration.unheld):
             r = model.registration
             if r.spec is None or not model.state(shards).initialized:
                 prefix = self._models.message_prefix(model)

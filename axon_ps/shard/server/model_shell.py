@@ -14,6 +14,7 @@ Note: [In order]
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
@@ -23,7 +24,7 @@ from typing import Any
 
 from axon_ps.compress import cast
 from axon_ps.coordinator.core.events import Copied, Event, JobState, Ready, RestoreOrder, SnapshotFile
-from axon_ps.errors import AxonError, GenerationChanged, InvalidRequest, Misuse, SliceMoved, StepAborted
+from axon_ps.errors import AxonError, Busy, GenerationChanged, InvalidRequest, Misuse, SliceMoved, StepAborted
 from axon_ps.host.priority import Throttle
 from axon_ps.kernels import digest
 from axon_ps.observe.work import Work
@@ -40,7 +41,10 @@ from axon_ps.shard.server.reports import ServerShell
 from axon_ps.shard.server.subscriptions import Subscriptions
 from axon_ps.shard.server.waiters import Waiters
 from axon_ps.sharding.job import JobSpec
-from axon_ps.types import Array, Decision, DType, Hyper, Member, Membership
+from axon_ps.sharding.placement import Placement
+from axon_ps.types import Array, Decision, DType, Hyper, Member, Membership, OptimizerSpec
+
+_logger = logging.getLogger(__name__)
 
 
 def warm_up(spec: JobSpec) -> None:
@@ -79,6 +83,7 @@ class ModelShell:
         pins: versions that snapshots and copies still read.
         members: the workers by incarnation, each with the replica that it contributes to here.
         name: its name in the job; empty until that is known.
+        unheld: why this server cannot hold it, as text; empty when it can.
     """
 
     def __init__(
@@ -90,6 +95,7 @@ class ModelShell:
     ) -> None:
         self.number = number
         self.name = ""
+        self.unheld = ""
         self.engine = ShardEngine()
         self._server = server
         self._membership: Membership | None = None
@@ -217,7 +223,8 @@ class ModelShell:
         self.values.epoch = max(self.values.epoch, job.epoch)
         if job.spec is not None and not self.engine.configured:
             assert job.placement is not None
-            self.engine.configure(job.spec, reports.rank, job.placement.num_cuts, job.placement)
+            if not self._configure(job.spec, job.optimizer, job.placement):
+                return
             self.values.served = job.epoch  # what is copied to us is of it; if it is being restored, the order follows
             if self._server.links is not None:
                 self._forwarding = Forwarding(self.number, self.engine, self._server.links)
@@ -230,15 +237,65 @@ class ModelShell:
             # nothing is owned here, and no restore is on its way
             if self.engine.parameters.initialized and self.values.epoch == 0:
                 reports.initialized(version=job.version, epoch=0, model=self.number)
-        if job.optimizer is not None and self.engine.updater is None:
-            updater = self.engine.set_optimizer(job.optimizer)
+        if job.optimizer is not None and self.engine.updater is None and self.engine.configured:
+            try:
+                updater = self.engine.set_optimizer(job.optimizer)
+            except MemoryError:
+                self._refuse("there is no memory for the optimizer's state", self.engine.placement)
+                return
             self._server.start(self._server.in_files_thread(partial(updater.warm_up, self.engine.precision.param)))
         if job.placement is not None and self.engine.configured and job.placement != self.engine.placement:
+            if not self._has_room(job.placement):
+                return
             for owned in self.engine.place(job.placement, reports.rank):
                 if not owned.applying:
                     owned.close()
             self._placed()
         self._wake_all()
+
+    # ------------------------------------------------------------------ memory
+
+    def _configure(self, spec: JobSpec, optimizer: OptimizerSpec | None, placement: Placement) -> bool:
+        """Make our slices; False if there is no memory for them, which is reported, and nothing is held then."""
+        reports = self._server.reports
+        assert reports is not None
+        try:
+            self._server.room.check(self.engine, reports.rank, placement, spec, optimizer, self._replicas)
+            self.engine.configure(spec, reports.rank, placement.num_cuts, placement)
+        except (Busy, MemoryError) as error:
+            self.engine.unconfigure()
+            self._refuse(str(error) or "an allocation failed", placement)
+            return False
+        self.unheld = ""
+        return True
+
+    def _has_room(self, placement: Placement) -> bool:
+        """Whether there is memory for what a placement gives us in addition; if not, that is reported."""
+        reports, engine = self._server.reports, self.engine
+        assert reports is not None
+        assert engine.spec is not None
+        optimizer = None if engine.updater is None else engine.updater.spec
+        try:
+            self._server.room.check(engine, reports.rank, placement, engine.spec, optimizer, self._replicas)
+        except Busy as error:
+            _logger.warning("model %r: no further slices can be held: %s", self.name, error)
+            reports.cannot_hold(self.number, placement.number, error)
+            return False
+        return True
+
+    def _refuse(self, why: str, placement: Placement | None) -> None:
+        """We cannot hold the model: whoever calls for it is told, and the other models go on."""
+        reports = self._server.reports
+        assert reports is not None
+        assert placement is not None
+        _logger.error("model %r cannot be held here: %s", self.name, why)
+        self.unheld = f"model {self.name!r} is not held by shard server {reports.rank}: {why}"
+        reports.cannot_hold(self.number, placement.number, Busy(why))
+        self._wake_all()
+
+    @property
+    def _replicas(self) -> int:
+        return 1 if self._membership is None else self._membership.num_replicas
 
     def _placed(self) -> None:
         """There is another placement: reports are to be made for it, streams to other servers begin and end."""

@@ -28,6 +28,7 @@ from axon_ps.shard.server.links import Links
 from axon_ps.shard.server.model_shell import Averaging, ModelShell
 from axon_ps.shard.server.pacing import Pacer, SubscriberLimits
 from axon_ps.shard.server.reports import Reports
+from axon_ps.shard.server.room import Room
 from axon_ps.shard.server.subscriptions import Subscriptions
 from axon_ps.shard.server.waiters import Waiters
 from axon_ps.storage.manifest import discard
@@ -51,6 +52,7 @@ class ShardShell:
         job: name of the job; calls for another one are refused.
         threads: for applying, a model; None = one per core this process may use.
         limits: what subscribers get; None = the default.
+        room: the memory that it has; None = what the machine lets it have.
 
     Attributes:
         pacer: decides when subscribers get what they pull.
@@ -60,9 +62,16 @@ class ShardShell:
         links: the way to the other shard servers; set before the first event, if there can be any.
         failure: set when this server cannot go on; the server ends with it.
         tracer: the spans of this process.
+        room: the memory that it has.
     """
 
-    def __init__(self, job: str, threads: int | None = None, limits: SubscriberLimits | None = None) -> None:
+    def __init__(
+        self,
+        job: str,
+        threads: int | None = None,
+        limits: SubscriberLimits | None = None,
+        room: Room | None = None,
+    ) -> None:
         self.job = job
         self.pacer = Pacer(limits or SubscriberLimits())
         self._limits = limits
@@ -72,6 +81,7 @@ class ShardShell:
         self.failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.same_host = SameHostCallers()
         self.tracer = Tracer()
+        self.room = room or Room()
         self._threads = threads
         self._generation = 0
         self._membership: Membership | None = None
@@ -143,6 +153,7 @@ class ShardShell:
         measures = {name: statistics[name] for name in _MEASURED if name in statistics}
         measures["slice_bytes"] = sum(v for name, v in statistics.items() if name in _MEMORY)
         measures |= process_measures(statistics)
+        measures["available_bytes"] = float(self.room.free_bytes())
         works = [*self._works, *(w for model in self._models.values() for w in model.works())]
         uploads_too = not any(work.kind == "restore" for work in self._works)
         return measures | to_measures(w for w in works if w.kind != "upload" or uploads_too)
@@ -334,6 +345,8 @@ class ShardShell:
         while not self._can_answer(context):
             await self._waiters.wait()
         self._check_not_released(context.model)
+        if context.model in self._models and (unheld := self._models[context.model].unheld):
+            raise Busy(unheld)
         if context.generation < self._generation:
             raise GenerationChanged(
                 f"generation {context.generation} is over; the current one is {self._generation}", self._generation
@@ -347,6 +360,8 @@ class ShardShell:
         if context.model in self._released or context.generation < self._generation:
             return True
         model = self._models.get(context.model)
+        if model is not None and model.unheld:
+            return True
         if model is None or (placement := model.engine.placement) is None:
             return False
         return model.engine.generation >= context.generation and placement.number >= context.placement

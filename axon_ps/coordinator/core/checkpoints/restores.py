@@ -78,18 +78,24 @@ class Restores:
 
         Raises:
             InvalidRequest: the job does not have one of the models.
+            Busy: the shard servers that are there have no memory for it.
         """
         a = self._assembly
         found = [(self._named(resume), resume) for resume in resumes]
+        placements = {
+            model.number: (model, model.registration.new_placement(spec, a.servers(), self._replication))
+            for model, _ in found
+            if (spec := model.registration.spec) is not None
+        }
+        a.room().check(placements, f"the restore of {resumes[0].uri}")
         anew = resumes[0].uri == FIRST_VALUES
         reason = "the job begins again" if anew else f"checkpoint {resumes[0].uri} is restored"
         self._answer(CheckpointError(f"cancelled: {reason} instead"))
         self._snapshots.abandon(CheckpointError(f"the checkpoint was not written: {reason}"))
         a.stepping.abort_all(reason)
         for model, resume in found:
-            order = model.registration.begin_restore(
-                resume.uri, resume.version, a.servers(), self._replication, resume.section
-            )
+            _, placement = placements[model.number]
+            order = model.registration.begin_restore(resume.uri, resume.version, placement, resume.section)
             model.version = resume.version
             if resume.committed is not None:
                 model.committed = dict(resume.committed)
@@ -141,6 +147,32 @@ class Restores:
             self._answer(type(error)(what))
             self._members.change(what, now=now)
 
+    def cannot_hold(self, entry: RosterEntry, number: int, placement: int, error: AxonError, now: float) -> None:
+        """A shard server has no memory for what a placement gives it: for the model, or for copies of slices."""
+        model = self._models.get(number)
+        if model is None or model.registration.placement_number != placement:
+            return
+        r, a, rank = model.registration, self._assembly, entry.member.rank
+        why = f"shard server {rank} cannot hold it: {error}"
+        self._out.happened("full", f"{self._models.message_prefix(model)}{why}")
+        if r.parameters.initialized and r.is_loaded(entry.member):
+            entry.full = True
+            self._members.placements.cancel_copies(entry.member)
+        elif r.parameters.restore is not None and r.parameters.restore.uri != FIRST_VALUES:
+            self.failed(entry, number, r.parameters.epoch, error, now)
+        else:
+            r.cannot_hold(rank, why)
+            a.announce(model, full=False)
+
+    def try_again(self) -> None:
+        """Memory has become free: what shard servers could not hold they may hold now."""
+        for entry in self._assembly.roster.of_role(Role.SHARD):
+            entry.full = False
+        for model in self._models.registered:
+            if model.registration.unheld:
+                model.registration.unheld.clear()
+                self._assembly.announce(model)
+
     def cancel(self, call: int) -> None:
         """The caller of this call does not wait any more."""
         if self._call == call:
@@ -149,7 +181,8 @@ class Restores:
     def pending(self) -> Sequence[str]:
         """What restores wait for, as text."""
         orders = [(self._models.message_prefix(m), m.registration.parameters.restore) for m in self._models]
-        return [prefix + _pending(order) for prefix, order in orders if order is not None]
+        unheld = [m.registration.unheld_reason for m in self._models if m.registration.unheld]
+        return [*(prefix + _pending(order) for prefix, order in orders if order is not None), *unheld]
 
     def persist(self) -> None:
         """Persist which servers hold which parameters, where that has changed."""

@@ -1,0 +1,163 @@
+"""What a careless or hostile member can cost a job, over real processes: it is refused by name, and the job goes on."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+
+from axon_ps import errors
+from axon_ps.coordinator.client.operator import OperatorClient
+from axon_ps.coordinator.client.session import CoordinatorClient
+from axon_ps.coordinator.core import records
+from axon_ps.coordinator.core.events import Status
+from axon_ps.sharding.job import JobSpec
+from axon_ps.sharding.layout import Layout, build_unit
+from axon_ps.sharding.placement import Server, place
+from axon_ps.storage.state_store import open_state
+from axon_ps.testing import LocalCluster
+from axon_ps.types import DType, Membership, ModelProgress, Role
+
+T = TypeVar("T")
+HUGE = JobSpec(layout=Layout(units=(build_unit("huge", [("huge", (1 << 20, 1 << 20), DType.F32)]),)))
+"""2^40 parameters: 12 TiB with their gradients and frames."""
+
+
+class Member(CoordinatorClient):
+    """A worker that joins by hand."""
+
+    def __init__(self, cluster: LocalCluster) -> None:
+        self.events: list[Any] = []
+        super().__init__(
+            cluster.address,
+            job=cluster.job,
+            role=Role.WORKER,
+            node="here",
+            security=cluster.security,
+            on_event=self.events.append,
+        )
+
+
+def as_member(cluster: LocalCluster, act: Callable[[Member], Awaitable[T]]) -> T:
+    """Join, do something, and leave."""
+
+    async def run() -> T:
+        member = Member(cluster)
+        await member.start(20.0)
+        try:
+            return await act(member)
+        finally:
+            await member.close()
+
+    return asyncio.run(run())
+
+
+def as_operator(cluster: LocalCluster, act: Callable[[OperatorClient], Awaitable[T]]) -> T:
+    async def run() -> T:
+        async with OperatorClient(cluster.address, security=cluster.security, job=cluster.job) as operator:
+            return await act(operator)
+
+    return asyncio.run(run())
+
+
+def status_of(cluster: LocalCluster) -> Status:
+    return as_operator(cluster, lambda operator: operator.status())
+
+
+def train(name: str, steps: int) -> int:
+    """Train a small model for some steps; returns its version."""
+    import torch
+    from torch import nn
+
+    from axon_ps import parallel
+    from axon_ps.worker.world import World
+
+    with World.init(timeout_s=20.0) as world:
+        model = parallel.FSDP(nn.Linear(8, 8), world.default_group, name=name)
+        optimizer = parallel.SGD(model, lr=0.1)
+        for _ in range(steps):
+            model(torch.ones(2, 8)).sum().backward()
+            assert optimizer.step().committed
+            optimizer.zero_grad()
+        return int(model.version)
+
+
+def trained(cluster: LocalCluster, name: str = "small", steps: int = 2) -> int:
+    """A worker process trains in a job; returns the version reached."""
+    (result,) = cluster.run_workers(train, n=1, args=(name, steps))
+    return int(result.value)
+
+
+# ---------------------------------------------------------------------- attack 3: a layout that nobody can hold
+
+
+def test_a_layout_of_2_40_parameters_is_refused_with_the_figures_and_the_jobs_go_on() -> None:
+    async def poison(member: Member) -> str:
+        with pytest.raises(errors.Busy) as refused:
+            await member.register(spec=HUGE, name="huge")
+        return str(refused.value)
+
+    with (
+        LocalCluster(shards=2, world_size=1, min_workers=1, durable=True) as cluster,
+        LocalCluster(shards=1, world_size=1, job="other") as other,
+    ):
+        assert trained(cluster) == 2
+        message = as_member(cluster, poison)
+        assert "shard server 0 would need" in message
+        assert "TiB beside the" in message
+        assert "can have" in message
+        assert "start more shard servers" in message
+        assert [m.name for m in status_of(cluster).models] == ["small"]
+        assert trained(cluster) == 4, "another model of the same job goes on"
+        assert trained(other) == 2, "and another job"
+        cluster.kill("coordinator")
+        cluster.restart("coordinator")
+        assert trained(cluster) == 6
+        for index in range(2):
+            assert cluster.process(Role.SHARD, index).exit_code is None
+        assert not any("held" in what for what in status_of(cluster).pending)
+
+
+def poisoned(path: Path) -> None:
+    """The durable state that a coordinator of before this check has, of a job with such a model."""
+    state = records.ParameterState(placement=place(HUGE.plan(1), [Server(0)], 1))
+    nobody = Membership(
+        generation=1, step=1, version=0, workers=(), shards=(), num_replicas=0, complete=False, waiting_for="members"
+    )
+    members = records.members_record(nobody, was_complete=True, vacant=0, draining=(), needed_shards=1)
+    with open_state(str(path), "test") as store:
+        store.apply(
+            [
+                records.job_record(uuid.uuid4().hex, "test", 1, 1),
+                members,
+                records.models_record({0: "huge"}, 1),
+                records.progress_record(ModelProgress(model=0, step=1, version=0)),
+                records.spec_record(0, HUGE),
+                records.parameters_record(0, state),
+            ]
+        )
+
+
+def test_a_coordinator_with_a_poisoned_state_comes_up_says_so_and_the_model_can_be_released(tmp_path: Path) -> None:
+    path = tmp_path / "state.sqlite"
+    poisoned(path)
+    with LocalCluster(shards=1, world_size=1, min_workers=1, state=str(path)) as cluster:
+
+        async def told(operator: OperatorClient) -> str:
+            async with asyncio.timeout(20.0):
+                while not (found := [p for p in (await operator.status()).pending if "is not held" in p]):
+                    await operator.kv_get("anything")
+            return found[0]
+
+        message = as_operator(cluster, told)
+        assert "model 'huge' is not held: shard server 0 cannot hold it" in message
+        assert "axon-ps release 'huge'" in message
+        assert trained(cluster) == 2, "other models go on"
+        as_operator(cluster, lambda operator: operator.release(0))
+        assert not any("held" in what for what in status_of(cluster).pending)
+        assert trained(cluster) == 4
+        assert cluster.process(Role.SHARD, 0).exit_code is None
