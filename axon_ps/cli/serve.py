@@ -111,7 +111,7 @@ def coordinator(
         ),
     )
     settings.load_plugins()
-    settings.allow_roots()
+    settings.allow_roots(host, checkpoint_dir or "", resume)
     store = _state_store(state, settings.job)
     _configure_logging(settings, "coordinator")
 

@@ -56,7 +56,7 @@ class Settings(BaseSettings):
         memory_gb: shard servers: GB of memory that one may have in all; 0 = what the machine lets it have.
         checkpoint_dir: the directory of the job's checkpoints.
         checkpoint_roots: the directories (paths or URIs, with commas between them) in which services open checkpoints;
-            empty = any path, and any object store.
+            empty = see `storage.roots.default_roots`.
         plugins: names of modules that services import, with commas between them; see `axon_ps.plugins`.
         log: how records are written.
         log_level: the lowest level that is written; empty = the command's default.
@@ -142,11 +142,19 @@ class Settings(BaseSettings):
 
         plugins.load(_names(self.plugins))
 
-    def allow_roots(self) -> None:
-        """Have this process open checkpoints only where it may."""
-        from axon_ps.storage import files
+    def allow_roots(self, host: str = "", *configured: str) -> None:
+        """Have this process, a service, open checkpoints only where it may.
 
-        files.allow_roots(_names(self.checkpoint_roots))
+        Args:
+            host: the address on which others ask it to; empty = nobody does but the coordinator.
+            configured: the places that its configuration names.
+        """
+        from axon_ps.rpc.security import is_loopback
+        from axon_ps.storage import roots
+
+        private = not host or (is_loopback(host) and bool(self.resolved_token))
+        given = _names(self.checkpoint_roots) or None
+        roots.allow_roots(given or roots.default_roots(private=private, configured=(self.checkpoint_dir, *configured)))
 
     def security(self) -> Security:
         """Token and certificates, as `rpc` takes them.

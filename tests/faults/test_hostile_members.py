@@ -21,6 +21,7 @@ from axon_ps.sharding.placement import Server, place
 from axon_ps.storage.state_store import open_state
 from axon_ps.testing import LocalCluster
 from axon_ps.types import DType, Membership, ModelProgress, Role
+from axon_ps.wire.v1 import common_pb2
 
 T = TypeVar("T")
 HUGE = JobSpec(layout=Layout(units=(build_unit("huge", [("huge", (1 << 20, 1 << 20), DType.F32)]),)))
@@ -161,3 +162,71 @@ def test_a_coordinator_with_a_poisoned_state_comes_up_says_so_and_the_model_can_
         assert not any("held" in what for what in status_of(cluster).pending)
         assert trained(cluster) == 4
         assert cluster.process(Role.SHARD, 0).exit_code is None
+
+
+# ---------------------------------------------------------------------- attack 5: places that a caller names
+
+
+HOSTILE_URIS = {
+    "http": "http://127.0.0.1:1/x",
+    "ftp": "ftp://127.0.0.1/x",
+    "chain": "simplecache::http://127.0.0.1:1/x",
+    "chain of allowed ones": "simplecache::file:///tmp",
+    "another scheme": "github://a:b@c",
+    "outside": "/etc",
+    "out by dots": "{root}/../outside",
+    "out by a link": "{root}/link/x",
+    "a file URI": "file:///etc",
+    "memory": "memory://x",
+}
+
+
+def test_checkpoints_are_only_where_the_coordinator_may_open_them(tmp_path: Path) -> None:
+    root, outside = tmp_path / "root", tmp_path / "outside"
+    root.mkdir()
+    outside.mkdir()
+    (root / "link").symlink_to(outside)
+    environment = {"AXON_PS_CHECKPOINT_ROOTS": str(root)}
+    with LocalCluster(shards=1, world_size=1, min_workers=1, environment=environment) as cluster:
+        assert trained(cluster) == 2
+        for template in HOSTILE_URIS.values():
+            uri = template.format(root=root)
+
+            async def refused(operator: OperatorClient, uri: str = uri) -> None:
+                for call in (operator.save_checkpoint(uri), operator.restore_checkpoint(uri)):
+                    with pytest.raises(errors.ConfigurationError, match="is not opened: .*AXON_PS_CHECKPOINT_ROOTS"):
+                        await call
+
+            as_operator(cluster, refused)
+        assert not list(outside.iterdir())
+        assert trained(cluster) == 4, "the job goes on"
+        as_operator(cluster, lambda operator: operator.save_checkpoint(str(root / "run")))
+        as_operator(cluster, lambda operator: operator.restore_checkpoint(str(root / "run")))
+        assert trained(cluster) == 6
+
+
+def test_who_says_who_it_is_and_is_no_member_saves_and_restores_nothing(tmp_path: Path) -> None:
+    class Stranger(OperatorClient):
+        """A caller with an incarnation that is not in the job."""
+
+        retries = False
+
+        def context(self) -> common_pb2.CallContext:
+            return common_pb2.CallContext(job="test", incarnation=uuid.uuid4().hex)
+
+    async def strange(cluster: LocalCluster) -> None:
+        async with Stranger(cluster.address, security=cluster.security, job=cluster.job) as stranger:
+            for call in (
+                stranger.save_checkpoint(str(tmp_path / "run")),
+                stranger.restore_checkpoint(str(tmp_path / "run")),
+                stranger.release(0),
+                stranger.drain(0),
+            ):
+                with pytest.raises(errors.GenerationChanged, match="is no member of generation"):
+                    await call
+
+    with LocalCluster(shards=1, world_size=1, min_workers=1) as cluster:
+        assert trained(cluster) == 2
+        asyncio.run(strange(cluster))
+        assert not list(tmp_path.iterdir())
+        assert trained(cluster) == 4

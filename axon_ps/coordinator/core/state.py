@@ -300,7 +300,7 @@ class CoordinatorState:
         Raises:
             Busy: a checkpoint is being written, which it is to be in.
         """
-        self.check_caller(caller)
+        self.check_member_or_operator(caller)
         model = self._models.get(number)
         there = model is not None and model.registered
         if model is not None and there:
@@ -357,7 +357,7 @@ class CoordinatorState:
             InvalidRequest: there is no such shard server, or no other could take its slices.
             Misuse: parameters are being set or restored.
         """
-        self.check_caller(caller)
+        self.check_member_or_operator(caller)
         self._out.reply(call, self._members.drain(rank, now))
         return self._out.take()
 
@@ -372,7 +372,7 @@ class CoordinatorState:
             Misuse: there is nothing to save.
             Busy: another is being written.
         """
-        self.check_caller(caller)
+        self.check_member_or_operator(caller)
         a, shards = self._assembly, self._assembly.shards()
         if not self._models.registered:
             raise Misuse("there is nothing to save: the shard servers hold no parameters yet")
@@ -416,7 +416,7 @@ class CoordinatorState:
             Misuse: the job has no layout yet.
             InvalidRequest: the job does not have one of the models.
         """
-        self.check_caller(caller)
+        self.check_member_or_operator(caller)
         if not self._models.registered:
             raise Misuse("there is nothing to restore into: no worker has registered a layout yet")
         self._restores.order(resumes, now, call)
@@ -469,9 +469,7 @@ class CoordinatorState:
         Raises:
             GenerationChanged: the caller is neither a member nor an operator.
         """
-        self.check_caller(caller)
-        if caller.incarnation:
-            self._member(caller)
+        self.check_member_or_operator(caller)
         return self._kv
 
     def flush(self) -> list[Action]:
@@ -496,6 +494,17 @@ class CoordinatorState:
         """
         if caller.job != self.config.job and (caller.job or caller.incarnation):
             raise PermissionDenied(f"this coordinator runs job {self.config.job!r}, not {caller.job!r}")
+
+    def check_member_or_operator(self, caller: Caller) -> None:
+        """Refuse a caller that says who it is, and is no member; an operator says nothing.
+
+        Raises:
+            PermissionDenied: it is another job's name.
+            GenerationChanged: it is no member.
+        """
+        self.check_caller(caller)
+        if caller.incarnation:
+            self._member(caller)
 
     @property
     def membership(self) -> Membership:
