@@ -8,7 +8,7 @@ with the same names in lower case at its top level, named by `--config` or `AXON
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -57,6 +57,7 @@ class Settings(BaseSettings):
         checkpoint_dir: the directory of the job's checkpoints.
         checkpoint_roots: the directories (paths or URIs, with commas between them) in which services open checkpoints;
             empty = see `storage.roots.default_roots`.
+        checkpoint_key_file: coordinators: a file with the secret that checkpoints are signed with; None = they are not.
         plugins: names of modules that services import, with commas between them; see `axon_ps.plugins`.
         log: how records are written.
         log_level: the lowest level that is written; empty = the command's default.
@@ -82,6 +83,7 @@ class Settings(BaseSettings):
     memory_gb: float = Field(default=0.0, ge=0, lt=1e6)
     checkpoint_dir: str = ""
     checkpoint_roots: str = ""
+    checkpoint_key_file: Path | None = None
     plugins: str = ""
     log: LogStyle = LogStyle.AUTO
     log_level: str = ""
@@ -156,6 +158,20 @@ class Settings(BaseSettings):
         given = _names(self.checkpoint_roots) or None
         roots.allow_roots(given or roots.default_roots(private=private, configured=(self.checkpoint_dir, *configured)))
 
+    def sign_checkpoints(self, trusted: Sequence[str]) -> None:
+        """Have this process, a coordinator, sign manifests and check their signatures, if it has a key.
+
+        Args:
+            trusted: the checkpoints that need no signature.
+
+        Raises:
+            ConfigurationError: the key's file cannot be used.
+        """
+        from axon_ps.storage.signature import ManifestKey, use_key
+
+        key = None if self.checkpoint_key_file is None else ManifestKey.read(self.checkpoint_key_file)
+        use_key(key, trusted)
+
     def security(self) -> Security:
         """Token and certificates, as `rpc` takes them.
 
@@ -194,6 +210,7 @@ class Settings(BaseSettings):
             "MEMORY_GB": f"{self.memory_gb:g}" if self.memory_gb else "",
             "CHECKPOINT_DIR": self.checkpoint_dir,
             "CHECKPOINT_ROOTS": self.checkpoint_roots,
+            "CHECKPOINT_KEY_FILE": str(self.checkpoint_key_file or ""),
             "PLUGINS": self.plugins,
             "NODE": self.node,
             "TRACE_EVERY": str(self.trace_every or ""),

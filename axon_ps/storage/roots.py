@@ -30,7 +30,7 @@ def allow_roots(roots: Sequence[str] | None) -> None:
         roots: the directories; none = nothing is opened. None = every path and every object store.
     """
     global _roots
-    _roots = None if roots is None else tuple(_normal(root) for root in roots)
+    _roots = None if roots is None else tuple(place_of(root) for root in roots)
 
 
 def default_roots(*, private: bool, configured: Iterable[str]) -> list[str] | None:
@@ -71,7 +71,7 @@ def check_allowed(uri: str) -> None:
             f"{uri} is not opened: a checkpoint is at a path or an URI of {', '.join(sorted(SCHEMES))}; "
             "AXON_PS_CHECKPOINT_ROOTS can allow others"
         )
-    _check_place(uri, _normal(uri))
+    _check_place(uri, place_of(uri))
 
 
 def check_opened(descriptor: int, uri: str) -> None:
@@ -85,13 +85,22 @@ def check_opened(descriptor: int, uri: str) -> None:
 
 
 def _check_place(uri: str, place: str) -> None:
-    if _roots is not None and not any(place == root or place.startswith(root.rstrip("/") + "/") for root in _roots):
+    if _roots is not None and not any(is_in(place, root) for root in _roots):
         allowed = f"only in {', '.join(_roots)}" if _roots else "nowhere"
         raise ConfigurationError(f"{uri} is not opened: this process opens checkpoints {allowed}; {_HOW}")
 
 
-def _normal(uri: str) -> str:
-    """A place in its only spelling: a real path, or a URI that does not lead out of its directory."""
+def is_in(place: str, root: str) -> bool:
+    """Whether a place is another, or in it."""
+    return place == root or place.startswith(root.rstrip("/") + "/")
+
+
+def place_of(uri: str) -> str:
+    """A place in its only spelling: a real path, or a URI that does not lead out of its directory.
+
+    Raises:
+        InvalidRequest: it does.
+    """
     scheme, colon, rest = uri.partition("://")
     if not colon or scheme == "file":
         return os.path.realpath(rest if colon else uri)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 import uuid
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -230,3 +232,36 @@ def test_who_says_who_it_is_and_is_no_member_saves_and_restores_nothing(tmp_path
         asyncio.run(strange(cluster))
         assert not list(tmp_path.iterdir())
         assert trained(cluster) == 4
+
+
+def test_a_checkpoint_that_is_signed_with_another_key_is_not_loaded_and_the_job_goes_on(tmp_path: Path) -> None:
+    for name in ("ours", "theirs"):
+        (tmp_path / name).write_text(name * 16)
+        (tmp_path / name).chmod(0o600)
+    run = str(tmp_path / "run")
+
+    def keyed(name: str) -> LocalCluster:
+        key = {"AXON_PS_CHECKPOINT_KEY_FILE": str(tmp_path / name)}
+        return LocalCluster(shards=2, world_size=1, min_workers=1, environment=key)
+
+    with keyed("ours") as cluster:
+        assert trained(cluster) == 2
+        as_operator(cluster, lambda operator: operator.save_checkpoint(run))
+    with keyed("ours") as cluster:  # a later run, with another token
+        assert trained(cluster, steps=1) == 1
+        as_operator(cluster, lambda operator: operator.restore_checkpoint(run))
+        assert trained(cluster, steps=1) == 3
+    with keyed("theirs") as cluster:
+        assert trained(cluster) == 2
+
+        async def refused(operator: OperatorClient) -> None:
+            with pytest.raises(errors.CheckpointError, match="is signed with another key than this job's"):
+                await operator.restore_checkpoint(run)
+
+        as_operator(cluster, refused)
+        assert trained(cluster) == 4, "nothing was loaded"
+    verify = [sys.executable, "-m", "axon_ps.cli.main", "checkpoint", "verify", run, "--checkpoint-key-file"]
+    for name, code, words in (("ours", 0, "signed with the key of"), ("theirs", 1, "signed with another key")):
+        done = subprocess.run([*verify, str(tmp_path / name)], capture_output=True, text=True, check=False)
+        assert done.returncode == code
+        assert words in done.stdout + done.stderr

@@ -106,6 +106,7 @@ class RestoreOrder:
         version: the version it holds.
         model: which model is loaded.
         section: what the checkpoint calls it; empty = the only model in it.
+        sha256: the hash of the manifest that the coordinator has checked; empty = it has none.
     """
 
     epoch: int
@@ -113,6 +114,7 @@ class RestoreOrder:
     version: int
     model: int = 0
     section: str = ""
+    sha256: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)

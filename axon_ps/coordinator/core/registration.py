@@ -251,10 +251,14 @@ class Registration:
             p.uploader = incarnation
         return p.uploader == incarnation
 
-    def begin_restore(self, uri: str, version: int, placement: Placement, section: str = "") -> RestoreOrder:
+    def begin_restore(
+        self, uri: str, version: int, placement: Placement, section: str = "", sha256: str = ""
+    ) -> RestoreOrder:
         """No server holds anything any more; those of a placement are to load `section` of `uri`."""
         p = self.parameters
-        order = RestoreOrder(epoch=p.epoch + 1, uri=uri, version=version, model=self.number, section=section)
+        order = RestoreOrder(
+            epoch=p.epoch + 1, uri=uri, version=version, model=self.number, section=section, sha256=sha256
+        )
         self.parameters = ParameterState(epoch=order.epoch, restore=order)
         self.unheld.clear()
         self.place(placement)

@@ -7,7 +7,7 @@ one event, so all change together. If one of them cannot be loaded, the job wait
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from axon_ps.coordinator.core import records
 from axon_ps.coordinator.core.actions import Outbox
@@ -30,6 +30,7 @@ class Resume:
         version: of the model in it.
         model: name of the model in the job.
         section: what the checkpoint calls it; empty = the only model in it.
+        sha256: the manifest's hash of itself; empty = it has none.
         committed: the values that were committed with its steps up to that version; None = they stay.
     """
 
@@ -37,6 +38,7 @@ class Resume:
     version: int
     model: str = records.FIRST_NAME
     section: str = ""
+    sha256: str = field(default="", compare=False)
     committed: Mapping[str, str] | None = None
 
 
@@ -95,7 +97,9 @@ class Restores:
         a.stepping.abort_all(reason)
         for model, resume in found:
             _, placement = placements[model.number]
-            order = model.registration.begin_restore(resume.uri, resume.version, placement, resume.section)
+            order = model.registration.begin_restore(
+                resume.uri, resume.version, placement, resume.section, resume.sha256
+            )
             model.version = resume.version
             if resume.committed is not None:
                 model.committed = dict(resume.committed)
