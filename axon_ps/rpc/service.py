@@ -37,8 +37,9 @@ from google.protobuf.descriptor import Descriptor, MethodDescriptor, ServiceDesc
 from google.protobuf.message import DecodeError, Message
 from google.protobuf.message_factory import GetMessageClass
 
-from axon_ps.errors import AxonError, Broken, Closed, InternalError, InvalidRequest
+from axon_ps.errors import AxonError, Broken, Closed, InternalError, InvalidRequest, Timeout
 from axon_ps.rpc import channels
+from axon_ps.rpc.limits import FIRST_MESSAGE_S
 from axon_ps.rpc.security import token_metadata
 from axon_ps.rpc.shielded import Shielded
 from axon_ps.rpc.status import error_of, status_of
@@ -152,10 +153,22 @@ class ServerStream:
 
     def __init__(self, context: Any) -> None:
         self._context = context
+        self._first: asyncio.Timeout | None = None
+
+    def begins(self, first: asyncio.Timeout) -> None:
+        """End the stream with `first` unless a message, or the end, comes before."""
+        self._first = first
 
     def read(self) -> Shielded[Any]:
         """Await it for the client's next message, or `EOF` when none will come any more."""
-        return Shielded(self._context.read())
+        return Shielded(self._context.read() if self._first is None else self._read_first(self._first))
+
+    async def _read_first(self, first: asyncio.Timeout) -> Any:
+        message = await self._context.read()
+        if self._first is not None and not first.expired():
+            first.reschedule(None)
+        self._first = None
+        return message
 
     def write(self, message: Any) -> Shielded[None]:
         """Await it to send a message; it ends when the transport has taken it."""
@@ -198,7 +211,7 @@ def _method_handler(method: MethodDescriptor, behaviour: Callable[..., Awaitable
     async def perform(raw_or_iterator: Any, context: Any) -> Any:
         try:
             if streams:
-                return await behaviour(ServerStream(context))
+                return await _streamed(behaviour, ServerStream(context), method.name)
             reply = await behaviour(parse(raw_or_iterator) if parse else raw_or_iterator, context)
             return serialize(reply) if serialize else reply
         except asyncio.CancelledError:
@@ -227,6 +240,24 @@ def _method_handler(method: MethodDescriptor, behaviour: Callable[..., Awaitable
         request_deserializer=parse if streams else None,
         response_serializer=serialize if streams else None,
     )
+
+
+async def _streamed(behaviour: Callable[..., Awaitable[Any]], stream: ServerStream, what: str) -> Any:
+    """Perform a streaming call, which must not stay without a first message.
+
+    Raises:
+        Timeout: it did.
+    """
+    try:
+        async with asyncio.timeout(FIRST_MESSAGE_S) as first:
+            stream.begins(first)
+            return await behaviour(stream)
+    except TimeoutError:
+        if not first.expired():
+            raise
+        raise Timeout(
+            f"a stream of {what} stayed without a message for {FIRST_MESSAGE_S:g} s; open it to use it"
+        ) from None
 
 
 def _is_one_way(method: MethodDescriptor) -> bool:

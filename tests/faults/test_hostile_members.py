@@ -10,22 +10,29 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
+import grpc
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from axon_ps import errors
 from axon_ps.coordinator.client.operator import OperatorClient
 from axon_ps.coordinator.client.session import CoordinatorClient
-from axon_ps.coordinator.core import records
+from axon_ps.coordinator.core import churn, kv, records
 from axon_ps.coordinator.core.events import Status
+from axon_ps.rpc import limits
+from axon_ps.rpc.channels import connect
+from axon_ps.rpc.service import Stub
 from axon_ps.sharding.job import JobSpec
 from axon_ps.sharding.layout import Layout, build_unit
 from axon_ps.sharding.placement import Server, place
 from axon_ps.storage.state_store import open_state
 from axon_ps.testing import LocalCluster
+from axon_ps.testing.workers import results_of
 from axon_ps.types import DType, Membership, ModelProgress, Role
-from axon_ps.wire.v1 import common_pb2
+from axon_ps.wire.v1 import common_pb2, shard_pb2
 
 T = TypeVar("T")
+SHARD = shard_pb2.DESCRIPTOR.services_by_name["Shard"]
 HUGE = JobSpec(layout=Layout(units=(build_unit("huge", [("huge", (1 << 20, 1 << 20), DType.F32)]),)))
 """2^40 parameters: 12 TiB with their gradients and frames."""
 
@@ -82,9 +89,10 @@ def train(name: str, steps: int) -> int:
     with World.init(timeout_s=20.0) as world:
         model = parallel.FSDP(nn.Linear(8, 8), world.default_group, name=name)
         optimizer = parallel.SGD(model, lr=0.1)
-        for _ in range(steps):
+        last = model.version + steps
+        while model.version < last:  # a step that somebody's coming or going has aborted is made again
             model(torch.ones(2, 8)).sum().backward()
-            assert optimizer.step().committed
+            optimizer.step()
             optimizer.zero_grad()
         return int(model.version)
 
@@ -265,3 +273,127 @@ def test_a_checkpoint_that_is_signed_with_another_key_is_not_loaded_and_the_job_
         done = subprocess.run([*verify, str(tmp_path / name)], capture_output=True, text=True, check=False)
         assert done.returncode == code
         assert words in done.stdout + done.stderr
+
+
+# ---------------------------------------------------------------------- attack 4: stopping a job
+
+
+async def refuse(calls: list[Awaitable[Any]], count: int, error: type[Exception], words: str) -> None:
+    """So many of many calls are refused at once, with these words; the others wait, and are cancelled."""
+    tasks = [asyncio.ensure_future(call) for call in calls]
+    try:
+        async with asyncio.timeout(60.0):
+            while sum(task.done() for task in tasks) < count:
+                await asyncio.wait([task for task in tasks if not task.done()], return_when=asyncio.FIRST_COMPLETED)
+        found = [task.exception() for task in tasks if task.done()]
+        assert len(found) == count
+        assert all(isinstance(e, error) and words in str(e) for e in found), found[:3]
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def test_waits_of_one_member_are_bounded_and_the_others_go_on() -> None:
+    with LocalCluster(shards=1, world_size=1, min_workers=1) as cluster:
+
+        async def attack(member: Member) -> None:
+            barriers = [member.barrier(f"b{i}", ranks=(member.rank, 4000), timeout_s=1e9) for i in range(1000)]
+            words = "256 calls of this process wait for barriers already, which is the most of one"
+            await refuse(barriers, 1000 - 256, errors.Busy, words)
+            waits = [member.kv_wait(f"k{i}", timeout_s=1e9) for i in range(1000)]
+            words = "256 calls of this process wait for keys already, which is the most of one"
+            await refuse(waits, 1000 - 256, errors.Busy, words)
+            assert await member.kv_add("others", 1) == 1
+
+        assert trained(cluster) == 2
+        as_member(cluster, attack)
+        assert trained(cluster) == 4
+
+
+def test_the_store_is_bounded_and_gives_its_space_back(tmp_path: Path) -> None:
+    path = tmp_path / "state.sqlite"
+
+    def size_bytes() -> int:
+        return sum(p.stat().st_size for p in tmp_path.iterdir())
+
+    with LocalCluster(shards=1, world_size=1, min_workers=1, state=str(path)) as cluster:
+
+        async def fill(member: Member) -> int:
+            stored = 0
+            with pytest.raises(errors.Busy, match=f"of {kv.MAX_TOTAL_BYTES} bytes, which is the most of a job"):
+                for stored in range(256):
+                    await member.kv_put(f"k{stored}", bytes(1 << 20))
+            return stored
+
+        async def empty(member: Member) -> None:
+            for i in range(64):
+                await member.kv_delete(f"k{i}")
+
+        assert as_member(cluster, fill) == 63
+        assert size_bytes() > 60 << 20
+        assert trained(cluster) == 2, "a full store stops no step"
+        as_member(cluster, empty)
+        assert trained(cluster, steps=20) == 22
+        assert size_bytes() < 12 << 20, "its journal included"
+
+
+def test_half_open_gathers_and_health_watches_are_refused() -> None:
+    with LocalCluster(shards=1, world_size=1, min_workers=1) as cluster:
+
+        async def gathers(member: Member) -> None:
+            context = member.context()
+            context.generation = 1 << 62
+            channel = connect(cluster.address_of(Role.SHARD), cluster.security)
+            stub = Stub(channel, SHARD, cluster.token)
+
+            async def gather() -> None:
+                stream = stub.open("AllGather")
+                await stream.write(shard_pb2.AllGatherRequest(context=context, begin=0, end=1))
+                await stream.read()
+
+            words = f"generation {1 << 62} is none of this job's"
+            await refuse([gather() for _ in range(600)], 600, errors.InvalidRequest, words)
+            await channel.close()
+
+        async def watches(address: str) -> int:
+            """How many of 300 health watches, without a token, stay open."""
+            async with grpc.aio.insecure_channel(address) as channel:
+                health = health_pb2_grpc.HealthStub(channel)
+                calls = [health.Watch(health_pb2.HealthCheckRequest()) for _ in range(300)]
+                replies = await asyncio.gather(*(call.read() for call in calls), return_exceptions=True)
+                full = [r for r in replies if isinstance(r, grpc.aio.AioRpcError)]
+                assert all(r.code() is grpc.StatusCode.RESOURCE_EXHAUSTED for r in full)
+                for call in calls:
+                    call.cancel()
+                return len(replies) - len(full)
+
+        assert trained(cluster) == 2
+        as_member(cluster, gathers)
+        for address in (cluster.address, cluster.address_of(Role.SHARD)):
+            assert asyncio.run(watches(address)) == limits.MAX_WATCHES
+        assert trained(cluster) == 4
+
+
+def test_workers_that_join_and_leave_are_made_to_wait_and_the_job_trains_on() -> None:
+    with LocalCluster(shards=1, world_size=1, min_workers=1) as cluster:
+        trainer = cluster.start_workers(train, args=("small", 400))[0]
+        while status_of(cluster).version < 2:
+            pass
+
+        async def come_and_go() -> str:
+            for _ in range(200):
+                member = Member(cluster)
+                try:
+                    await member.start(2.0)
+                except errors.AxonError as error:
+                    return str(error)
+                finally:
+                    await member.close()
+            return ""
+
+        assert f"{churn.MAX_OF_NODE} workers of node here have joined and left within 60 s" in asyncio.run(
+            come_and_go()
+        )
+        (result,) = results_of([trainer], timeout_s=60.0, check=True)
+        assert result.value == 400

@@ -96,6 +96,7 @@ class CoordinatorState:
         self._restores = Restores(
             self._assembly, self._models, self._members, self._snapshots, self._out, config.copies
         )
+        self._members.on_lost = self._ended
         self.isolation = Isolation(self._assembly, config.lease_s, now)
         self.history = History(now, {model.number: model.step for model in self._models})
         self._out.persist([self._assembly.job_record(), *self._assembly.records()])
@@ -264,14 +265,18 @@ class CoordinatorState:
                 room.check_there(placement, what)
             room.check({model.number: (model, placement)}, what, new_spec, new_optimizer)
         by_node = self._models.by_node
+        stored = [] if new_spec is None else [records.spec_record(model.number, new_spec)]
+        stored += [] if new_optimizer is None else [records.optimizer_record(model.number, new_optimizer)]
+        self._models.check_stored(model, sum(len(record.value or b"") for record in stored), name)
         if new_spec is not None and placement is not None:
             r.set_spec(new_spec, placement)
             self._models.add(model, name)
             self._assembly.stepping.begin_model(model)
-            self._out.persist([records.spec_record(model.number, new_spec), *self._assembly.records()])
+            self._out.persist(self._assembly.records())
         if new_optimizer is not None:
             r.optimizer = new_optimizer
-            self._out.persist([records.optimizer_record(model.number, new_optimizer)])
+        self._out.persist(stored)
+        model.stored_bytes += sum(len(record.value or b"") for record in stored)
         resumes = new_spec is not None and resume is not None
         upload = spec is not None and not resumes and self._claim_upload(model, caller)
         self._restores.persist()
@@ -629,6 +634,11 @@ class CoordinatorState:
         return statistics(status, self._assembly.roster, now, self.longest_wait(now)[0])
 
     # ------------------------------------------------------------------ inside
+
+    def _ended(self, entry: RosterEntry, reason: str) -> None:
+        """A process is no member any more."""
+        error = GenerationChanged(f"{reason}; who is no member waits for no key", self._assembly.generation)
+        self._kv.lost(entry.member.incarnation, error)
 
     def _entry(self, session: int, now: float) -> RosterEntry | None:
         return self._members.of_session(session, now)

@@ -17,10 +17,10 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 from axon_ps.compress import cast
 from axon_ps.coordinator.core.events import Copied, Event, JobState, Ready, RestoreOrder, SnapshotFile
@@ -43,6 +43,9 @@ from axon_ps.shard.server.waiters import Waiters
 from axon_ps.sharding.job import JobSpec
 from axon_ps.sharding.placement import Placement
 from axon_ps.types import Array, Decision, DType, Hyper, Member, Membership, OptimizerSpec
+
+MAX_AHEAD: Final = 1 << 20
+"""How many versions the parameters that a call asks for may be ahead of those that are here."""
 
 _logger = logging.getLogger(__name__)
 
@@ -474,18 +477,24 @@ class ModelShell:
             raise Misuse(f"model {self.name!r} was released: its parameters are on the shard servers no more")
 
     @asynccontextmanager
-    async def pushing(self, generation: int) -> AsyncIterator[None]:
+    async def pushing(self, generation: int, worker: Member | None = None) -> AsyncIterator[None]:
         """A stream of gradients is under way in the calling task: it ends when the generation does.
+
+        Args:
+            generation: which.
+            worker: whose it is; None = a shard server's.
 
         Raises:
             GenerationChanged: it did.
             Misuse: the model was released.
+            Busy: the worker has too many calls under way.
         """
         task = asyncio.current_task()
         assert task is not None
         self._pushing.add(task)
         try:
-            yield
+            with nullcontext() if worker is None else self._server.calling(worker):
+                yield
         except asyncio.CancelledError:
             if self.engine.generation == generation and not self._released:
                 raise
@@ -545,10 +554,15 @@ class ModelShell:
         Versions grow within an epoch only. The caller may know of a restore before this server does, or after it.
 
         Raises:
+            InvalidRequest: the model will not have such a version soon.
             GenerationChanged: while it waited.
             StepAborted: the parameters are of a later epoch.
             SliceMoved: the slice is not here, or no longer.
         """
+        if min_version > self.engine.version + MAX_AHEAD:
+            raise InvalidRequest(
+                f"version {min_version} of model {self.name!r} was asked for; it is at {self.engine.version} here"
+            )
         while True:
             if epoch < self.values.served:
                 raise StepAborted(

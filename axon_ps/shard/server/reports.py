@@ -12,6 +12,7 @@ from axon_ps.observe.tracing.tracer import Tracer
 from axon_ps.observe.work import Work
 from axon_ps.shard.server.links import Links
 from axon_ps.shard.server.room import Room
+from axon_ps.types import Member
 
 
 class Reports(Protocol):
@@ -68,6 +69,9 @@ class ServerShell(Protocol):
 
     def fail(self, error: BaseException) -> None:
         """This server cannot go on."""
+
+    def calling(self, member: Member) -> AbstractContextManager[None]:
+        """A call of a member is under way as long as the context lasts; `Busy` if it has too many."""
 
     def wake(self) -> None:
         """Something about a model changed that callers wait for."""

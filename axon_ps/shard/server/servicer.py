@@ -61,9 +61,15 @@ class ShardServicer:
     async def _gather(self, request: shard_pb2.AllGatherRequest, context: ServerStream, span: Span | None) -> None:
         """Chunks of a range, once the unit is at the version asked for."""
         shell, member = await self._shell.fence(request.context)
-        engine, generation = shell.engine, request.context.generation
         if span is not None:
             span.attributes.update(self._about(shell, member, request.unit), version=request.min_version)
+        with self._shell.calling(member):
+            await self._answer(shell, request, context, span)
+
+    async def _answer(
+        self, shell: ModelShell, request: shard_pb2.AllGatherRequest, context: ServerStream, span: Span | None
+    ) -> None:
+        engine, generation = shell.engine, request.context.generation
         dtype = dtype_from_proto(request.dtype)
         if dtype not in WIRE_DTYPES:
             raise InvalidRequest(f"parameters cannot travel as {dtype.value}")
@@ -166,7 +172,7 @@ class ShardServicer:
         position, end = _range_of(engine, header)
         engine.counters["pushes"] += 1
         summed = 0
-        async with shell.pushing(header.context.generation):
+        async with shell.pushing(header.context.generation, member):
             if header.numel == 0:
                 position = min(end, engine.gradients.resume_offset(step, unit, position, replica))
                 await context.write(shard_pb2.ReduceScatterReply(step=step, missing=position))

@@ -13,11 +13,21 @@ from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 from axon_ps.aggregation.server.shell import CollectiveShell
 from axon_ps.coordinator.core.events import Event, JobState, RestoreOrder, SessionLost, SnapshotFile, SnapshotOrder
-from axon_ps.errors import AxonError, Busy, Drained, GenerationChanged, InternalError, Misuse, PermissionDenied
+from axon_ps.errors import (
+    AxonError,
+    Broken,
+    Busy,
+    Drained,
+    GenerationChanged,
+    InternalError,
+    InvalidRequest,
+    Misuse,
+    PermissionDenied,
+)
 from axon_ps.host.priority import BACKGROUND, UNTHROTTLED
 from axon_ps.observe.tracing.tracer import Tracer
 from axon_ps.observe.work import Work, process_measures, to_measures
@@ -36,6 +46,15 @@ from axon_ps.types import Decision, Member, Membership, Outcome
 from axon_ps.wire.v1.common_pb2 import CallContext
 
 _logger = logging.getLogger(__name__)
+
+FENCE_S: Final = 15.0
+"""How long a call may be ahead of what this server knows: news that reach others reach it within a lease."""
+
+MAX_AHEAD: Final = 1 << 20
+"""How many generations or placements a call may be ahead at all."""
+
+MAX_MEMBER_CALLS: Final = 1024
+"""Gathers, pushes and uploads of one worker that may be under way at a time."""
 
 _MEASURED = ("version", "step", "missing_chunks")
 _MEMORY = ("master_bytes", "accumulator_bytes", "state_bytes", "residual_bytes", "frame_bytes", "shared_bytes")
@@ -92,6 +111,7 @@ class ShardShell:
         self._files = ThreadPoolExecutor(1, "axon-ps-files")
         self._tasks: set[asyncio.Task[None]] = set()
         self._works: list[Work] = []
+        self._calls: Counter[str] = Counter()  # under way, by member
         self.model(0)
 
     async def close(self) -> None:
@@ -342,8 +362,16 @@ class ShardShell:
     async def _fence(self, context: CallContext) -> ModelShell:
         if context.job != self.job:
             raise PermissionDenied(f"this server serves job {self.job!r}, not {context.job!r}")
-        while not self._can_answer(context):
-            await self._waiters.wait()
+        self._check_ahead(context)
+        try:
+            async with asyncio.timeout(None if self._can_answer(context) else FENCE_S):
+                while not self._can_answer(context):
+                    await self._waiters.wait()
+        except TimeoutError:
+            raise Broken(
+                f"this server has not heard of generation {context.generation} and placement {context.placement} of "
+                f"model {context.model} within {FENCE_S:g} s; it knows generation {self._generation}"
+            ) from None
         self._check_not_released(context.model)
         if context.model in self._models and (unheld := self._models[context.model].unheld):
             raise Busy(unheld)
@@ -354,6 +382,41 @@ class ShardShell:
         model = self._models[context.model]
         model.check_generation(context.generation)
         return model
+
+    def _check_ahead(self, context: CallContext) -> None:
+        """Refuse a call of a generation or a placement that this job will not have soon: nobody waits for it.
+
+        Raises:
+            InvalidRequest: it is.
+        """
+        model = self._models.get(context.model)
+        placement = None if model is None else model.engine.placement
+        for what, given, known in (
+            ("generation", context.generation, self._generation),
+            ("placement", context.placement, 0 if placement is None else placement.number),
+        ):
+            if given > known + MAX_AHEAD:
+                raise InvalidRequest(f"{what} {given} is none of this job's; this server knows {known}")
+
+    @contextlib.contextmanager
+    def calling(self, member: Member) -> Iterator[None]:
+        """A call of a member is under way as long as the context lasts.
+
+        Raises:
+            Busy: it has too many under way.
+        """
+        if self._calls[member.incarnation] >= MAX_MEMBER_CALLS:
+            raise Busy(
+                f"worker {member.rank} has {MAX_MEMBER_CALLS} gathers and pushes under way at this server, which is "
+                "the most of a member; wait for some of them"
+            )
+        self._calls[member.incarnation] += 1
+        try:
+            yield
+        finally:
+            self._calls[member.incarnation] -= 1
+            if not self._calls[member.incarnation]:
+                del self._calls[member.incarnation]
 
     def _can_answer(self, context: CallContext) -> bool:
         """Whether this server knows enough to serve or to refuse a call."""
