@@ -263,7 +263,7 @@ def job_to_proto(job: JobState) -> session_pb2.JobEvent:
         released=job.released,
         placement=None if job.placement is None else codec.placement_to_proto(job.placement),
         committed=job.committed,
-        unheld=job.unheld,
+        no_room=job.no_room,
     )
 
 
@@ -285,7 +285,7 @@ def job_from_proto(message: session_pb2.JobEvent) -> JobState:
         released=message.released,
         placement=codec.placement_from_proto(message.placement) if message.HasField("placement") else None,
         committed=dict(message.committed),
-        unheld=message.unheld,
+        no_room=message.no_room,
     )
 
 

@@ -40,6 +40,13 @@ WATCH_S: Final = 600.0
 """How long a health watch lasts; its client begins another."""
 
 
+FENCE_S: Final = 15.0
+"""How long a call may be ahead of what a shard server knows: news that reach others reach it within a lease."""
+
+MAX_NEWER: Final = 1 << 20
+"""How many generations, placements or versions a call may be ahead at all."""
+
+
 def max_connections() -> int:
     """How many connections a server of this process takes: what its limit of open files leaves."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -149,14 +149,11 @@ class ServerStream:
 
     Args:
         context: gRPC's.
+        first: ends the stream unless its first message, or its end, comes before; None = nothing does.
     """
 
-    def __init__(self, context: Any) -> None:
+    def __init__(self, context: Any, first: asyncio.Timeout | None = None) -> None:
         self._context = context
-        self._first: asyncio.Timeout | None = None
-
-    def begins(self, first: asyncio.Timeout) -> None:
-        """End the stream with `first` unless a message, or the end, comes before."""
         self._first = first
 
     def read(self) -> Shielded[Any]:
@@ -211,7 +208,8 @@ def _method_handler(method: MethodDescriptor, behaviour: Callable[..., Awaitable
     async def perform(raw_or_iterator: Any, context: Any) -> Any:
         try:
             if streams:
-                return await _streamed(behaviour, ServerStream(context), method.name)
+                async with asyncio.timeout(FIRST_MESSAGE_S) as first:
+                    return await behaviour(ServerStream(context, first))
             reply = await behaviour(parse(raw_or_iterator) if parse else raw_or_iterator, context)
             return serialize(reply) if serialize else reply
         except asyncio.CancelledError:
@@ -225,6 +223,9 @@ def _method_handler(method: MethodDescriptor, behaviour: Callable[..., Awaitable
             if isinstance(error, InternalError):
                 _logger.error("%s failed", method.full_name, exc_info=error)
             await _abort(context, error)
+        except TimeoutError:
+            silent = f"a stream of {method.name} stayed without a message for {FIRST_MESSAGE_S:g} s; open it to use it"
+            await _abort(context, Timeout(silent))
         except DecodeError as error:
             await _abort(context, InvalidRequest(f"a {method.input_type.name} cannot be parsed: {error}"))
         except Exception as error:
@@ -240,24 +241,6 @@ def _method_handler(method: MethodDescriptor, behaviour: Callable[..., Awaitable
         request_deserializer=parse if streams else None,
         response_serializer=serialize if streams else None,
     )
-
-
-async def _streamed(behaviour: Callable[..., Awaitable[Any]], stream: ServerStream, what: str) -> Any:
-    """Perform a streaming call, which must not stay without a first message.
-
-    Raises:
-        Timeout: it did.
-    """
-    try:
-        async with asyncio.timeout(FIRST_MESSAGE_S) as first:
-            stream.begins(first)
-            return await behaviour(stream)
-    except TimeoutError:
-        if not first.expired():
-            raise
-        raise Timeout(
-            f"a stream of {what} stayed without a message for {FIRST_MESSAGE_S:g} s; open it to use it"
-        ) from None
 
 
 def _is_one_way(method: MethodDescriptor) -> bool:

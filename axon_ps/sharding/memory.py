@@ -40,21 +40,21 @@ def slice_bytes(spec: JobSpec, moments: int, num_cuts: int, *, replicas: int = 1
     )
 
 
-def held_bytes(placement: Placement, sizes: Sequence[int]) -> Counter[int]:
+def placed_bytes(placement: Placement, sizes: Sequence[int]) -> Counter[int]:
     """Bytes of a model on each server that holds some of it, by rank.
 
     Args:
         placement: where its slices are.
         sizes: of `slice_bytes`.
     """
-    held: Counter[int] = Counter()
+    placed: Counter[int] = Counter()
     for holders, size in zip(placement.holders, sizes, strict=True):
         for rank in holders.servers:
-            held[rank] += size
-    return held
+            placed[rank] += size
+    return placed
 
 
-def in_words(count_bytes: float) -> str:
+def format_bytes(count_bytes: float) -> str:
     """ "1.5 GiB"."""
     size = float(count_bytes)
     for unit in ("bytes", "KiB", "MiB", "GiB"):

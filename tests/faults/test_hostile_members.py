@@ -17,7 +17,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from axon_ps import errors
 from axon_ps.coordinator.client.operator import OperatorClient
 from axon_ps.coordinator.client.session import CoordinatorClient
-from axon_ps.coordinator.core import churn, kv, records
+from axon_ps.coordinator.core import admission, kv, records
 from axon_ps.coordinator.core.events import Status
 from axon_ps.rpc import limits
 from axon_ps.rpc.channels import connect
@@ -392,7 +392,7 @@ def test_workers_that_join_and_leave_are_made_to_wait_and_the_job_trains_on() ->
                     await member.close()
             return ""
 
-        assert f"{churn.MAX_OF_NODE} workers of node here have joined and left within 60 s" in asyncio.run(
+        assert f"{admission.MAX_OF_NODE} workers of node here have joined and left within 60 s" in asyncio.run(
             come_and_go()
         )
         (result,) = results_of([trainer], timeout_s=60.0, check=True)

@@ -457,7 +457,7 @@ def test_one_worker_has_so_many_calls_under_way_at_a_server(monkeypatch: pytest.
             waiting = [asyncio.create_task(j.gather(0, 0, min_version=1)) for _ in range(2)]
             await until(lambda: j.shells[0]._calls["worker-0"] == 2)
             with pytest.raises(
-                Busy, match="worker 0 has 2 gathers and pushes under way at this server, which is the most"
+                Busy, match="'worker-0' has 2 gathers and pushes under way at this server, which is the most"
             ):
                 await j.gather(0, 0)
             assert (await j.gather(1, 0))[0] == 0, "another worker is served"

@@ -43,7 +43,7 @@ class _ModelDelivery:
         state: the newest one; None before the first.
         initialized: our newest report that we hold its parameters.
         restore_report: our newest report that we could not restore it.
-        unheld: our newest report that we cannot hold it.
+        no_room: our newest report that we cannot hold it.
         messages: our newest vote or report, by replica; None: of all replicas together.
         step: the newest decided.
         epoch: of the newest restore order.
@@ -53,7 +53,7 @@ class _ModelDelivery:
         self.state: JobState | None = None
         self.initialized: session_pb2.SessionRequest | None = None
         self.restore_report: session_pb2.SessionRequest | None = None
-        self.unheld: session_pb2.SessionRequest | None = None
+        self.no_room: session_pb2.SessionRequest | None = None
         self.messages: dict[int | None, Vote | Ready] = {}
         self.step = -1
         self.epoch = 0
@@ -121,11 +121,11 @@ class Delivery:
     def record_initialized(self, message: session_pb2.SessionRequest) -> None:
         """Record our report that we hold the parameters of a model."""
         model = self._of(message.initialized.model)
-        model.initialized, model.unheld = message, None
+        model.initialized, model.no_room = message, None
 
-    def record_unheld(self, message: session_pb2.SessionRequest) -> None:
+    def record_no_room(self, message: session_pb2.SessionRequest) -> None:
         """Record our report that we have no memory for what a placement gives us of a model."""
-        self._of(message.cannot_hold.model).unheld = message
+        self._of(message.no_room.model).no_room = message
 
     def record_restore_failure(self, message: session_pb2.SessionRequest) -> None:
         """Record our report that we could not restore a model."""
@@ -140,7 +140,7 @@ class Delivery:
         """The messages to send again on a new stream, once the membership has been received."""
         models = self._models.values()
         reports = [
-            m for model in models for m in (model.initialized, model.restore_report, model.unheld) if m is not None
+            m for model in models for m in (model.initialized, model.restore_report, model.no_room) if m is not None
         ]
         return [*reports, *(step_message_to_proto(message) for model in models for message in model.messages.values())]
 

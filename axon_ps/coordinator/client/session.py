@@ -330,7 +330,8 @@ class CoordinatorClient(Calls):
 
     def initialized(self, *, version: int, epoch: int, model: int = 0) -> None:
         """Shard server: report that every slice of a model has its values. Sent again after a reconnect."""
-        self._call_soon(self._send_initialized, initialized_to_proto(version, epoch, model))
+        message = initialized_to_proto(version, epoch, model)
+        self._call_soon(self._send_recorded, self._delivery.record_initialized, message)
 
     def snapshot_report(self, id: int, files: tuple[SnapshotFile, ...] = (), error: AxonError | None = None) -> None:
         """Shard server: answer a `SnapshotOrder` with the files written, or why there are none."""
@@ -339,12 +340,14 @@ class CoordinatorClient(Calls):
     def restore_report(self, epoch: int, error: AxonError, *, model: int = 0) -> None:
         """Shard server: report why a `RestoreOrder` could not be carried out (success is `initialized`)."""
         report = checkpoint_pb2.RestoreReport(epoch=epoch, error=error_to_detail(error), model=model)
-        self._call_soon(self._send_restore_failure, session_pb2.SessionRequest(restore=report))
+        message = session_pb2.SessionRequest(restore=report)
+        self._call_soon(self._send_recorded, self._delivery.record_restore_failure, message)
 
-    def cannot_hold(self, model: int, placement: int, error: AxonError) -> None:
+    def no_room(self, model: int, placement: int, error: AxonError) -> None:
         """Shard server: report that there is no memory for what a placement gives us of a model. Sent again, too."""
-        report = session_pb2.CannotHold(model=model, placement=placement, error=error_to_detail(error))
-        self._call_soon(self._send_unheld, session_pb2.SessionRequest(cannot_hold=report))
+        report = session_pb2.NoRoom(model=model, placement=placement, error=error_to_detail(error))
+        message = session_pb2.SessionRequest(no_room=report)
+        self._call_soon(self._send_recorded, self._delivery.record_no_room, message)
 
     def spans(self, collection: Collection) -> None:
         """Answer a `TraceOrder`."""
@@ -368,16 +371,9 @@ class CoordinatorClient(Calls):
         else:
             self._send(step_message_to_proto(message))
 
-    def _send_initialized(self, message: session_pb2.SessionRequest) -> None:
-        self._delivery.record_initialized(message)
-        self._send(message)
-
-    def _send_restore_failure(self, message: session_pb2.SessionRequest) -> None:
-        self._delivery.record_restore_failure(message)
-        self._send(message)
-
-    def _send_unheld(self, message: session_pb2.SessionRequest) -> None:
-        self._delivery.record_unheld(message)
+    def _send_recorded(self, record: Callable[[Any], None], message: session_pb2.SessionRequest) -> None:
+        """Send a message that is sent again after a reconnect."""
+        record(message)
         self._send(message)
 
     def _send(self, message: session_pb2.SessionRequest) -> None:
@@ -429,21 +425,10 @@ class CoordinatorClient(Calls):
         assert self._stub is not None
         await self._addresses.until_connected(self._channel)
         stream = self._stub.open("Session")
-        request = JoinRequest(
-            job=self.job,
-            incarnation=self.incarnation,
-            node=self.node,
-            address=self._listen_address,
-            requested_rank=self.rank if self.rank >= 0 else self._requested_rank,
-            world_size=self.world_size if self.role is Role.WORKER else 0,
-            standby=self._standby and self.rank < 0,
-            known=self._known,
-            memory=self.memory(),
-        )
         self._outbox = asyncio.Queue()
         tasks: list[asyncio.Task[None]] = []
         try:
-            await stream.write(join_to_proto(request, self.role))
+            await stream.write(join_to_proto(_join_request(self), self.role))
             async for message in stream:
                 if (event := event_from_proto(message)) is not None:
                     await self._receive(event)
@@ -591,6 +576,21 @@ class CoordinatorClient(Calls):
             raise Timeout(f"the session did not announce generation {generation} in time") from None
         if self._error is not None:
             raise self._error
+
+
+def _join_request(client: CoordinatorClient) -> JoinRequest:
+    """What a client says when it joins."""
+    return JoinRequest(
+        job=client.job,
+        incarnation=client.incarnation,
+        node=client.node,
+        address=client._listen_address,
+        requested_rank=client.rank if client.rank >= 0 else client._requested_rank,
+        world_size=client.world_size if client.role is Role.WORKER else 0,
+        standby=client._standby and client.rank < 0,
+        known=client._known,
+        memory=client.memory(),
+    )
 
 
 async def _log_waiting(client: CoordinatorClient) -> None:

@@ -21,7 +21,7 @@ from axon_ps.coordinator.core.actions import Outbox
 from axon_ps.coordinator.core.config import CoordinatorConfig
 from axon_ps.coordinator.core.events import Welcome
 from axon_ps.coordinator.core.models import Model, Models
-from axon_ps.coordinator.core.room import Room
+from axon_ps.coordinator.core.placement.room import Room
 from axon_ps.coordinator.core.roster import Roster, RosterEntry
 from axon_ps.coordinator.core.steps.decision import format_ranks
 from axon_ps.coordinator.core.steps.stepping import Stepping

@@ -52,7 +52,7 @@ class JobState:
         copied: the newest version of this epoch that took another model's values; 0 = none. Frozen units are of it.
         released: the job has it no more.
         placement: where its slices are; None until registered.
-        unheld: why the shard servers cannot hold it, and what to do, as text; empty when they can.
+        no_room: why the shard servers cannot hold it, and what to do, as text; empty when they can.
         committed: the newest values that were committed with its steps, by name.
     """
 
@@ -66,7 +66,7 @@ class JobState:
     copied: int = 0
     released: bool = False
     placement: Placement | None = None
-    unheld: str = ""
+    no_room: str = ""
     committed: Mapping[str, str] = field(default_factory=dict)
 
 

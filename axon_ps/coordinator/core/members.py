@@ -24,11 +24,10 @@ from collections.abc import Callable, Sequence
 
 from axon_ps.coordinator.core import records
 from axon_ps.coordinator.core.actions import Outbox
-from axon_ps.coordinator.core.admission import admit
+from axon_ps.coordinator.core.admission import Churn, admit
 from axon_ps.coordinator.core.assembly import Assembly
 from axon_ps.coordinator.core.barriers import Barriers
 from axon_ps.coordinator.core.checkpoints.snapshots import Snapshots
-from axon_ps.coordinator.core.churn import Churn
 from axon_ps.coordinator.core.config import CoordinatorConfig
 from axon_ps.coordinator.core.events import JoinRequest
 from axon_ps.coordinator.core.models import Model, Models
@@ -161,7 +160,7 @@ class Members:
         a.change(reason, lost=lost, finished=finished, joined=joined, session=session, now=now)
         for entry in lost:
             self.on_lost(entry, reason)
-            in_vain = training and before.complete and len(before.workers) > len(lost) and not entry.took_part
+            in_vain = training and before.complete and len(before.workers) > len(lost) and not entry.participated
             if in_vain and entry.member.role is Role.WORKER:
                 self._churn.left(entry.member.node, now)
         if before.complete or not before.workers:
@@ -187,7 +186,7 @@ class Members:
         if entry is None:
             there = format_ranks(s.rank for s in a.shards())
             raise InvalidRequest(f"the job has no shard server {rank}; it has {there}")
-        if not all(m.registration.parameters.initialized or m.registration.unheld for m in self._models.registered):
+        if not all(m.registration.parameters.initialized or m.registration.no_room for m in self._models.registered):
             raise Misuse("parameters are being set or restored; drain a shard server when the job trains")
         if rank not in a.draining:
             if not [s for s in a.shards() if s.rank != rank and s.rank not in a.draining]:
@@ -231,7 +230,7 @@ class Members:
     def _step_ends(self, model: Model) -> int:
         """A step of a model is about to be decided; returns the generation that is to begin with the next, or 0."""
         for entry in self._assembly.roster.of_role(Role.WORKER):
-            entry.took_part = True
+            entry.participated = True
         self._handover.step_ends(self._now)
         self.placements.plan(self._now, ending=model)
         self._find_empty(self._now)

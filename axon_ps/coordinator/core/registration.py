@@ -57,7 +57,7 @@ class Registration:
         self._copying_since: dict[tuple[int, int], int] = {}  # by slice and server: number of the placement
         self.owners: tuple[int, ...] = ()
         """Shard servers that hold trainable slices: those a step waits for."""
-        self.unheld: dict[int, str] = {}  # by rank, why a shard server cannot hold what it is to hold
+        self.no_room: dict[int, str] = {}  # by rank, why a shard server cannot hold what it is to hold
         self._find_owners()
 
     def check_spec(self, spec: JobSpec, rank: int) -> bool:
@@ -68,8 +68,8 @@ class Registration:
             InvalidRequest: it has nothing in it.
             Busy: the shard servers cannot hold the job's.
         """
-        if self.unheld:
-            raise Busy(self.unheld_reason)
+        if self.no_room:
+            raise Busy(self.no_room_reason)
         if self.spec is None:
             if not spec.layout.units:
                 raise InvalidRequest(f"worker {rank} registers a layout without units; a model needs parameters")
@@ -144,7 +144,7 @@ class Registration:
     def lose(self, rank: int) -> None:
         """A shard server is lost: others go on with what they hold, too."""
         p = self.parameters
-        self.unheld.pop(rank, None)
+        self.no_room.pop(rank, None)
         if p.initialized and p.placement is not None and rank in p.placement.servers:
             self.change_placement(p.placement.without(rank))
             if rank not in self.placement.servers:
@@ -205,7 +205,7 @@ class Registration:
                 f"{now_version}"
             )
         p.holders[shard.rank] = shard.incarnation
-        self.unheld.pop(shard.rank, None)
+        self.no_room.pop(shard.rank, None)
         return True
 
     def all_loaded(self, shards: Sequence[Member]) -> bool:
@@ -260,21 +260,21 @@ class Registration:
             epoch=p.epoch + 1, uri=uri, version=version, model=self.number, section=section, sha256=sha256
         )
         self.parameters = ParameterState(epoch=order.epoch, restore=order)
-        self.unheld.clear()
+        self.no_room.clear()
         self.place(placement)
         return order
 
-    def cannot_hold(self, rank: int, why: str) -> None:
+    def set_no_room(self, rank: int, why: str) -> None:
         """A shard server has no memory for what the placement gives it, and holds nothing of the model."""
-        self.unheld[rank] = why
+        self.no_room[rank] = why
 
     @property
-    def unheld_reason(self) -> str:
+    def no_room_reason(self) -> str:
         """Why the model cannot be held, and what to do, as text; empty when it can."""
-        if not self.unheld:
+        if not self.no_room:
             return ""
         return (
-            f"model {self.name!r} is not held: {'; '.join(self.unheld.values())}; release it (axon-ps release "
+            f"model {self.name!r} is not held: {'; '.join(self.no_room.values())}; release it (axon-ps release "
             f"{self.name!r}), or start shard servers with more memory"
         )
 
@@ -300,7 +300,7 @@ class Registration:
             name=self.name,
             copied=p.copied,
             placement=p.placement,
-            unheld=self.unheld_reason,
+            no_room=self.no_room_reason,
         )
 
     def _find_owners(self) -> None:

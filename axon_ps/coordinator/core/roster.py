@@ -34,7 +34,7 @@ class RosterEntry:
         metrics: those of its newest heartbeat.
         known: the optimizers and compressors of a shard server, if it lists them.
         memory: of a shard server, as it said when it joined; None = it did not.
-        took_part: whether a step has counted that a worker was in.
+        participated: whether a step has counted that a worker was in.
         full: whether a shard server has said that it has no memory for more.
         asked_s: when another process first requested its rank, recently.
     """
@@ -46,7 +46,7 @@ class RosterEntry:
     known: KnownNames | None = None
     memory: ServerMemory | None = None
     full: bool = False
-    took_part: bool = False
+    participated: bool = False
     asked_s: float = -math.inf
 
     @property

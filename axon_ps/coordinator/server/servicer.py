@@ -138,9 +138,9 @@ class CoordinatorServicer:
         if kind == "restore":
             error = error_from_detail(message.restore.error)
             return state.restore_report(session, message.restore.epoch, error, now, model=message.restore.model)
-        if kind == "cannot_hold":
-            error = error_from_detail(message.cannot_hold.error)
-            return state.cannot_hold(session, message.cannot_hold.model, message.cannot_hold.placement, error, now)
+        if kind == "no_room":
+            error = error_from_detail(message.no_room.error)
+            return state.no_room(session, message.no_room.model, message.no_room.placement, error, now)
         if kind == "leave":
             return state.leave(session, message.leave.reason[:200], now, finished=message.leave.finished)
         raise InvalidRequest(f"a session's message is {kind or 'empty, or of a newer version'}; it is not understood")

@@ -17,17 +17,18 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, nullcontext
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final
+from typing import Any
 
 from axon_ps.compress import cast
 from axon_ps.coordinator.core.events import Copied, Event, JobState, Ready, RestoreOrder, SnapshotFile
-from axon_ps.errors import AxonError, Busy, GenerationChanged, InvalidRequest, Misuse, SliceMoved, StepAborted
+from axon_ps.errors import AxonError, GenerationChanged, InvalidRequest, Misuse, SliceMoved, StepAborted
 from axon_ps.host.priority import Throttle
 from axon_ps.kernels import digest
 from axon_ps.observe.work import Work
+from axon_ps.rpc.limits import MAX_NEWER
 from axon_ps.shard.core.engine import ShardEngine
 from axon_ps.shard.core.gradients import Push
 from axon_ps.shard.core.slices import OwnedSlice
@@ -37,15 +38,12 @@ from axon_ps.shard.server.copying import Copying
 from axon_ps.shard.server.forwarding import Forwarding
 from axon_ps.shard.server.model_values import ModelValues
 from axon_ps.shard.server.pacing import SubscriberLimits
-from axon_ps.shard.server.reports import ServerShell
+from axon_ps.shard.server.reports import Reports, ServerShell
+from axon_ps.shard.server.room import ModelRoom, NoRoom
 from axon_ps.shard.server.subscriptions import Subscriptions
 from axon_ps.shard.server.waiters import Waiters
 from axon_ps.sharding.job import JobSpec
-from axon_ps.sharding.placement import Placement
-from axon_ps.types import Array, Decision, DType, Hyper, Member, Membership, OptimizerSpec
-
-MAX_AHEAD: Final = 1 << 20
-"""How many versions the parameters that a call asks for may be ahead of those that are here."""
+from axon_ps.types import Array, Decision, DType, Hyper, Member, Membership
 
 _logger = logging.getLogger(__name__)
 
@@ -86,7 +84,7 @@ class ModelShell:
         pins: versions that snapshots and copies still read.
         members: the workers by incarnation, each with the replica that it contributes to here.
         name: its name in the job; empty until that is known.
-        unheld: why this server cannot hold it, as text; empty when it can.
+        holding: whether there is memory for it.
     """
 
     def __init__(
@@ -98,9 +96,9 @@ class ModelShell:
     ) -> None:
         self.number = number
         self.name = ""
-        self.unheld = ""
         self.engine = ShardEngine()
         self._server = server
+        self.room = ModelRoom(server)
         self._membership: Membership | None = None
         self.members: dict[str, Member] = {}
         self._waiters = Waiters()
@@ -200,6 +198,8 @@ class ModelShell:
                 self._on_averaging(event)
             elif isinstance(event, RestoreOrder):
                 self.values.begin(event)
+        except NoRoom:
+            self._wake_all()
         except AxonError as error:
             self._server.fail(error)
 
@@ -220,14 +220,12 @@ class ModelShell:
         self._report_ready()
 
     def _on_job(self, job: JobState) -> None:
-        reports = self._server.reports
-        assert reports is not None
+        reports = self._reports
         self.name = job.name or self.name
         self.values.epoch = max(self.values.epoch, job.epoch)
         if job.spec is not None and not self.engine.configured:
             assert job.placement is not None
-            if not self._configure(job.spec, job.optimizer, job.placement):
-                return
+            self.room.configure(self, job.spec, job.optimizer, job.placement)
             self.values.served = job.epoch  # what is copied to us is of it; if it is being restored, the order follows
             if self._server.links is not None:
                 self._forwarding = Forwarding(self.number, self.engine, self._server.links)
@@ -241,64 +239,15 @@ class ModelShell:
             if self.engine.parameters.initialized and self.values.epoch == 0:
                 reports.initialized(version=job.version, epoch=0, model=self.number)
         if job.optimizer is not None and self.engine.updater is None and self.engine.configured:
-            try:
-                updater = self.engine.set_optimizer(job.optimizer)
-            except MemoryError:
-                self._refuse("there is no memory for the optimizer's state", self.engine.placement)
-                return
+            updater = self.room.set_optimizer(self, job.optimizer)
             self._server.start(self._server.in_files_thread(partial(updater.warm_up, self.engine.precision.param)))
         if job.placement is not None and self.engine.configured and job.placement != self.engine.placement:
-            if not self._has_room(job.placement):
-                return
+            self.room.check(self, job.placement)
             for owned in self.engine.place(job.placement, reports.rank):
                 if not owned.applying:
                     owned.close()
             self._placed()
         self._wake_all()
-
-    # ------------------------------------------------------------------ memory
-
-    def _configure(self, spec: JobSpec, optimizer: OptimizerSpec | None, placement: Placement) -> bool:
-        """Make our slices; False if there is no memory for them, which is reported, and nothing is held then."""
-        reports = self._server.reports
-        assert reports is not None
-        try:
-            self._server.room.check(self.engine, reports.rank, placement, spec, optimizer, self._replicas)
-            self.engine.configure(spec, reports.rank, placement.num_cuts, placement)
-        except (Busy, MemoryError) as error:
-            self.engine.unconfigure()
-            self._refuse(str(error) or "an allocation failed", placement)
-            return False
-        self.unheld = ""
-        return True
-
-    def _has_room(self, placement: Placement) -> bool:
-        """Whether there is memory for what a placement gives us in addition; if not, that is reported."""
-        reports, engine = self._server.reports, self.engine
-        assert reports is not None
-        assert engine.spec is not None
-        optimizer = None if engine.updater is None else engine.updater.spec
-        try:
-            self._server.room.check(engine, reports.rank, placement, engine.spec, optimizer, self._replicas)
-        except Busy as error:
-            _logger.warning("model %r: no further slices can be held: %s", self.name, error)
-            reports.cannot_hold(self.number, placement.number, error)
-            return False
-        return True
-
-    def _refuse(self, why: str, placement: Placement | None) -> None:
-        """We cannot hold the model: whoever calls for it is told, and the other models go on."""
-        reports = self._server.reports
-        assert reports is not None
-        assert placement is not None
-        _logger.error("model %r cannot be held here: %s", self.name, why)
-        self.unheld = f"model {self.name!r} is not held by shard server {reports.rank}: {why}"
-        reports.cannot_hold(self.number, placement.number, Busy(why))
-        self._wake_all()
-
-    @property
-    def _replicas(self) -> int:
-        return 1 if self._membership is None else self._membership.num_replicas
 
     def _placed(self) -> None:
         """There is another placement: reports are to be made for it, streams to other servers begin and end."""
@@ -310,10 +259,9 @@ class ModelShell:
 
     def _on_copied(self, owned: OwnedSlice) -> None:
         """A slice has come from its primary."""
-        reports, placement = self._server.reports, self.engine.placement
-        assert reports is not None
+        placement = self.engine.placement
         assert placement is not None
-        reports.copied(
+        self._reports.copied(
             Copied(model=self.number, epoch=self.values.served, slices=(owned.number,), placement=placement.number)
         )
         self._waiters.wake_unit(owned.chunks.unit)
@@ -394,23 +342,14 @@ class ModelShell:
             name = (engine.generation, step)
             if self._reported.get(replica) == name or (sums := engine.gradients.ready(replica)) is None:
                 continue
-            reports = self._server.reports
-            assert reports is not None
-            assert engine.placement is not None
             self._reported[replica] = name
             of = replica if engine.gradients.asynchronous else None
-            reports.ready(
-                Ready(
-                    generation=engine.generation,
-                    step=step,
-                    sums_of_squares=sums,
-                    replica=of or 0,
-                    model=self.number,
-                    placement=engine.placement.number,
-                    digests=engine.digests(),
-                ),
-                of,
-            )
+            self._reports.ready(_ready(self, step, sums, of or 0), of)
+
+    @property
+    def _reports(self) -> Reports:
+        assert self._server.reports is not None
+        return self._server.reports
 
     def _wake_all(self) -> None:
         self._waiters.wake_all()
@@ -421,11 +360,11 @@ class ModelShell:
 
     def write(self, uri: str, version: int, pin: Pin, throttle: Throttle, work: Work) -> SnapshotFile:
         """Write our slices of a checkpoint, in the files' thread; see `snapshot.write`."""
-        reports = self._server.reports
-        assert reports is not None
         try:
             num_cuts = 1 if self.engine.placement is None else self.engine.placement.num_cuts
-            entry = snapshot.write(self.engine, uri, version, reports.rank, num_cuts, self.pins, pin, throttle, work)
+            entry = snapshot.write(
+                self.engine, uri, version, self._reports.rank, num_cuts, self.pins, pin, throttle, work
+            )
         finally:
             self.pins.release(pin)
         return SnapshotFile(name=entry.name, sha256=entry.sha256, bytes=entry.bytes, model=self.number)
@@ -477,24 +416,18 @@ class ModelShell:
             raise Misuse(f"model {self.name!r} was released: its parameters are on the shard servers no more")
 
     @asynccontextmanager
-    async def pushing(self, generation: int, worker: Member | None = None) -> AsyncIterator[None]:
+    async def pushing(self, generation: int) -> AsyncIterator[None]:
         """A stream of gradients is under way in the calling task: it ends when the generation does.
-
-        Args:
-            generation: which.
-            worker: whose it is; None = a shard server's.
 
         Raises:
             GenerationChanged: it did.
             Misuse: the model was released.
-            Busy: the worker has too many calls under way.
         """
         task = asyncio.current_task()
         assert task is not None
         self._pushing.add(task)
         try:
-            with nullcontext() if worker is None else self._server.calling(worker):
-                yield
+            yield
         except asyncio.CancelledError:
             if self.engine.generation == generation and not self._released:
                 raise
@@ -559,10 +492,7 @@ class ModelShell:
             StepAborted: the parameters are of a later epoch.
             SliceMoved: the slice is not here, or no longer.
         """
-        if min_version > self.engine.version + MAX_AHEAD:
-            raise InvalidRequest(
-                f"version {min_version} of model {self.name!r} was asked for; it is at {self.engine.version} here"
-            )
+        _check_version(self, min_version)
         while True:
             if epoch < self.values.served:
                 raise StepAborted(
@@ -628,3 +558,30 @@ class ModelShell:
         if owned.reached != version and not frozen:
             raise StepAborted(f"slice {number} is at version {owned.reached}; version {version} was asked for")
         return owned
+
+
+def _check_version(model: ModelShell, version: int) -> None:
+    """Refuse a version that a model will not have soon: nobody waits for it.
+
+    Raises:
+        InvalidRequest: it is.
+    """
+    if version > model.engine.version + MAX_NEWER:
+        raise InvalidRequest(
+            f"version {version} of model {model.name!r} was asked for; it is at {model.engine.version}"
+        )
+
+
+def _ready(model: ModelShell, step: int, sums_of_squares: tuple[float, ...], replica: int) -> Ready:
+    """The report that every gradient of a step is here."""
+    engine = model.engine
+    assert engine.placement is not None
+    return Ready(
+        generation=engine.generation,
+        step=step,
+        sums_of_squares=sums_of_squares,
+        replica=replica,
+        model=model.number,
+        placement=engine.placement.number,
+        digests=engine.digests(),
+    )

@@ -12,7 +12,6 @@ from axon_ps.observe.tracing.tracer import Tracer
 from axon_ps.observe.work import Work
 from axon_ps.shard.server.links import Links
 from axon_ps.shard.server.room import Room
-from axon_ps.types import Member
 
 
 class Reports(Protocol):
@@ -39,7 +38,7 @@ class Reports(Protocol):
     def restore_report(self, epoch: int, error: AxonError, *, model: int = 0) -> None:
         """We could not restore a model."""
 
-    def cannot_hold(self, model: int, placement: int, error: AxonError) -> None:
+    def no_room(self, model: int, placement: int, error: AxonError) -> None:
         """We have no memory for what a placement gives us of a model."""
 
 
@@ -69,9 +68,6 @@ class ServerShell(Protocol):
 
     def fail(self, error: BaseException) -> None:
         """This server cannot go on."""
-
-    def calling(self, member: Member) -> AbstractContextManager[None]:
-        """A call of a member is under way as long as the context lasts; `Busy` if it has too many."""
 
     def wake(self) -> None:
         """Something about a model changed that callers wait for."""

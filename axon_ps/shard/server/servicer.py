@@ -55,21 +55,16 @@ class ShardServicer:
     async def all_gather(self, context: ServerStream) -> None:
         """Gathers, one after the other."""
         while (request := await self._idle.next(context.read())) is not EOF:
-            with self._shell.tracer.serving("gather", request.context.traceparent) as span:
+            tracer, calling = self._shell.tracer, self._shell.calling(request.context.incarnation)
+            with calling, tracer.serving("gather", request.context.traceparent) as span:
                 await self._gather(request, context, span)
 
     async def _gather(self, request: shard_pb2.AllGatherRequest, context: ServerStream, span: Span | None) -> None:
         """Chunks of a range, once the unit is at the version asked for."""
         shell, member = await self._shell.fence(request.context)
+        engine, generation = shell.engine, request.context.generation
         if span is not None:
             span.attributes.update(self._about(shell, member, request.unit), version=request.min_version)
-        with self._shell.calling(member):
-            await self._answer(shell, request, context, span)
-
-    async def _answer(
-        self, shell: ModelShell, request: shard_pb2.AllGatherRequest, context: ServerStream, span: Span | None
-    ) -> None:
-        engine, generation = shell.engine, request.context.generation
         dtype = dtype_from_proto(request.dtype)
         if dtype not in WIRE_DTYPES:
             raise InvalidRequest(f"parameters cannot travel as {dtype.value}")
@@ -154,7 +149,8 @@ class ShardServicer:
         """Pushes, one after the other."""
         while (message := await self._idle.next(context.read())) is not EOF:
             header, payload = _first(message)
-            with self._shell.tracer.serving("push", header.context.traceparent) as span:
+            tracer, calling = self._shell.tracer, self._shell.calling(header.context.incarnation)
+            with calling, tracer.serving("push", header.context.traceparent) as span:
                 reply = await self._push(message, header, payload, context, span)
             await context.write(reply)
 
@@ -172,7 +168,7 @@ class ShardServicer:
         position, end = _range_of(engine, header)
         engine.counters["pushes"] += 1
         summed = 0
-        async with shell.pushing(header.context.generation, member):
+        async with shell.pushing(header.context.generation):
             if header.numel == 0:
                 position = min(end, engine.gradients.resume_offset(step, unit, position, replica))
                 await context.write(shard_pb2.ReduceScatterReply(step=step, missing=position))

@@ -31,6 +31,7 @@ from axon_ps.errors import (
 from axon_ps.host.priority import BACKGROUND, UNTHROTTLED
 from axon_ps.observe.tracing.tracer import Tracer
 from axon_ps.observe.work import Work, process_measures, to_measures
+from axon_ps.rpc.limits import FENCE_S, MAX_NEWER
 from axon_ps.shard.core.engine import ShardEngine
 from axon_ps.shard.same_host.access import SameHostCallers
 from axon_ps.shard.server.apply import Pin
@@ -46,12 +47,6 @@ from axon_ps.types import Decision, Member, Membership, Outcome
 from axon_ps.wire.v1.common_pb2 import CallContext
 
 _logger = logging.getLogger(__name__)
-
-FENCE_S: Final = 15.0
-"""How long a call may be ahead of what this server knows: news that reach others reach it within a lease."""
-
-MAX_AHEAD: Final = 1 << 20
-"""How many generations or placements a call may be ahead at all."""
 
 MAX_MEMBER_CALLS: Final = 1024
 """Gathers, pushes and uploads of one worker that may be under way at a time."""
@@ -362,19 +357,11 @@ class ShardShell:
     async def _fence(self, context: CallContext) -> ModelShell:
         if context.job != self.job:
             raise PermissionDenied(f"this server serves job {self.job!r}, not {context.job!r}")
-        self._check_ahead(context)
-        try:
-            async with asyncio.timeout(None if self._can_answer(context) else FENCE_S):
-                while not self._can_answer(context):
-                    await self._waiters.wait()
-        except TimeoutError:
-            raise Broken(
-                f"this server has not heard of generation {context.generation} and placement {context.placement} of "
-                f"model {context.model} within {FENCE_S:g} s; it knows generation {self._generation}"
-            ) from None
+        if not self._can_answer(context):
+            await self._catch_up(context)
         self._check_not_released(context.model)
-        if context.model in self._models and (unheld := self._models[context.model].unheld):
-            raise Busy(unheld)
+        if context.model in self._models and (no_room := self._models[context.model].room.no_room):
+            raise Busy(no_room)
         if context.generation < self._generation:
             raise GenerationChanged(
                 f"generation {context.generation} is over; the current one is {self._generation}", self._generation
@@ -383,11 +370,12 @@ class ShardShell:
         model.check_generation(context.generation)
         return model
 
-    def _check_ahead(self, context: CallContext) -> None:
-        """Refuse a call of a generation or a placement that this job will not have soon: nobody waits for it.
+    async def _catch_up(self, context: CallContext) -> None:
+        """Wait until this server knows enough to serve or to refuse a call; see `rpc.limits.FENCE_S`.
 
         Raises:
-            InvalidRequest: it is.
+            InvalidRequest: it is of a generation or a placement that this job will not have soon.
+            Broken: this server has not heard of it in time.
         """
         model = self._models.get(context.model)
         placement = None if model is None else model.engine.placement
@@ -395,35 +383,44 @@ class ShardShell:
             ("generation", context.generation, self._generation),
             ("placement", context.placement, 0 if placement is None else placement.number),
         ):
-            if given > known + MAX_AHEAD:
+            if given > known + MAX_NEWER:
                 raise InvalidRequest(f"{what} {given} is none of this job's; this server knows {known}")
+        try:
+            async with asyncio.timeout(FENCE_S):
+                while not self._can_answer(context):
+                    await self._waiters.wait()
+        except TimeoutError:
+            raise Broken(
+                f"this server has not heard of generation {context.generation} and placement {context.placement} of "
+                f"model {context.model} within {FENCE_S:g} s; it knows generation {self._generation}"
+            ) from None
 
     @contextlib.contextmanager
-    def calling(self, member: Member) -> Iterator[None]:
-        """A call of a member is under way as long as the context lasts.
+    def calling(self, caller: str) -> Iterator[None]:
+        """A call of an incarnation is under way as long as the context lasts.
 
         Raises:
             Busy: it has too many under way.
         """
-        if self._calls[member.incarnation] >= MAX_MEMBER_CALLS:
+        if self._calls[caller] >= MAX_MEMBER_CALLS:
             raise Busy(
-                f"worker {member.rank} has {MAX_MEMBER_CALLS} gathers and pushes under way at this server, which is "
+                f"{caller[:32]!r} has {MAX_MEMBER_CALLS} gathers and pushes under way at this server, which is "
                 "the most of a member; wait for some of them"
             )
-        self._calls[member.incarnation] += 1
+        self._calls[caller] += 1
         try:
             yield
         finally:
-            self._calls[member.incarnation] -= 1
-            if not self._calls[member.incarnation]:
-                del self._calls[member.incarnation]
+            self._calls[caller] -= 1
+            if not self._calls[caller]:
+                del self._calls[caller]
 
     def _can_answer(self, context: CallContext) -> bool:
         """Whether this server knows enough to serve or to refuse a call."""
         if context.model in self._released or context.generation < self._generation:
             return True
         model = self._models.get(context.model)
-        if model is not None and model.unheld:
+        if model is not None and model.room.no_room:
             return True
         if model is None or (placement := model.engine.placement) is None:
             return False

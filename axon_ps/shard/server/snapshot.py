@@ -164,10 +164,10 @@ def prepare(
     """
     if engine.spec is None:
         raise Misuse("this shard server has no layout yet; register the job's spec before restoring")
-    whole = read_manifest(uri)
-    if sha256 and whole.sha256 != sha256:
+    found = read_manifest(uri)
+    if sha256 and found.sha256 != sha256:
         raise CheckpointCorrupt(f"the manifest at {uri} is not the one that the coordinator has checked")
-    manifest = whole.section(section, only=not section)
+    manifest = found.section(section, only=not section)
     if manifest.version != version:
         raise CheckpointCorrupt(
             f"the checkpoint at {uri} is of version {manifest.version}; version {version} was ordered"

@@ -248,8 +248,8 @@ class ModelView:
             if self._state is not None and self._state.initialized:
                 return True
             self.check_released()
-            if self._state is not None and self._state.unheld:
-                raise Busy(self._state.unheld)
+            if self._state is not None and self._state.no_room:
+                raise Busy(self._state.no_room)
             return False if self.membership.generation > registered.generation else None
 
         return self.job.wait_until(

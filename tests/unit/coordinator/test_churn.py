@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from axon_ps.coordinator.core.churn import MAX_OF_JOB, MAX_OF_NODE, WINDOW_S
+from axon_ps.coordinator.core.admission import MAX_OF_JOB, MAX_OF_NODE, WINDOW_S
 from axon_ps.errors import Busy
 from axon_ps.types import Decision, Outcome
 from coordinator_driver import Driver, Peer

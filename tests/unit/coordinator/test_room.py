@@ -1,4 +1,4 @@
-"""Nothing is registered, restored or copied that the shard servers have no memory for; see `core.room`."""
+"""Nothing is registered, restored or copied that the shard servers have no memory for; see `core.placement.room`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from axon_ps.coordinator.core.state import Caller
 from axon_ps.errors import Busy, MemberLost
 from axon_ps.sharding.job import JobSpec
 from axon_ps.sharding.layout import Layout, build_unit
-from axon_ps.sharding.memory import CHUNK_BYTES, held_bytes, in_words, slice_bytes
+from axon_ps.sharding.memory import CHUNK_BYTES, format_bytes, placed_bytes, slice_bytes
 from axon_ps.sharding.placement import Server, place
 from axon_ps.sharding.plan import PlanOptions
 from axon_ps.sharding.policy import Asynchronous
@@ -67,12 +67,12 @@ def test_small_chunks_are_counted() -> None:
 def test_every_copy_counts() -> None:
     spec = spec_of(1 << 20)
     sizes = slice_bytes(spec, 0, 2)
-    held = held_bytes(place(spec.plan(2), [Server(0), Server(1)], 2), sizes)
+    held = placed_bytes(place(spec.plan(2), [Server(0), Server(1)], 2), sizes)
     assert held == Counter({0: sum(sizes), 1: sum(sizes)})
 
 
 def test_sizes_in_words() -> None:
-    assert [in_words(n) for n in (100, 2048, 5 << 20, 3 << 29, 1 << 42)] == [
+    assert [format_bytes(n) for n in (100, 2048, 5 << 20, 3 << 29, 1 << 42)] == [
         "100 bytes",
         "2.0 KiB",
         "5.0 MiB",
@@ -161,17 +161,17 @@ def test_a_registration_waits_for_servers_that_are_not_there() -> None:
 # ---------------------------------------------------------------------- servers that cannot all the same
 
 
-def cannot_hold(d: Driver, server: Peer, model: int = 0) -> None:
+def no_room(d: Driver, server: Peer, model: int = 0) -> None:
     number = server.placement_number(model)
-    d.perform(d.state.cannot_hold(server.session, model, number, Busy("4 GiB needed, 1 GiB there"), d.clock()))
+    d.perform(d.state.no_room(server.session, model, number, Busy("4 GiB needed, 1 GiB there"), d.clock()))
 
 
-def test_a_server_that_cannot_hold_a_model_is_a_reason_for_it_alone() -> None:
+def test_a_server_that_no_room_a_model_is_a_reason_for_it_alone() -> None:
     d, worker, (server,) = assembled(None)
     d.register(worker, name="good")
     server.initialized()
     d.register(worker, spec_of(1 << 40), ADAMW, name="huge")
-    cannot_hold(d, server, 1)
+    no_room(d, server, 1)
     status = d.state.status()
     assert status.membership.complete, "the other model's steps go on"
     assert any(
@@ -179,7 +179,7 @@ def test_a_server_that_cannot_hold_a_model_is_a_reason_for_it_alone() -> None:
     )
     with pytest.raises(Busy, match="4 GiB needed, 1 GiB there; release it"):
         d.register(worker, spec_of(1 << 40), name="huge")
-    assert "is not held" in worker.last(JobState).unheld
+    assert "is not held" in worker.last(JobState).no_room
     d.state.save(1, OPERATOR, "memory://x")
     worker.vote()
     server.ready()
@@ -192,7 +192,7 @@ def test_a_restarted_coordinator_with_a_poisoned_state_says_so_and_lets_it_be_re
     d.restart()
     server.join()
     worker.join()
-    cannot_hold(d, server)
+    no_room(d, server)
     assert any("is not held" in p for p in d.state.status().pending)
     d.call(lambda call: d.state.release(call, OPERATOR, 0))
     assert d.state.status().pending == ()
@@ -203,13 +203,13 @@ def test_released_memory_is_offered_to_a_model_that_was_not_held() -> None:
     d, worker, (server,) = assembled(None)
     d.register(worker, name="a")
     d.register(worker, spec_of(1 << 20), ADAMW, name="b")
-    cannot_hold(d, server, 1)
+    no_room(d, server, 1)
     d.call(lambda call: d.state.release(call, worker.caller, 0))
     assert server.last(JobState).spec is not None
     assert not any("is not held" in p for p in d.state.status().pending)
 
 
-def test_a_restore_that_the_servers_left_cannot_hold_is_refused() -> None:
+def test_a_restore_that_the_servers_left_no_room_is_refused() -> None:
     d, worker, servers = assembled(memory(20), memory(20))
     d.register(worker, spec_of(1 << 30), ADAMW)
     for s in servers:
@@ -243,6 +243,6 @@ def test_a_server_that_cannot_take_a_copy_is_not_asked_again_at_once() -> None:
         s.initialized()
     servers[2].lose()
     asked = next(s for s in servers[:2] if s.copying())
-    cannot_hold(d, asked)
+    no_room(d, asked)
     assert not asked.copying()
     assert d.state.status().membership.complete

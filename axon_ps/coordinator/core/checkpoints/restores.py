@@ -151,7 +151,7 @@ class Restores:
             self._answer(type(error)(what))
             self._members.change(what, now=now)
 
-    def cannot_hold(self, entry: RosterEntry, number: int, placement: int, error: AxonError, now: float) -> None:
+    def no_room(self, entry: RosterEntry, number: int, placement: int, error: AxonError, now: float) -> None:
         """A shard server has no memory for what a placement gives it: for the model, or for copies of slices."""
         model = self._models.get(number)
         if model is None or model.registration.placement_number != placement:
@@ -165,7 +165,7 @@ class Restores:
         elif r.parameters.restore is not None and r.parameters.restore.uri != FIRST_VALUES:
             self.failed(entry, number, r.parameters.epoch, error, now)
         else:
-            r.cannot_hold(rank, why)
+            r.set_no_room(rank, why)
             a.announce(model, full=False)
 
     def try_again(self) -> None:
@@ -173,8 +173,8 @@ class Restores:
         for entry in self._assembly.roster.of_role(Role.SHARD):
             entry.full = False
         for model in self._models.registered:
-            if model.registration.unheld:
-                model.registration.unheld.clear()
+            if model.registration.no_room:
+                model.registration.no_room.clear()
                 self._assembly.announce(model)
 
     def cancel(self, call: int) -> None:
@@ -185,8 +185,8 @@ class Restores:
     def pending(self) -> Sequence[str]:
         """What restores wait for, as text."""
         orders = [(self._models.message_prefix(m), m.registration.parameters.restore) for m in self._models]
-        unheld = [m.registration.unheld_reason for m in self._models if m.registration.unheld]
-        return [*(prefix + _pending(order) for prefix, order in orders if order is not None), *unheld]
+        no_room = [m.registration.no_room_reason for m in self._models if m.registration.no_room]
+        return [*(prefix + _pending(order) for prefix, order in orders if order is not None), *no_room]
 
     def persist(self) -> None:
         """Persist which servers hold which parameters, where that has changed."""

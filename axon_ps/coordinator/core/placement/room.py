@@ -16,7 +16,7 @@ from axon_ps.coordinator.core.steps.decision import format_ranks
 from axon_ps.errors import Busy, MemberLost
 from axon_ps.optim.registry import create
 from axon_ps.sharding.job import JobSpec
-from axon_ps.sharding.memory import held_bytes, in_words, slice_bytes
+from axon_ps.sharding.memory import format_bytes, placed_bytes, slice_bytes
 from axon_ps.sharding.placement import Placement
 from axon_ps.types import OptimizerSpec
 
@@ -74,13 +74,13 @@ class Room:
         """
         needed: Counter[int] = Counter()
         for model, placement in changes.values():
-            needed.update(held_bytes(placement, self.sizes(model, spec, optimizer)))
-        held = self._held({m.number for m, _ in changes.values()})
+            needed.update(placed_bytes(placement, self.sizes(model, spec, optimizer)))
+        taken = self._taken({m.number for m, _ in changes.values()})
         short = []
         for ranks, free in self._pools():
             wanted = sum(needed[rank] for rank in ranks)
-            if wanted and sum(held[rank] for rank in ranks) + wanted > free:
-                short += [self._in_words(rank, needed[rank], held[rank], free, len(ranks)) for rank in ranks]
+            if wanted and sum(taken[rank] for rank in ranks) + wanted > free:
+                short += [self._describe(rank, needed[rank], taken[rank], free, len(ranks)) for rank in ranks]
         if short:
             raise Busy(f"{what} is refused, nothing has changed: {'; '.join(short)}; {WHAT_TO_DO}")
 
@@ -97,20 +97,20 @@ class Room:
 
     def full(self, model: Model) -> frozenset[int]:
         """Ranks of the servers that have no room for the largest slice of a model beside what they hold."""
-        largest, held, found = max(self.sizes(model), default=0), self._held(set()), set[int]()
+        largest, taken, found = max(self.sizes(model), default=0), self._taken(set()), set[int]()
         for ranks, free in self._pools():
-            if sum(held[rank] for rank in ranks) + largest > free:
+            if sum(taken[rank] for rank in ranks) + largest > free:
                 found.update(ranks)
         return frozenset(found)
 
-    def _held(self, without: set[int]) -> Counter[int]:
+    def _taken(self, without: set[int]) -> Counter[int]:
         """Bytes that every server holds of the models, or is to hold; of those that it can hold."""
-        held: Counter[int] = Counter()
+        taken: Counter[int] = Counter()
         for model in self._models.registered:
             r = model.registration
-            if model.number not in without and not r.unheld and r.parameters.placement is not None:
-                held.update(held_bytes(r.placement, self.sizes(model)))
-        return held
+            if model.number not in without and not r.no_room and r.parameters.placement is not None:
+                taken.update(placed_bytes(r.placement, self.sizes(model)))
+        return taken
 
     def _pools(self) -> Iterable[tuple[list[int], int]]:
         """Per pool of memory its servers, and the bytes that they can have together."""
@@ -122,7 +122,9 @@ class Room:
             available = min(m.available_bytes for m in servers.values())
             yield sorted(servers), available + sum(m.resident_bytes for m in servers.values())
 
-    def _in_words(self, rank: int, needed: int, held: int, free: int, sharing: int) -> str:
-        beside = f" beside the {in_words(held)} of other models" if held else ""
-        share = f", which {sharing} servers of its machine share" if sharing > 1 else ""
-        return f"shard server {rank} would need {in_words(needed)}{beside} and can have {in_words(free)}{share}"
+    def _describe(self, rank: int, needed: int, held: int, free: int, sharing: int) -> str:
+        beside = f" beside the {format_bytes(held)} of other models" if held else ""
+        sharers = f", which {sharing} servers of its machine share" if sharing > 1 else ""
+        return (
+            f"shard server {rank} would need {format_bytes(needed)}{beside} and can have {format_bytes(free)}{sharers}"
+        )
