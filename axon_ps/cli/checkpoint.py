@@ -8,12 +8,13 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from axon_ps.cli import options as o
-from axon_ps.errors import ConfigurationError
+from axon_ps.errors import CheckpointError, ConfigurationError
 
 if TYPE_CHECKING:
     from axon_ps.cli.settings import Settings
@@ -125,8 +126,9 @@ def export(
 
 
 @app.command()
-def verify(uri: Uri, no_progress: o.NoProgress = False) -> None:
-    """Read every file of a checkpoint and compare it with its manifest."""
+def verify(uri: Uri, no_progress: o.NoProgress = False, checkpoint_key_file: o.CheckpointKeyFile = None) -> None:
+    """Read every file of a checkpoint and compare it with its manifest, and say whether that is signed."""
+    from axon_ps.cli.settings import load
     from axon_ps.cli.terminal.progress import Progress
     from axon_ps.observe.work import Work
     from axon_ps.storage import manifest
@@ -134,7 +136,26 @@ def verify(uri: Uri, no_progress: o.NoProgress = False) -> None:
     work = Work("verify")
     with Progress("verifying", work, None if no_progress else sys.stderr):
         verified = manifest.verify(uri, work=work)
-    print(f"{verified.uri} is complete and unaltered: {_versions(verified)}, {verified.bytes:,} bytes")
+    signed = _signed(verified, load(checkpoint_key_file=checkpoint_key_file).checkpoint_key_file)
+    print(f"{verified.uri} is complete and unaltered: {_versions(verified)}, {verified.bytes:,} bytes; {signed}")
+
+
+def _signed(manifest: Manifest, key_file: Path | None) -> str:
+    """Who has signed a manifest, in words.
+
+    Raises:
+        CheckpointError: it was not the holder of the key that was given.
+    """
+    from axon_ps.storage.signature import ManifestKey
+
+    if key_file is None:
+        return "signed, and no --checkpoint-key-file was given to compare" if manifest.signature else "not signed"
+    if not (manifest.signature and ManifestKey.read(key_file).signed(manifest.sha256, manifest.signature)):
+        raise CheckpointError(
+            f"{manifest.uri} is complete, but "
+            + (f"signed with another key than that of {key_file}" if manifest.signature else "not signed")
+        )
+    return f"signed with the key of {key_file}"
 
 
 def _operate(settings: Settings, action: Any, names: tuple[str, str, str], no_progress: bool) -> None:

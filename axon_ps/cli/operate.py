@@ -1,4 +1,4 @@
-"""The client of the commands that call a running coordinator; and `axon-ps drain`, which changes a job."""
+"""The client of the commands that call a running coordinator; and those that change a job: `drain`, `release`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from axon_ps.cli import options as o
-from axon_ps.errors import Timeout
+from axon_ps.errors import ConfigurationError, Timeout
 from axon_ps.types import Role
 
 if TYPE_CHECKING:
@@ -45,6 +45,31 @@ def drain(
     with Progress(f"draining shard server {server}", work, None if no_progress else sys.stderr):
         asyncio.run(_drained(settings, server, timeout_s, work))
     print(f"shard server {server} has left the job")
+
+
+@o.of_a_job
+def release(
+    model: Annotated[str, typer.Argument(help="Its name, as status shows it.")],
+    *,
+    settings: Settings,
+) -> None:
+    """Release a model of a running job: its parameters are gone, also one that the shard servers cannot hold."""
+    asyncio.run(_released(settings, model))
+    print(f"model {model!r} was released")
+
+
+async def _released(settings: Settings, name: str) -> None:
+    """Have a model released.
+
+    Raises:
+        ConfigurationError: the job has no such model.
+    """
+    async with client(settings) as operator:
+        models = {m.name: m.model for m in (await operator.status()).models}
+        if name not in models:
+            known = ", ".join(map(repr, models)) or "none"
+            raise ConfigurationError(f"the job has no model {name!r}; it has {known}")
+        await operator.release(models[name])
 
 
 async def _drained(settings: Settings, server: int, timeout_s: float, work: Work) -> None:

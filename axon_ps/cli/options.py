@@ -122,6 +122,13 @@ CheckpointEvery = Annotated[
         show_default="never",
     ),
 ]
+CheckpointKeyFile = Annotated[
+    Path | None,
+    typer.Option(
+        help="File with the secret that manifests are signed with \\[env: AXON_PS_CHECKPOINT_KEY_FILE].",
+        show_default="they are not signed",
+    ),
+]
 Replication = Annotated[
     int,
     typer.Option(

@@ -66,6 +66,11 @@ def coordinator(
     ] = None,
     checkpoint_every: o.CheckpointEvery = "",
     checkpoint_limit: o.CheckpointLimit = 3,
+    checkpoint_key_file: o.CheckpointKeyFile = None,
+    trust_checkpoint: Annotated[
+        list[str] | None,
+        typer.Option(help="Checkpoint (or directory of some) to load though it is not signed with the job's key."),
+    ] = None,
     replication: o.Replication = 0,
     http_port: o.HttpPort = None,
     trace_every: o.TraceEvery = None,
@@ -87,7 +92,7 @@ def coordinator(
     settings = _settings(
         config, job=job, plugins=plugins, token=token, token_file=token_file, observer_token_file=observer_token_file,
         tls_ca=tls_ca, tls_cert=tls_cert, tls_key=tls_key, tls_mutual=tls_mutual, insecure=insecure, log=log,
-        log_level=log_level, http_port=http_port, trace_every=trace_every,
+        log_level=log_level, http_port=http_port, trace_every=trace_every, checkpoint_key_file=checkpoint_key_file,
     )  # fmt: skip
     security = _security(settings, host)
     http = _http(settings, host, security)
@@ -111,7 +116,8 @@ def coordinator(
         ),
     )
     settings.load_plugins()
-    settings.allow_roots()
+    settings.allow_roots(host, checkpoint_dir or "", resume)
+    settings.sign_checkpoints(trust_checkpoint or ())
     store = _state_store(state, settings.job)
     _configure_logging(settings, "coordinator")
 
@@ -149,6 +155,13 @@ def shard(
     subscriber_memory: Annotated[
         float, typer.Option(help="MB of memory for versions that subscribers read, for each model.", min=0)
     ] = 1024,
+    memory_gb: Annotated[
+        float | None,
+        typer.Option(
+            help="GB of memory that it may have in all \\[env: AXON_PS_MEMORY_GB].",
+            show_default="what the machine lets it have",
+        ),
+    ] = None,
     http_port: o.HttpPort = None,
     trace_every: o.TraceEvery = None,
     job: o.Job = None,
@@ -171,7 +184,7 @@ def shard(
         config, coordinator=coordinator, node=node, job=job, plugins=plugins, token=token, token_file=token_file,
         observer_token_file=observer_token_file, tls_ca=tls_ca, tls_cert=tls_cert, tls_key=tls_key,
         tls_mutual=tls_mutual, insecure=insecure, log=log, log_level=log_level, http_port=http_port,
-        trace_every=trace_every,
+        trace_every=trace_every, memory_gb=memory_gb,
     )  # fmt: skip
     security = _security(settings, host)
     http = _http(settings, host, security)
@@ -192,6 +205,7 @@ def shard(
         security=security,
         drain_s=settings.drain_s,
         tracing=settings.tracing(),
+        memory_bytes=int(settings.memory_gb * 1e9),
         limits=SubscriberLimits(
             rate_bytes_s=math.inf if subscriber_rate is None else subscriber_rate * 1e6,
             max_bytes=subscriber_memory * 1e6,

@@ -8,7 +8,7 @@ with the same names in lower case at its top level, named by `--config` or `AXON
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -53,9 +53,11 @@ class Settings(BaseSettings):
             there is no endpoint. Of `run`: that of the embedded coordinator, its shard servers have the next ones.
         trace_every: one step in so many is traced and exported by OpenTelemetry; 0 = none.
         drain_s: shard servers: how long others may take to get what one holds when it is stopped, in seconds.
+        memory_gb: shard servers: GB of memory that one may have in all; 0 = what the machine lets it have.
         checkpoint_dir: the directory of the job's checkpoints.
         checkpoint_roots: the directories (paths or URIs, with commas between them) in which services open checkpoints;
-            empty = any path, and any object store.
+            empty = see `storage.roots.default_roots`.
+        checkpoint_key_file: coordinators: a file with the secret that checkpoints are signed with; None = they are not.
         plugins: names of modules that services import, with commas between them; see `axon_ps.plugins`.
         log: how records are written.
         log_level: the lowest level that is written; empty = the command's default.
@@ -78,8 +80,10 @@ class Settings(BaseSettings):
     http_port: int | None = Field(default=None, ge=0, lt=65536)
     trace_every: int = Field(default=0, ge=0)
     drain_s: float = Field(default=0.0, ge=0, lt=86400)
+    memory_gb: float = Field(default=0.0, ge=0, lt=1e6)
     checkpoint_dir: str = ""
     checkpoint_roots: str = ""
+    checkpoint_key_file: Path | None = None
     plugins: str = ""
     log: LogStyle = LogStyle.AUTO
     log_level: str = ""
@@ -140,11 +144,33 @@ class Settings(BaseSettings):
 
         plugins.load(_names(self.plugins))
 
-    def allow_roots(self) -> None:
-        """Have this process open checkpoints only where it may."""
-        from axon_ps.storage import files
+    def allow_roots(self, host: str = "", *configured: str) -> None:
+        """Have this process, a service, open checkpoints only where it may.
 
-        files.allow_roots(_names(self.checkpoint_roots))
+        Args:
+            host: the address on which others ask it to; empty = nobody does but the coordinator.
+            configured: the places that its configuration names.
+        """
+        from axon_ps.rpc.security import is_loopback
+        from axon_ps.storage import roots
+
+        private = not host or (is_loopback(host) and bool(self.resolved_token))
+        given = _names(self.checkpoint_roots) or None
+        roots.allow_roots(given or roots.default_roots(private=private, configured=(self.checkpoint_dir, *configured)))
+
+    def sign_checkpoints(self, trusted: Sequence[str]) -> None:
+        """Have this process, a coordinator, sign manifests and check their signatures, if it has a key.
+
+        Args:
+            trusted: the checkpoints that need no signature.
+
+        Raises:
+            ConfigurationError: the key's file cannot be used.
+        """
+        from axon_ps.storage.signature import ManifestKey, use_key
+
+        key = None if self.checkpoint_key_file is None else ManifestKey.read(self.checkpoint_key_file)
+        use_key(key, trusted)
 
     def security(self) -> Security:
         """Token and certificates, as `rpc` takes them.
@@ -181,8 +207,10 @@ class Settings(BaseSettings):
             "TLS_CA": self.tls_ca,
             "TLS_CERT": self.tls_cert,
             "TLS_KEY": self.tls_key,
+            "MEMORY_GB": f"{self.memory_gb:g}" if self.memory_gb else "",
             "CHECKPOINT_DIR": self.checkpoint_dir,
             "CHECKPOINT_ROOTS": self.checkpoint_roots,
+            "CHECKPOINT_KEY_FILE": str(self.checkpoint_key_file or ""),
             "PLUGINS": self.plugins,
             "NODE": self.node,
             "TRACE_EVERY": str(self.trace_every or ""),

@@ -20,6 +20,7 @@ from axon_ps.coordinator.core.events import (
     Ready,
     RestoreOrder,
     ServerEvent,
+    ServerMemory,
     SnapshotFile,
     SnapshotOrder,
     SnapshotReport,
@@ -74,6 +75,7 @@ def join_to_proto(request: JoinRequest, role: Role) -> session_pb2.SessionReques
             standby=request.standby,
             optimizers=() if known is None else sorted(known.optimizers),
             compressors=() if known is None else sorted(known.compressors),
+            memory=None if request.memory is None else session_pb2.Memory(**vars(request.memory)),
         )
     )
 
@@ -96,6 +98,15 @@ def join_from_proto(message: session_pb2.Join) -> tuple[Role, JoinRequest]:
         world_size=message.world_size,
         standby=message.standby,
         known=_known_from_proto(message) if message.optimizers or message.compressors else None,
+        memory=_memory_from_proto(message.memory) if message.HasField("memory") else None,
+    )
+
+
+def _memory_from_proto(message: session_pb2.Memory) -> ServerMemory:
+    return ServerMemory(
+        available_bytes=message.available_bytes,
+        resident_bytes=message.resident_bytes,
+        pool=codec.name_from_proto(message.pool, "the memory's pool", empty=True),
     )
 
 
@@ -252,6 +263,7 @@ def job_to_proto(job: JobState) -> session_pb2.JobEvent:
         released=job.released,
         placement=None if job.placement is None else codec.placement_to_proto(job.placement),
         committed=job.committed,
+        no_room=job.no_room,
     )
 
 
@@ -273,6 +285,7 @@ def job_from_proto(message: session_pb2.JobEvent) -> JobState:
         released=message.released,
         placement=codec.placement_from_proto(message.placement) if message.HasField("placement") else None,
         committed=dict(message.committed),
+        no_room=message.no_room,
     )
 
 

@@ -65,12 +65,12 @@ def process_measures(statistics: Mapping[str, float]) -> dict[str, float]:
     return {
         "sent_bytes": statistics.get("bytes_out", 0.0),
         "received_bytes": statistics.get("bytes_in", 0.0),
-        "memory_bytes": float(_resident_bytes()),
+        "memory_bytes": float(resident_bytes()),
         "cpu_s": time.process_time(),
     }
 
 
-def _resident_bytes() -> int:
+def resident_bytes() -> int:
     """Memory of this process that is in RAM; 0 where the system does not say."""
     try:
         with open("/proc/self/statm", encoding="ascii") as file:

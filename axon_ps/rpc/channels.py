@@ -80,9 +80,8 @@ SERVER_OPTIONS: Final[tuple[Option, ...]] = (
     *OPTIONS,
     ("grpc.so_reuseport", 0),
     ("grpc.http2.min_ping_interval_without_data_ms", int(KEEPALIVE_S * 500)),
-    ("grpc.http2.max_ping_strikes", 0),
 )
-"""Options of a server: a port belongs to one server, and clients' keepalive pings are welcome."""
+"""Options of a server, beside those of `limits`: a port belongs to one server, clients' keepalive pings are welcome."""
 
 _logger = logging.getLogger(__name__)
 _addresses: WeakKeyDictionary[Channel, str] = WeakKeyDictionary()

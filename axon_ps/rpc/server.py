@@ -13,6 +13,7 @@ import grpc
 from axon_ps.errors import ConfigurationError, Misuse
 from axon_ps.rpc.channels import SERVER_OPTIONS, join_address
 from axon_ps.rpc.in_process import InProcessServer, is_in_process
+from axon_ps.rpc.limits import MAX_SERVER_CALLS, server_options
 from axon_ps.rpc.security import Security, TokenInterceptor
 
 _logger = logging.getLogger(__name__)
@@ -85,7 +86,8 @@ class Server:
             raise Misuse("this server was started before; make a new one")
         interceptors = [TokenInterceptor(self._principals)] if self._principals else []
         credentials = self._security.server_credentials()
-        server = grpc.aio.server(interceptors=interceptors, options=SERVER_OPTIONS)
+        options = (*SERVER_OPTIONS, *server_options())
+        server = grpc.aio.server(interceptors=interceptors, options=options, maximum_concurrent_rpcs=MAX_SERVER_CALLS)
         server.add_generic_rpc_handlers(self._services)
         self._add_health(server)
         self._add_reflection(server)
@@ -135,10 +137,12 @@ class Server:
 
     def _add_health(self, server: grpc.aio.Server) -> None:
         try:
-            from grpc_health.v1 import health, health_pb2_grpc
+            from grpc_health.v1 import health_pb2_grpc
+
+            from axon_ps.rpc.health_service import BoundedHealth
         except ImportError as error:
             raise ConfigurationError("a server needs the package grpcio-health-checking; install it") from error
-        self._health = health.aio.HealthServicer()
+        self._health = BoundedHealth()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
 
     def _add_reflection(self, server: grpc.aio.Server) -> None:

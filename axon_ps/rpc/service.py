@@ -37,8 +37,9 @@ from google.protobuf.descriptor import Descriptor, MethodDescriptor, ServiceDesc
 from google.protobuf.message import DecodeError, Message
 from google.protobuf.message_factory import GetMessageClass
 
-from axon_ps.errors import AxonError, Broken, Closed, InternalError, InvalidRequest
+from axon_ps.errors import AxonError, Broken, Closed, InternalError, InvalidRequest, Timeout
 from axon_ps.rpc import channels
+from axon_ps.rpc.limits import FIRST_MESSAGE_S
 from axon_ps.rpc.security import token_metadata
 from axon_ps.rpc.shielded import Shielded
 from axon_ps.rpc.status import error_of, status_of
@@ -148,14 +149,23 @@ class ServerStream:
 
     Args:
         context: gRPC's.
+        first: ends the stream unless its first message, or its end, comes before; None = nothing does.
     """
 
-    def __init__(self, context: Any) -> None:
+    def __init__(self, context: Any, first: asyncio.Timeout | None = None) -> None:
         self._context = context
+        self._first = first
 
     def read(self) -> Shielded[Any]:
         """Await it for the client's next message, or `EOF` when none will come any more."""
-        return Shielded(self._context.read())
+        return Shielded(self._context.read() if self._first is None else self._read_first(self._first))
+
+    async def _read_first(self, first: asyncio.Timeout) -> Any:
+        message = await self._context.read()
+        if self._first is not None and not first.expired():
+            first.reschedule(None)
+        self._first = None
+        return message
 
     def write(self, message: Any) -> Shielded[None]:
         """Await it to send a message; it ends when the transport has taken it."""
@@ -198,7 +208,8 @@ def _method_handler(method: MethodDescriptor, behaviour: Callable[..., Awaitable
     async def perform(raw_or_iterator: Any, context: Any) -> Any:
         try:
             if streams:
-                return await behaviour(ServerStream(context))
+                async with asyncio.timeout(FIRST_MESSAGE_S) as first:
+                    return await behaviour(ServerStream(context, first))
             reply = await behaviour(parse(raw_or_iterator) if parse else raw_or_iterator, context)
             return serialize(reply) if serialize else reply
         except asyncio.CancelledError:
@@ -212,6 +223,9 @@ def _method_handler(method: MethodDescriptor, behaviour: Callable[..., Awaitable
             if isinstance(error, InternalError):
                 _logger.error("%s failed", method.full_name, exc_info=error)
             await _abort(context, error)
+        except TimeoutError:
+            silent = f"a stream of {method.name} stayed without a message for {FIRST_MESSAGE_S:g} s; open it to use it"
+            await _abort(context, Timeout(silent))
         except DecodeError as error:
             await _abort(context, InvalidRequest(f"a {method.input_type.name} cannot be parsed: {error}"))
         except Exception as error:

@@ -7,9 +7,8 @@ completed is discarded, and its upload aborted; what a killed process has left o
 Errors are those of axon_ps: no space left is `StorageFull`, a missing file `CheckpointNotFound`, and everything else a
 `CheckpointError` that names the file.
 
-Note: [Roots]
-    Requests name URIs that this process then opens, so it opens only what it may: local paths and object stores, or
-    what `allow_roots` was given. A chain of file systems ("zip::s3://...") is never opened.
+Which URIs are opened at all is `storage.roots`'s. A local directory is opened once for each operation, looked at, and
+its files are reached through it, so nobody can exchange it for a link in between.
 
 Note: [S3 requests]
     A request is sent up to `_REQUEST_TRIES` times by botocore (connection errors, time-outs, 5xx, "slow down", with
@@ -25,8 +24,9 @@ import errno
 import importlib
 import os
 import secrets
+import stat
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
@@ -38,11 +38,10 @@ from axon_ps.errors import (
     InvalidRequest,
     StorageFull,
 )
+from axon_ps.storage import roots
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _S3 = frozenset({"s3", "s3a"})
-_OBJECT_STORES = _S3 | {"gs", "gcs", "az", "abfs", "abfss"}
-_SCHEMES = _OBJECT_STORES | {"file", "memory"}
 _SEGMENT_BYTES = 8 << 20
 _MAX_SEGMENTS = 9000
 """S3 takes 10,000 parts of a file."""
@@ -160,53 +159,62 @@ class LocalFileStore(FileStore):
     @contextlib.contextmanager
     def create(self, name: str, size_bytes: int = 0) -> Iterator[Sink]:
         """See `FileStore.create`: written under another name, synced, renamed, and the directory synced."""
-        path = self._path / _checked(name)
-        partial = self._path / f".{name}.{secrets.token_hex(4)}{PARTIAL_SUFFIX}"
+        path, partial = self._path / _checked(name), f".{name}.{secrets.token_hex(4)}{PARTIAL_SUFFIX}"
         try:
             self._path.mkdir(parents=True, exist_ok=True)
-            try:
-                with self._open_file(partial) as file:
-                    yield _CompleteWriter(file)
-                    os.fsync(file.fileno())
-                os.replace(partial, path)
-            except BaseException:
-                with contextlib.suppress(OSError):
-                    partial.unlink()
-                raise
-            self._sync_directory()
+            with self._directory() as directory:
+                try:
+                    with self._open_file(_in(directory) / partial) as file:
+                        yield _CompleteWriter(file)
+                        os.fsync(file.fileno())
+                    os.replace(partial, name, src_dir_fd=directory, dst_dir_fd=directory)
+                except BaseException:
+                    with contextlib.suppress(OSError):
+                        os.unlink(partial, dir_fd=directory)
+                    raise
+                os.fsync(directory)
         except OSError as error:
             raise _written(path, error) from error
 
     @contextlib.contextmanager
     def open(self, name: str) -> Iterator[OpenFile]:
         """See `FileStore.open`."""
-        path = self._path / _checked(name)
+        path, flags = self._path / _checked(name), os.O_RDONLY | (os.O_NOFOLLOW if roots.restricted() else 0)
         try:
-            with open(path, "rb", buffering=0) as file:
+            with self._directory() as directory:
+                descriptor = os.open(name, flags | os.O_NONBLOCK, dir_fd=directory)
+            with open(descriptor, "rb", buffering=0) as file:
+                if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+                    raise CheckpointError(f"{path} cannot be read: it is no file")
                 yield _LocalFile(path, file.fileno())
         except OSError as error:
+            if error.errno == errno.ELOOP:
+                raise CheckpointError(f"{path} is not read: it is a link, and the directory is one of roots") from error
             raise _read(path, error) from error
 
     def names(self) -> list[str]:
         """See `FileStore.names`."""
-        return [e.name for e in self._entries() if e.is_file() and not e.name.endswith(PARTIAL_SUFFIX)]
+        return [name for name, is_file, _ in self._entries() if is_file and not name.endswith(PARTIAL_SUFFIX)]
 
     def directories(self) -> list[str]:
         """See `FileStore.directories`."""
-        return [e.name for e in self._entries() if e.is_dir()]
+        return [name for name, _, is_directory in self._entries() if is_directory]
 
     def remove(self, name: str) -> None:
         """See `FileStore.remove`."""
         try:
-            (self._path / _checked(name)).unlink(missing_ok=True)
+            with self._directory() as directory, contextlib.suppress(FileNotFoundError):
+                os.unlink(_checked(name), dir_fd=directory)
+        except FileNotFoundError:
+            return
         except OSError as error:
             raise _written(self._path / name, error) from error
 
     def discard_partial(self, prefix: str = "") -> None:
         """See `FileStore.discard_partial`."""
-        for entry in self._entries():
-            if entry.name.startswith(f".{prefix}") and entry.name.endswith(PARTIAL_SUFFIX):
-                self.remove(entry.name)
+        for name, _, _ in self._entries():
+            if name.startswith(f".{prefix}") and name.endswith(PARTIAL_SUFFIX):
+                self.remove(name)
 
     def prune(self) -> None:
         """See `FileStore.prune`."""
@@ -217,19 +225,27 @@ class LocalFileStore(FileStore):
         """See `FileStore.child`."""
         return LocalFileStore(self._path / _checked(name))
 
-    def _entries(self) -> list[os.DirEntry[str]]:
+    def _entries(self) -> list[tuple[str, bool, bool]]:
+        """What is in it, by name: whether it is a file, and whether a directory; links count as what they lead to."""
         try:
-            with os.scandir(self._path) as entries:
-                return sorted(entries, key=lambda e: e.name)
+            with self._directory() as directory, os.scandir(directory) as entries:
+                return sorted((e.name, e.is_file(), e.is_dir()) for e in entries)
         except FileNotFoundError:
             return []
         except OSError as error:
             raise _read(self._path, error) from error
 
-    def _sync_directory(self) -> None:
-        descriptor = os.open(self._path, os.O_RDONLY)
+    @contextlib.contextmanager
+    def _directory(self) -> Iterator[int]:
+        """The directory, open; see `storage.roots`.
+
+        Raises:
+            ConfigurationError: it lies in no root.
+        """
+        descriptor = os.open(self._path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
-            os.fsync(descriptor)
+            roots.check_opened(descriptor, self.uri)
+            yield descriptor
         finally:
             os.close(descriptor)
 
@@ -322,7 +338,7 @@ class FsspecStore(FileStore):
     def _bucket(self) -> str:
         """The bucket of an object store, where directories are only names; else empty. Buckets are never created."""
         protocols = {self._fs.protocol} if isinstance(self._fs.protocol, str) else set(self._fs.protocol)
-        return self._path.strip("/").partition("/")[0] if protocols & _OBJECT_STORES else ""
+        return self._path.strip("/").partition("/")[0] if protocols & roots.OBJECT_STORES else ""
 
     def _listed(self, kind: str) -> list[str]:
         with _translated(self._path, _read):
@@ -360,42 +376,6 @@ def _s3_options(fsspec: Any) -> dict[str, Any]:
     return {"config_kwargs": ours | theirs, "use_listings_cache": False}
 
 
-_roots: tuple[str, ...] = ()
-
-
-def allow_roots(roots: Sequence[str]) -> None:
-    """Have this process open checkpoints only in these directories, given as paths or URIs; none = the default.
-
-    See Note: [Roots].
-    """
-    global _roots
-    _roots = tuple(_normal(root) for root in roots)
-
-
-def _check_allowed(uri: str) -> None:
-    scheme = uri.partition("://")[0] if "://" in uri else "file"
-    if "::" in uri or not (_roots or scheme in _SCHEMES):
-        raise ConfigurationError(
-            f"{uri} is not opened: a checkpoint is at a path or an URI of {', '.join(sorted(_SCHEMES))}; "
-            "AXON_PS_CHECKPOINT_ROOTS can allow others"
-        )
-    place = _normal(uri)
-    if _roots and not any(place == root or place.startswith(root.rstrip("/") + "/") for root in _roots):
-        raise ConfigurationError(
-            f"{uri} is not opened: AXON_PS_CHECKPOINT_ROOTS allows checkpoints in {', '.join(_roots)} only"
-        )
-
-
-def _normal(uri: str) -> str:
-    """A place in its only spelling: a real path, or a URI that does not lead out of its directory."""
-    scheme, colon, rest = uri.partition("://")
-    if not colon or scheme == "file":
-        return os.path.realpath(rest if colon else uri)
-    if ".." in rest.split("/"):
-        raise InvalidRequest(f"{uri} has '..' in it; give the URI of the directory itself")
-    return uri.rstrip("/")
-
-
 def absolute(uri: str) -> str:
     """Make a local path absolute, since servers may run in another directory; a URI stays unchanged."""
     return uri if "://" in uri else str(Path(uri).absolute())
@@ -406,12 +386,10 @@ def open_store(uri: str) -> FileStore:
 
     Raises:
         InvalidRequest: `uri` is empty.
-        ConfigurationError: it may not be opened (see Note: [Roots]), its scheme is unknown, or the package it needs is
-            not installed.
+        ConfigurationError: it may not be opened (see `storage.roots`), its scheme is unknown, or the package that it
+            needs is not installed.
     """
-    if not uri:
-        raise InvalidRequest("the URI of a checkpoint is empty; give a directory or a URI")
-    _check_allowed(uri)
+    roots.check_allowed(uri)
     scheme, colon, rest = uri.partition("://")
     if not colon:
         return LocalFileStore(uri)
@@ -475,6 +453,11 @@ class _FsspecFile(OpenFile):
                 out[done : done + len(got)] = got
                 done += len(got)
         return done
+
+
+def _in(directory: int) -> Path:
+    """An open directory, as a path."""
+    return Path(f"/proc/self/fd/{directory}")
 
 
 def _open_new(path: Path) -> BinaryIO:

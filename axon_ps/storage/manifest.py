@@ -28,6 +28,7 @@ from axon_ps.sharding.layout import Layout
 from axon_ps.sharding.plan import Plan, PlanOptions, Slice, make_plan
 from axon_ps.storage.checkpoint import FileEntry, check_file
 from axon_ps.storage.files import FileStore, open_store
+from axon_ps.storage.signature import check_signature, key_in_use
 from axon_ps.types import OptimizerSpec
 from axon_ps.wire import codec
 from axon_ps.wire.v1 import checkpoint_pb2
@@ -63,6 +64,8 @@ class Manifest:
         uri: the URI it was read from; not part of the file.
         others: the other models, without others themselves.
         committed: the values that were committed with its steps up to this version, by name.
+        sha256: the hash that the file has of itself, in hex; empty before it is written, and in old ones.
+        signature: of that, in hex; empty = it is not signed. See `storage.signature`.
     """
 
     job: str
@@ -79,6 +82,8 @@ class Manifest:
     name: str = ""
     others: tuple[Manifest, ...] = ()
     committed: Mapping[str, str] = field(default_factory=dict)
+    sha256: str = field(default="", compare=False)
+    signature: str = field(default="", compare=False)
 
     @cached_property
     def plan(self) -> Plan:
@@ -140,14 +145,19 @@ def write_manifest(uri: str, manifest: Manifest) -> None:
     store = open_store(uri)
     message = _to_proto(manifest)
     message.sha256 = _NO_HASH.decode()
+    message.signature = _NO_HASH.decode() if (key := key_in_use()) is not None else ""
     _from_proto(message, uri)  # what could not be read again is refused now
     text = json_format.MessageToJson(
         message, indent=1, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
     )
     content = text.encode()
     with store.create(MANIFEST_NAME, len(content)) as sink:
-        before, _, after = content.rpartition(_NO_HASH)  # its own is the last
-        sink.write(before + hashlib.sha256(content).hexdigest().encode() + after)
+        sha256 = hashlib.sha256(content).hexdigest()
+        before, _, after = content.rpartition(_NO_HASH)  # its own is the last, and the signature the one before
+        if key is not None:
+            head, _, between = before.rpartition(_NO_HASH)
+            before = head + key.sign(sha256).encode() + between
+        sink.write(before + sha256.encode() + after)
     named = {f.name for f in manifest.all_files}
     with contextlib.suppress(CheckpointError):  # the checkpoint is complete; the files left over only take space
         for name in store.names():
@@ -182,7 +192,7 @@ def read_manifest(uri: str) -> Manifest:
     Raises:
         CheckpointNotFound: there is no complete checkpoint.
         CheckpointCorrupt: the manifest is damaged or of a later format.
-        CheckpointError: it could not be read.
+        CheckpointError: it could not be read, or this process must not load it (see `storage.signature`).
     """
     store = open_store(uri)
     if MANIFEST_NAME in store.names():
@@ -252,14 +262,23 @@ def _read(store: FileStore) -> Manifest:
         value = json.loads(text)
         if (version := value["format_version"]) != FORMAT_VERSION:
             raise CheckpointCorrupt(f"{path} is of format {version!r}; this program reads format {FORMAT_VERSION}")
-        own = str(value.get("sha256", "")).encode()
-        if own and hashlib.sha256(text.replace(own, _NO_HASH, 1)).hexdigest().encode() != own:
+        own, signature = str(value.get("sha256", "")), str(value.get("signature", ""))
+        if own and _own_hash(text, own, signature) != own:
             raise CheckpointCorrupt(f"{path} was altered: it is not what its own hash says")
+        check_signature(store.uri, own, signature)
         return _from_proto(json_format.ParseDict(value, checkpoint_pb2.Manifest()), store.uri)
-    except CheckpointCorrupt:
+    except CheckpointError:
         raise
     except (ValueError, TypeError, KeyError, AttributeError, json_format.Error) as error:
         raise CheckpointCorrupt(f"{path} is damaged: {error!r}") from error
+
+
+def _own_hash(text: bytes, own: str, signature: str) -> str:
+    """The hash of a manifest as if it had no hash and no signature; both are at its end."""
+    for value in filter(None, (own, signature)):
+        before, found, after = text.rpartition(value.encode())
+        text = before + _NO_HASH + after if found else text
+    return hashlib.sha256(text).hexdigest()
 
 
 def _to_proto(manifest: Manifest) -> checkpoint_pb2.Manifest:
@@ -308,6 +327,8 @@ def _section(message: checkpoint_pb2.Manifest, model: checkpoint_pb2.Manifest.Mo
         optimizer=codec.optimizer_from_proto(model.optimizer) if model.HasField("optimizer") else None,
         layout=codec.layout_from_proto(model.layout),
         uri=uri,
+        sha256=message.sha256,
+        signature=message.signature,
         name=model.name,
         slices_in=tuple(model.file_of),
         committed=dict(model.committed),

@@ -187,6 +187,33 @@ def test_sqlite_writes_all_of_a_batch_or_nothing(tmp_path: Path) -> None:
         assert store.load() == {"a": b"3"}
 
 
+def size_of(path: Path) -> int:
+    """Bytes of a state file and its journal."""
+    return sum(p.stat().st_size for p in path.parent.iterdir() if p.name.startswith(path.name))
+
+
+@pytest.mark.parametrize("made_before", [False, True])
+def test_sqlite_gives_the_space_of_what_was_deleted_back(tmp_path: Path, *, made_before: bool) -> None:
+    path = tmp_path / "state.sqlite"
+    if made_before:  # by an axon_ps whose files kept all space
+        with SqliteStateStore(path):
+            pass
+        db = sqlite3.connect(path)
+        db.execute("PRAGMA auto_vacuum = 0")
+        db.execute("VACUUM")
+        db.close()
+    with SqliteStateStore(path) as store:
+        for i in range(64):
+            store.apply([Record(f"kv/{i}", bytes(1 << 20))])
+        assert size_of(path) > 64 << 20
+        for i in range(64):
+            store.apply([Record(f"kv/{i}", None)])
+        for i in range(16):  # what a job writes anyway
+            store.apply([Record("progress", bytes(100 + i))])
+        assert set(store.load()) == {"progress"}
+    assert size_of(path) < 2 << 20
+
+
 def test_sqlite_keeps_a_second_coordinator_out(tmp_path: Path) -> None:
     path = tmp_path / "state.db"
     with SqliteStateStore(path), pytest.raises(ConfigurationError, match="in use by another coordinator"):

@@ -300,13 +300,13 @@ def _waited(attempts: Iterable[Attempt], healed: float) -> float:
 
 def wrong_bits(attempts: Iterable[tuple[int, Attempt]], found: dict[int, Values]) -> list[str]:
     """What differs between workers, and from plain torch over the ranks that took part in each committed step."""
-    problems, took_part = [], {}
+    problems, participated = [], {}
     for rank, a in sorted(attempts, key=lambda pair: pair[1].ended):
         if a.committed and a.version != a.became - 1:
             problems.append(f"wrong: worker {rank}: a gradient of version {a.version} counted in {a.became - 1}")
         if a.committed:
-            took_part[a.became - 1] = tuple(a.ranks)
-    steps = tuple(took_part.get(version, ()) for version in range(STEPS))
+            participated[a.became - 1] = tuple(a.ranks)
+    steps = tuple(participated.get(version, ()) for version in range(STEPS))
     if missing := [version for version, ranks in enumerate(steps) if not ranks]:
         return [*problems, f"no worker saw the steps from {missing} commit"]
     values = expected(steps)

@@ -39,7 +39,7 @@ def train(strategy: str, victim: int, when: str, pipes: Path) -> tuple[Values, l
             plan_options=PlanOptions(chunk_numel=512, min_slice_numel=128),
         )
         optimizer = parallel.SGD(model, lr=0.1, momentum=0.9)
-        took_part: list[int] = []
+        participated: list[int] = []
         aborted = 0
         while world.version < STEPS:
             step = world.version
@@ -58,10 +58,10 @@ def train(strategy: str, victim: int, when: str, pipes: Path) -> tuple[Values, l
             result = optimizer.step()
             optimizer.zero_grad()
             if result.committed:
-                took_part.append(replicas)
+                participated.append(replicas)
             aborted += not result.committed
         values = {name: value.numpy().copy() for name, value in model.state_dict().items()}
-        return values, took_part, aborted
+        return values, participated, aborted
 
 
 @pytest.mark.parametrize("when", ["forward", "backward", "step"])
@@ -75,10 +75,10 @@ def test_a_worker_that_is_killed_costs_one_attempt_and_no_committed_step(
     survivor, victim = results
     assert victim.exit_code == -signal.SIGKILL
     assert not survivor.error, survivor.error
-    values, took_part, aborted = survivor.value
-    assert took_part == [2] * FATAL + [1] * (STEPS - FATAL)
+    values, participated, aborted = survivor.value
+    assert participated == [2] * FATAL + [1] * (STEPS - FATAL)
     assert aborted <= 1
-    assert_close(values, plain(took_part))
+    assert_close(values, plain(participated))
 
 
 @pytest.mark.parametrize("when", ["forward", "backward", "step"])
@@ -94,10 +94,10 @@ def test_a_worker_that_is_killed_ends_its_node_and_the_other_nodes_go_on(when: s
     assert "rank 3" in widow.error
     for survivor in survivors:
         assert not survivor.error, survivor.error
-        values, took_part, aborted = survivor.value
-        assert took_part == [2] * FATAL + [1] * (STEPS - FATAL)
+        values, participated, aborted = survivor.value
+        assert participated == [2] * FATAL + [1] * (STEPS - FATAL)
         assert aborted <= 2
-        assert_close(values, plain(took_part))
+        assert_close(values, plain(participated))
 
 
 def node(name: str) -> dict[str, str]:
@@ -113,9 +113,9 @@ def test_a_coordinator_that_is_killed_and_comes_back_costs_nothing(tmp_path: Pat
             cluster.restart("coordinator")
         result = worker.result()
     assert not result.error, result.error
-    values, took_part, _ = result.value
-    assert took_part == [1] * STEPS
-    assert_close(values, plain(took_part))
+    values, participated, _ = result.value
+    assert participated == [1] * STEPS
+    assert_close(values, plain(participated))
 
 
 def lose_a_server(pipes: Path) -> str:

@@ -15,6 +15,8 @@ import pytest
 import shard_fakes
 from axon_ps.coordinator.core.events import UPLOADED, JobState, RestoreOrder, SnapshotOrder
 from axon_ps.errors import (
+    Broken,
+    Busy,
     CheckpointNotFound,
     Closed,
     GenerationChanged,
@@ -32,6 +34,7 @@ from axon_ps.host.shared_arrays import shared_arrays
 from axon_ps.rpc.service import Stub
 from axon_ps.shard.client import transfers
 from axon_ps.shard.server import servicer
+from axon_ps.shard.server import shell as server_shell
 from axon_ps.sharding.placement import Server, place
 from axon_ps.storage.checkpoint import FileEntry
 from axon_ps.storage.manifest import Manifest, write_manifest
@@ -415,6 +418,54 @@ def test_a_caller_that_is_ahead_waits_for_the_servers_own_session() -> None:
             assert not ahead.done()
             j.regenerate()
             assert (await ahead)[0] == 0
+
+    run(scenario())
+
+
+def test_a_caller_that_is_far_ahead_is_refused_and_no_call_waits_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        async with job(SPEC) as j:
+            await j.upload(FIRST)
+            for what in ("generation", "placement"):
+                context = changed(j)()
+                setattr(context, what, 1 << 62)
+                stream = j.raw().open("AllGather")
+                await stream.write(shard_pb2.AllGatherRequest(context=context, begin=0, end=1))
+                with pytest.raises(
+                    InvalidRequest, match=f"{what} {1 << 62} is none of this job's; this server knows 1"
+                ):
+                    await stream.read()
+            with pytest.raises(InvalidRequest, match=f"version {1 << 62} of model .* was asked for; it is at 0"):
+                await j.gather(0, 0, min_version=1 << 62)
+            monkeypatch.setattr(server_shell, "FENCE_S", 0.05)
+            request = shard_pb2.AllGatherRequest(context=changed(j, generation=2)(), begin=0, end=1)
+            stream = j.raw().open("AllGather")
+            await stream.write(request)
+            with pytest.raises(Broken, match=r"has not heard of generation 2 .* within 0\.05 s; it knows generation 1"):
+                await stream.read()
+            assert (await j.gather(0, 0))[0] == 0, "others are served"
+
+    run(scenario())
+
+
+def test_one_worker_has_so_many_calls_under_way_at_a_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_shell, "MAX_MEMBER_CALLS", 2)
+
+    async def scenario() -> None:
+        async with job(SPEC, workers=2) as j:
+            await j.upload(FIRST)
+            waiting = [asyncio.create_task(j.gather(0, 0, min_version=1)) for _ in range(2)]
+            await until(lambda: j.shells[0]._calls["worker-0"] == 2)
+            with pytest.raises(
+                Busy, match="'worker-0' has 2 gathers and pushes under way at this server, which is the most"
+            ):
+                await j.gather(0, 0)
+            assert (await j.gather(1, 0))[0] == 0, "another worker is served"
+            j.regenerate()
+            for task in waiting:
+                task.cancel()
+            await asyncio.gather(*waiting, return_exceptions=True)
+            await until(lambda: not j.shells[0]._calls)
 
     run(scenario())
 

@@ -12,9 +12,10 @@ from functools import partial
 from axon_ps.aggregation.core.engine import CollectiveEngine, OperationRequest
 from axon_ps.aggregation.core.mailbox import Envelope
 from axon_ps.aggregation.core.participants import Participant
-from axon_ps.errors import AxonError, GenerationChanged, InvalidRequest, PermissionDenied
+from axon_ps.errors import AxonError, Broken, GenerationChanged, InvalidRequest, PermissionDenied
 from axon_ps.reduction import ops
 from axon_ps.reduction.call import Call
+from axon_ps.rpc.limits import FENCE_S, MAX_NEWER
 from axon_ps.types import DType, Member, Membership
 from axon_ps.wire.calls import MAX_NUMEL, MAX_RANKS, call_from_proto
 from axon_ps.wire.codec import dtype_from_proto, name_from_proto
@@ -105,10 +106,8 @@ class CollectiveShell:
         context = begin.context
         if context.job != self._job:
             raise PermissionDenied(f"this server serves job {self._job!r}, not {context.job!r}")
-        while self._generation < context.generation:
-            future: asyncio.Future[None] = self._loop.create_future()
-            self._membership_waiters.append(future)
-            await future
+        if self._generation < context.generation:
+            await self._catch_up(context.generation)
         if context.incarnation not in self._workers:
             if context.generation < self._generation:
                 raise GenerationChanged(
@@ -121,6 +120,28 @@ class CollectiveShell:
         named = begin.members[begin.position] if begin.position < len(begin.members) else ""
         if named.partition("@")[0] != context.incarnation:
             raise PermissionDenied(f"the caller is not the member at position {begin.position} of {begin.group[:80]!r}")
+
+    async def _catch_up(self, generation: int) -> None:
+        """Wait until we know a generation; see `rpc.limits.FENCE_S`.
+
+        Raises:
+            InvalidRequest: this job will not have it soon.
+            Broken: we have not heard of it in time.
+        """
+        if generation > self._generation + MAX_NEWER:
+            known = self._generation
+            raise InvalidRequest(f"generation {generation} is none of this job's; this server knows {known}")
+        try:
+            async with asyncio.timeout(FENCE_S):
+                while self._generation < generation:
+                    future: asyncio.Future[None] = self._loop.create_future()
+                    self._membership_waiters.append(future)
+                    await future
+        except TimeoutError:
+            raise Broken(
+                f"this server has not heard of generation {generation} within {FENCE_S:g} s; it knows "
+                f"{self._generation}"
+            ) from None
 
     async def _warm_up(self, dtype: DType) -> None:
         """Compile the loops of a dtype, on another thread, before the first sum needs them."""

@@ -43,6 +43,7 @@ class _ModelDelivery:
         state: the newest one; None before the first.
         initialized: our newest report that we hold its parameters.
         restore_report: our newest report that we could not restore it.
+        no_room: our newest report that we cannot hold it.
         messages: our newest vote or report, by replica; None: of all replicas together.
         step: the newest decided.
         epoch: of the newest restore order.
@@ -52,6 +53,7 @@ class _ModelDelivery:
         self.state: JobState | None = None
         self.initialized: session_pb2.SessionRequest | None = None
         self.restore_report: session_pb2.SessionRequest | None = None
+        self.no_room: session_pb2.SessionRequest | None = None
         self.messages: dict[int | None, Vote | Ready] = {}
         self.step = -1
         self.epoch = 0
@@ -118,7 +120,12 @@ class Delivery:
 
     def record_initialized(self, message: session_pb2.SessionRequest) -> None:
         """Record our report that we hold the parameters of a model."""
-        self._of(message.initialized.model).initialized = message
+        model = self._of(message.initialized.model)
+        model.initialized, model.no_room = message, None
+
+    def record_no_room(self, message: session_pb2.SessionRequest) -> None:
+        """Record our report that we have no memory for what a placement gives us of a model."""
+        self._of(message.no_room.model).no_room = message
 
     def record_restore_failure(self, message: session_pb2.SessionRequest) -> None:
         """Record our report that we could not restore a model."""
@@ -132,7 +139,9 @@ class Delivery:
     def to_resend(self) -> list[session_pb2.SessionRequest]:
         """The messages to send again on a new stream, once the membership has been received."""
         models = self._models.values()
-        reports = [m for model in models for m in (model.initialized, model.restore_report) if m is not None]
+        reports = [
+            m for model in models for m in (model.initialized, model.restore_report, model.no_room) if m is not None
+        ]
         return [*reports, *(step_message_to_proto(message) for model in models for message in model.messages.values())]
 
     def _receive_membership(self, event: Membership) -> list[Event]:

@@ -38,6 +38,7 @@ from axon_ps.coordinator.core.events import (
     Registered,
     RestoreOrder,
     ServerEvent,
+    ServerMemory,
     SessionLost,
     SessionRestored,
     SnapshotFile,
@@ -140,6 +141,7 @@ class CoordinatorClient(Calls):
         num_shards: shard servers of the job.
         measure: returns what heartbeats carry, by name: for `axon-ps status` and `top`. Called on the loop's thread.
         log: what this process logs, which they carry, too; None = another one of this process sends it.
+        memory: shard server: returns the memory that it has for parameters; None = it does not say.
         state_id: id of the job's durable state, the same for all members; empty before the first Welcome.
         tracer: this member's spans; those that the coordinator orders are sent to it.
     """
@@ -173,6 +175,7 @@ class CoordinatorClient(Calls):
         self.num_shards = 0
         self.measure: Callable[[], Mapping[str, float]] = dict
         self.log: LogBuffer | None = None
+        self.memory: Callable[[], ServerMemory | None] = lambda: None
         self.tracer = Tracer()
         self.state_id = ""
         self._listen_address = listen_address
@@ -327,7 +330,8 @@ class CoordinatorClient(Calls):
 
     def initialized(self, *, version: int, epoch: int, model: int = 0) -> None:
         """Shard server: report that every slice of a model has its values. Sent again after a reconnect."""
-        self._call_soon(self._send_initialized, initialized_to_proto(version, epoch, model))
+        message = initialized_to_proto(version, epoch, model)
+        self._call_soon(self._send_recorded, self._delivery.record_initialized, message)
 
     def snapshot_report(self, id: int, files: tuple[SnapshotFile, ...] = (), error: AxonError | None = None) -> None:
         """Shard server: answer a `SnapshotOrder` with the files written, or why there are none."""
@@ -336,7 +340,14 @@ class CoordinatorClient(Calls):
     def restore_report(self, epoch: int, error: AxonError, *, model: int = 0) -> None:
         """Shard server: report why a `RestoreOrder` could not be carried out (success is `initialized`)."""
         report = checkpoint_pb2.RestoreReport(epoch=epoch, error=error_to_detail(error), model=model)
-        self._call_soon(self._send_restore_failure, session_pb2.SessionRequest(restore=report))
+        message = session_pb2.SessionRequest(restore=report)
+        self._call_soon(self._send_recorded, self._delivery.record_restore_failure, message)
+
+    def no_room(self, model: int, placement: int, error: AxonError) -> None:
+        """Shard server: report that there is no memory for what a placement gives us of a model. Sent again, too."""
+        report = session_pb2.NoRoom(model=model, placement=placement, error=error_to_detail(error))
+        message = session_pb2.SessionRequest(no_room=report)
+        self._call_soon(self._send_recorded, self._delivery.record_no_room, message)
 
     def spans(self, collection: Collection) -> None:
         """Answer a `TraceOrder`."""
@@ -360,12 +371,9 @@ class CoordinatorClient(Calls):
         else:
             self._send(step_message_to_proto(message))
 
-    def _send_initialized(self, message: session_pb2.SessionRequest) -> None:
-        self._delivery.record_initialized(message)
-        self._send(message)
-
-    def _send_restore_failure(self, message: session_pb2.SessionRequest) -> None:
-        self._delivery.record_restore_failure(message)
+    def _send_recorded(self, record: Callable[[Any], None], message: session_pb2.SessionRequest) -> None:
+        """Send a message that is sent again after a reconnect."""
+        record(message)
         self._send(message)
 
     def _send(self, message: session_pb2.SessionRequest) -> None:
@@ -417,20 +425,10 @@ class CoordinatorClient(Calls):
         assert self._stub is not None
         await self._addresses.until_connected(self._channel)
         stream = self._stub.open("Session")
-        request = JoinRequest(
-            job=self.job,
-            incarnation=self.incarnation,
-            node=self.node,
-            address=self._listen_address,
-            requested_rank=self.rank if self.rank >= 0 else self._requested_rank,
-            world_size=self.world_size if self.role is Role.WORKER else 0,
-            standby=self._standby and self.rank < 0,
-            known=self._known,
-        )
         self._outbox = asyncio.Queue()
         tasks: list[asyncio.Task[None]] = []
         try:
-            await stream.write(join_to_proto(request, self.role))
+            await stream.write(join_to_proto(_join_request(self), self.role))
             async for message in stream:
                 if (event := event_from_proto(message)) is not None:
                     await self._receive(event)
@@ -578,6 +576,21 @@ class CoordinatorClient(Calls):
             raise Timeout(f"the session did not announce generation {generation} in time") from None
         if self._error is not None:
             raise self._error
+
+
+def _join_request(client: CoordinatorClient) -> JoinRequest:
+    """What a client says when it joins."""
+    return JoinRequest(
+        job=client.job,
+        incarnation=client.incarnation,
+        node=client.node,
+        address=client._listen_address,
+        requested_rank=client.rank if client.rank >= 0 else client._requested_rank,
+        world_size=client.world_size if client.role is Role.WORKER else 0,
+        standby=client._standby and client.rank < 0,
+        known=client._known,
+        memory=client.memory(),
+    )
 
 
 async def _log_waiting(client: CoordinatorClient) -> None:

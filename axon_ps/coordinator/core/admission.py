@@ -3,11 +3,18 @@
 Workers: while the job assembles, ranks are those below its world size; later any number may join. A standby only takes
 a free rank below the world size, so it has none until the job has lost a worker. Shard servers: always exactly
 `num_shards`; the process that holds the parameters of a rank has a right to it.
+
+Note: [Workers that join in vain]
+    A worker that joins a job that trains and leaves before a step has counted costs the others two steps. Whoever does
+    that often is made to wait before it joins again, with the reason. A worker that took part in a step, as one on a
+    preemptible machine has, is not counted, nor one that leaves while the others train nothing.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass
+from typing import Final
 
 from axon_ps.coordinator.core.assembly import Assembly
 from axon_ps.coordinator.core.config import CoordinatorConfig
@@ -16,6 +23,15 @@ from axon_ps.coordinator.core.models import Models
 from axon_ps.coordinator.core.roster import MAX_MEMBERS, RosterEntry
 from axon_ps.errors import Busy, InvalidRequest
 from axon_ps.types import Member, Role
+
+WINDOW_S: Final = 60.0
+"""How long such a worker counts."""
+
+MAX_OF_NODE: Final = 16
+"""Such workers of one node in that time, after which further ones of it wait."""
+
+MAX_OF_JOB: Final = 128
+"""Likewise of the job, since a node is called what its worker says."""
 
 
 @dataclass(frozen=True)
@@ -61,3 +77,31 @@ def _check_world_size(assembly: Assembly, request: JoinRequest) -> None:
         raise InvalidRequest(
             f"a worker was started for {request.world_size} workers; the job starts with {assembly.world_size}"
         )
+
+
+class Churn:
+    """The workers that have joined and left in vain lately; see Note: [Workers that join in vain]."""
+
+    def __init__(self) -> None:
+        self._left: deque[tuple[float, str]] = deque(maxlen=MAX_OF_JOB)
+
+    def left(self, node: str, now: float) -> None:
+        """A worker of a node has left without having taken part in a step that counted."""
+        self._left.append((now, node))
+
+    def check(self, node: str, now: float) -> None:
+        """Refuse a joiner for the present.
+
+        Raises:
+            Busy: too many have joined and left in vain; the message says until when.
+        """
+        while self._left and self._left[0][0] <= now - WINDOW_S:
+            self._left.popleft()
+        of_node = [left_s for left_s, of in self._left if of == node]
+        of_job = [left_s for left_s, _ in self._left]
+        for left, most, whose in ((of_node, MAX_OF_NODE, f"node {node}"), (of_job, MAX_OF_JOB, "the job")):
+            if len(left) >= most:
+                raise Busy(
+                    f"{len(left)} workers of {whose} have joined and left within {WINDOW_S:g} s without taking part in "
+                    f"a step, which aborts the others' steps; another may join in {left[0] + WINDOW_S - now:.0f} s"
+                )

@@ -21,6 +21,7 @@ from axon_ps.coordinator.core.actions import Outbox
 from axon_ps.coordinator.core.config import CoordinatorConfig
 from axon_ps.coordinator.core.events import Welcome
 from axon_ps.coordinator.core.models import Model, Models
+from axon_ps.coordinator.core.placement.room import Room
 from axon_ps.coordinator.core.roster import Roster, RosterEntry
 from axon_ps.coordinator.core.steps.decision import format_ranks
 from axon_ps.coordinator.core.steps.stepping import Stepping
@@ -187,6 +188,10 @@ class Assembly:
         """The live shard servers as holders of slices; those that the job waits for, if it cannot do with these."""
         live = [Server(s.rank, s.node) for s in self.shards()]
         return live if self.membership.complete or len(live) >= self.needed_shards else self._nominal(live)
+
+    def room(self) -> Room:
+        """The memory of the shard servers that are there."""
+        return Room(self._models, self.roster.of_role(Role.SHARD), self.membership.num_replicas)
 
     def _nominal(self, live: Sequence[Server]) -> list[Server]:
         """The shard servers that the job began with, and is waiting for."""

@@ -52,6 +52,7 @@ class JobState:
         copied: the newest version of this epoch that took another model's values; 0 = none. Frozen units are of it.
         released: the job has it no more.
         placement: where its slices are; None until registered.
+        no_room: why the shard servers cannot hold it, and what to do, as text; empty when they can.
         committed: the newest values that were committed with its steps, by name.
     """
 
@@ -65,6 +66,7 @@ class JobState:
     copied: int = 0
     released: bool = False
     placement: Placement | None = None
+    no_room: str = ""
     committed: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -104,6 +106,7 @@ class RestoreOrder:
         version: the version it holds.
         model: which model is loaded.
         section: what the checkpoint calls it; empty = the only model in it.
+        sha256: the hash of the manifest that the coordinator has checked; empty = it has none.
     """
 
     epoch: int
@@ -111,6 +114,7 @@ class RestoreOrder:
     version: int
     model: int = 0
     section: str = ""
+    sha256: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,6 +146,21 @@ class KnownNames:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ServerMemory:
+    """The memory that a shard server has for parameters.
+
+    Attributes:
+        available_bytes: what it could allocate now.
+        resident_bytes: what it has in RAM.
+        pool: servers with the same pool share the available bytes; empty = nobody does.
+    """
+
+    available_bytes: int
+    resident_bytes: int = 0
+    pool: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
 class JoinRequest:
     """What a member sends about itself when it joins.
 
@@ -154,6 +173,7 @@ class JoinRequest:
         world_size: worker: how many workers the job starts with; 0 = as the coordinator is configured.
         standby: worker: only to replace one that the job has lost.
         known: shard server: what it can make; None = it does not list it, and nothing is checked.
+        memory: shard server: what it has for parameters; None = it does not say, and nothing is checked.
     """
 
     job: str
@@ -164,6 +184,7 @@ class JoinRequest:
     world_size: int = 0
     standby: bool = False
     known: KnownNames | None = None
+    memory: ServerMemory | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

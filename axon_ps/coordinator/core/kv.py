@@ -1,7 +1,8 @@
 """The job's key-value store: small values by which workers exchange information. Pure.
 
-Bounds: a key has 1 to 512 bytes, a value at most 1 MiB, all of it at most `MAX_TOTAL_BYTES`; at most `MAX_WAITERS`
-calls wait at a time, and of one caller at most `waiting.MAX_PER_CALLER`.
+Bounds: a key has 1 to 512 bytes, a value at most 1 MiB; at most `MAX_KEYS`, and all of it at most `MAX_TOTAL_BYTES`, of
+which the coordinator itself may use `RESERVED_BYTES` more. At most `MAX_WAITERS` calls wait at a time, of one caller at
+most `waiting.MAX_PER_CALLER`, each at most `waiting.MAX_WAIT_S`; those of a member end with its membership.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ from axon_ps.errors import Busy, InvalidRequest, Timeout
 
 MAX_KEY_BYTES = 512
 MAX_VALUE_BYTES = 1 << 20
-MAX_TOTAL_BYTES = 256 << 20
+MAX_TOTAL_BYTES = 64 << 20
+RESERVED_BYTES = 1 << 20
+MAX_KEYS = 1 << 17
 MAX_WAITERS = 1 << 14
 KEY_OVERHEAD_BYTES = 128
 """Bytes counted per key in addition to key and value, so that the number of empty values is bounded, too."""
@@ -55,18 +58,19 @@ class KeyValues:
         self._waiting = Waiting("keys", MAX_WAITERS)
         self._calls_of: dict[str, dict[int, None]] = {}  # by key, in order of arrival
         self._key_of: dict[int, str] = {}
+        self._calls_by: dict[str, dict[int, None]] = {}  # by member
 
     def __len__(self) -> int:
         return len(self._values)
 
-    def put(self, call: int, key: str, value: bytes) -> None:
-        """Store a value.
+    def put(self, call: int, key: str, value: bytes, *, own: bool = False) -> None:
+        """Store a value; the coordinator's `own` also when the store is full.
 
         Raises:
             InvalidRequest: key or value is too long.
             Busy: the store is full.
         """
-        self._store(key, value)
+        self._store(key, value, RESERVED_BYTES if own else 0)
         self._out.reply(call, KVResult(True, value))
 
     def peek(self, key: str) -> bytes | None:
@@ -93,6 +97,8 @@ class KeyValues:
         self._waiting.add(call, caller, now, timeout_s)
         self._calls_of.setdefault(key, {})[call] = None
         self._key_of[call] = key
+        if caller:
+            self._calls_by.setdefault(caller, {})[call] = None
 
     def add(self, call: int, key: str, amount: int) -> None:
         """Add to a decimal integer.
@@ -134,11 +140,21 @@ class KeyValues:
         """The caller does not wait any more."""
         key = self._key_of.pop(call, None)
         if key is not None:
-            self._waiting.remove(call)
+            caller = self._waiting.remove(call)
+            if caller in self._calls_by:
+                del self._calls_by[caller][call]
+                if not self._calls_by[caller]:
+                    del self._calls_by[caller]
             calls = self._calls_of[key]
             del calls[call]
             if not calls:
                 del self._calls_of[key]
+
+    def lost(self, caller: str, error: Exception) -> None:
+        """A process is no member any more: what it waits for it gets no more."""
+        for call in list(self._calls_by.get(caller, ())):
+            self.cancel(call)
+            self._out.reply(call, error)
 
     def tick(self, now: float) -> None:
         """Answer the waiting calls that have timed out."""
@@ -151,7 +167,7 @@ class KeyValues:
         """When the next waiting call times out."""
         return self._waiting.next_deadline()
 
-    def _store(self, key: str, value: bytes) -> None:
+    def _store(self, key: str, value: bytes, reserved_bytes: int = 0) -> None:
         _check_key(key)
         if len(value) > MAX_VALUE_BYTES:
             raise InvalidRequest(
@@ -159,8 +175,15 @@ class KeyValues:
             )
         present = self._values.get(key)
         grown = self._bytes + _cost(key, value) - (0 if present is None else _cost(key, present))
-        if grown > MAX_TOTAL_BYTES:
-            raise Busy(f"the key-value store holds {self._bytes} of {MAX_TOTAL_BYTES} bytes; delete what is not needed")
+        if grown > max(self._bytes, MAX_TOTAL_BYTES + reserved_bytes):  # what shrinks it is always taken
+            raise Busy(
+                f"the key-value store holds {self._bytes} of {MAX_TOTAL_BYTES} bytes, which is the most of a job; "
+                "delete what is not needed, and keep large values elsewhere"
+            )
+        if present is None and len(self._values) >= MAX_KEYS:
+            raise Busy(
+                f"the key-value store has {MAX_KEYS} keys, which is the most of a job; delete what is not needed"
+            )
         self._bytes = grown
         self._values[key] = value
         if value != present:

@@ -20,11 +20,11 @@ Note: [Between two steps]
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from axon_ps.coordinator.core import records
 from axon_ps.coordinator.core.actions import Outbox
-from axon_ps.coordinator.core.admission import admit
+from axon_ps.coordinator.core.admission import Churn, admit
 from axon_ps.coordinator.core.assembly import Assembly
 from axon_ps.coordinator.core.barriers import Barriers
 from axon_ps.coordinator.core.checkpoints.snapshots import Snapshots
@@ -52,6 +52,9 @@ class Members:
         snapshots: the checkpoint being written.
         out: gets the events to send.
         now: the time.
+
+    Attributes:
+        on_lost: called with every member that is none any more, and why.
     """
 
     def __init__(
@@ -72,11 +75,13 @@ class Members:
         self._out = out
         self._incomplete_since = now
         self._handover = Handover()
+        self._churn = Churn()
         self.stragglers = Stragglers(assembly, models, config.step_timeout_s)
         self.placements = Placements(config.copies, assembly, models, snapshots, out)
         assembly.stepping.ending = self._step_ends
         self._now = now
         self._ending = False
+        self.on_lost: Callable[[RosterEntry, str], None] = lambda _entry, _reason: None
 
     def of_session(self, session: int, now: float) -> RosterEntry | None:
         """The member of a session; any message on it renews the lease."""
@@ -117,7 +122,7 @@ class Members:
             self._out.push([session], a.membership)
             a.stepping.recheck_copies()
             self.placements.plan(now)
-        entry.known = request.known
+        entry.known, entry.memory = request.known, request.memory
 
     def leave(self, entry: RosterEntry, reason: str, now: float, *, finished: bool) -> None:
         """A member leaves; see Note: [Finished]."""
@@ -147,9 +152,17 @@ class Members:
     ) -> None:
         """Make the next generation, and update everything that waits for its members."""
         a = self._assembly
-        before = a.membership
+        before, training = (
+            a.membership,
+            any(model.open and not model.attempts.asynchronous for model in self._models.registered),
+        )
         self._out.happened(kind or ("finished" if finished else "joined" if joined else "changed"), reason)
         a.change(reason, lost=lost, finished=finished, joined=joined, session=session, now=now)
+        for entry in lost:
+            self.on_lost(entry, reason)
+            in_vain = training and before.complete and len(before.workers) > len(lost) and not entry.participated
+            if in_vain and entry.member.role is Role.WORKER:
+                self._churn.left(entry.member.node, now)
         if before.complete or not before.workers:
             self._incomplete_since = now
         self.placements.plan(now)
@@ -173,7 +186,7 @@ class Members:
         if entry is None:
             there = format_ranks(s.rank for s in a.shards())
             raise InvalidRequest(f"the job has no shard server {rank}; it has {there}")
-        if not all(m.registration.parameters.initialized for m in self._models.registered):
+        if not all(m.registration.parameters.initialized or m.registration.no_room for m in self._models.registered):
             raise Misuse("parameters are being set or restored; drain a shard server when the job trains")
         if rank not in a.draining:
             if not [s for s in a.shards() if s.rank != rank and s.rank not in a.draining]:
@@ -216,6 +229,8 @@ class Members:
 
     def _step_ends(self, model: Model) -> int:
         """A step of a model is about to be decided; returns the generation that is to begin with the next, or 0."""
+        for entry in self._assembly.roster.of_role(Role.WORKER):
+            entry.participated = True
         self._handover.step_ends(self._now)
         self.placements.plan(self._now, ending=model)
         self._find_empty(self._now)
@@ -238,7 +253,8 @@ class Members:
         leaving, self._handover.leaving = self._handover.leaving, {}
         for each in joining.values():
             try:
-                self._admit(each.session, Role.SHARD, each.request, now).known = each.request.known
+                admitted = self._admit(each.session, Role.SHARD, each.request, now)
+                admitted.known, admitted.memory = each.request.known, each.request.memory
             except (Busy, InvalidRequest) as error:  # somebody else has taken its rank meanwhile
                 self._out.close(each.session, error)
                 self.change("a shard server that waited to join was refused", now=now)
@@ -288,6 +304,8 @@ class Members:
     def _admit(self, session: int, role: Role, request: JoinRequest, now: float) -> RosterEntry:
         """Admit a process that is new, or was lost before."""
         a = self._assembly
+        if role is Role.WORKER:
+            self._churn.check(request.node, now)
         admission = admit(self._config, a, self._models, role, request, now)
         if role is Role.WORKER and not a.world_size:
             a.set_world_size(request.world_size)

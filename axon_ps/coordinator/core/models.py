@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
+from axon_ps.coordinator.core import records
 from axon_ps.coordinator.core.actions import Outbox
 from axon_ps.coordinator.core.events import JobState, ModelStatus
 from axon_ps.coordinator.core.records import Durable, DurableModel, deletions, models_record
@@ -23,6 +24,10 @@ MAX_MODELS = 256
 
 MAX_NUMBERS = 1 << 14
 """Most models that a job has ever had: members receive the numbers that are released."""
+
+
+MAX_SPEC_BYTES = 256 << 20
+"""Most bytes of the layouts and optimizers that a job has registered, as they are stored."""
 
 
 class Model:
@@ -43,6 +48,7 @@ class Model:
         decisions: the newest ones.
         last_norm: gradient norm of the newest step that committed.
         committed: the newest values that were committed with its steps, by name.
+        stored_bytes: of its layout and optimizer.
     """
 
     def __init__(self, number: int, durable: DurableModel, num_shards: int) -> None:
@@ -57,6 +63,9 @@ class Model:
         self.open = False
         self.decisions = list(durable.decisions)
         self.committed: Mapping[str, str] = dict(durable.committed)
+        known = (records.spec_record(number, s) for s in (durable.spec,) if s is not None)
+        known_too = (records.optimizer_record(number, o) for o in (durable.optimizer,) if o is not None)
+        self.stored_bytes = sum(len(record.value or b"") for record in (*known, *known_too))
         self.last_norm = next((d.grad_norm for d in durable.decisions if d.outcome is Outcome.COMMIT), 0.0)
 
     @property
@@ -180,6 +189,19 @@ class Models:
                 f"at most {MAX_MODELS} at a time and {MAX_NUMBERS} in all; release those that are not needed"
             )
         return Model(self._next, DurableModel(name=name), self._num_shards)
+
+    def check_stored(self, model: Model, more_bytes: int, name: str) -> None:
+        """Check that a model may be stored, with so many bytes more than it has.
+
+        Raises:
+            Busy: the job's models take too much then.
+        """
+        others = sum(m.stored_bytes for m in self if m is not model)
+        if (total := others + model.stored_bytes + more_bytes) > MAX_SPEC_BYTES:
+            raise Busy(
+                f"with model {name!r} the job's layouts and optimizers would take {total} bytes; at most "
+                f"{MAX_SPEC_BYTES} are stored: release models that are not needed"
+            )
 
     def add(self, model: Model, name: str) -> None:
         """Add a model that is being registered."""

@@ -234,7 +234,12 @@ def load(records: Mapping[str, bytes]) -> Durable | None:
 def restore_to_proto(order: RestoreOrder) -> checkpoint_pb2.RestoreOrder:
     """An order to restore, as a message."""
     return checkpoint_pb2.RestoreOrder(
-        epoch=order.epoch, uri=order.uri, version=order.version, model=order.model, section=order.section
+        epoch=order.epoch,
+        uri=order.uri,
+        version=order.version,
+        model=order.model,
+        section=order.section,
+        sha256=order.sha256,
     )
 
 
@@ -250,6 +255,7 @@ def restore_from_proto(message: checkpoint_pb2.RestoreOrder) -> RestoreOrder:
         version=message.version,
         model=message.model,
         section=codec.name_from_proto(message.section, "a model's name", empty=True),
+        sha256=codec.name_from_proto(message.sha256, "a manifest's hash", empty=True),
     )
 
 

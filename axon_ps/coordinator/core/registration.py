@@ -17,7 +17,7 @@ from functools import cached_property
 from axon_ps.coordinator.core.events import FIRST_VALUES, Copied, JobState, KnownNames, RestoreOrder
 from axon_ps.coordinator.core.records import ParameterState
 from axon_ps.coordinator.core.steps.decision import format_ranks
-from axon_ps.errors import InvalidRequest, LayoutMismatch, Misuse
+from axon_ps.errors import Busy, InvalidRequest, LayoutMismatch, Misuse
 from axon_ps.optim.registry import create
 from axon_ps.sharding.job import JobSpec
 from axon_ps.sharding.placement import Placement, Server, place
@@ -57,6 +57,7 @@ class Registration:
         self._copying_since: dict[tuple[int, int], int] = {}  # by slice and server: number of the placement
         self.owners: tuple[int, ...] = ()
         """Shard servers that hold trainable slices: those a step waits for."""
+        self.no_room: dict[int, str] = {}  # by rank, why a shard server cannot hold what it is to hold
         self._find_owners()
 
     def check_spec(self, spec: JobSpec, rank: int) -> bool:
@@ -65,7 +66,10 @@ class Registration:
         Raises:
             LayoutMismatch: it differs from the job's.
             InvalidRequest: it has nothing in it.
+            Busy: the shard servers cannot hold the job's.
         """
+        if self.no_room:
+            raise Busy(self.no_room_reason)
         if self.spec is None:
             if not spec.layout.units:
                 raise InvalidRequest(f"worker {rank} registers a layout without units; a model needs parameters")
@@ -82,10 +86,14 @@ class Registration:
             )
         return False
 
-    def set_spec(self, spec: JobSpec, servers: Sequence[Server], replication: int) -> None:
+    def set_spec(self, spec: JobSpec, placement: Placement) -> None:
         """Set the first spec, and where its slices are to be."""
         self.spec = spec
-        self.place(place(spec.plan(self.num_shards), servers, replication, self.placement_number + 1))
+        self.place(placement)
+
+    def new_placement(self, spec: JobSpec, servers: Sequence[Server], replication: int) -> Placement:
+        """Where the slices of a spec are to be, if all begins anew."""
+        return place(spec.plan(self.num_shards), servers, replication, self.placement_number + 1)
 
     # ------------------------------------------------------------------ where the slices are
 
@@ -136,6 +144,7 @@ class Registration:
     def lose(self, rank: int) -> None:
         """A shard server is lost: others go on with what they hold, too."""
         p = self.parameters
+        self.no_room.pop(rank, None)
         if p.initialized and p.placement is not None and rank in p.placement.servers:
             self.change_placement(p.placement.without(rank))
             if rank not in self.placement.servers:
@@ -196,6 +205,7 @@ class Registration:
                 f"{now_version}"
             )
         p.holders[shard.rank] = shard.incarnation
+        self.no_room.pop(shard.rank, None)
         return True
 
     def all_loaded(self, shards: Sequence[Member]) -> bool:
@@ -242,15 +252,31 @@ class Registration:
         return p.uploader == incarnation
 
     def begin_restore(
-        self, uri: str, version: int, servers: Sequence[Server], replication: int, section: str = ""
+        self, uri: str, version: int, placement: Placement, section: str = "", sha256: str = ""
     ) -> RestoreOrder:
-        """No server holds anything any more; all that are there are to load `section` of `uri`."""
-        p, number = self.parameters, self.placement_number
-        order = RestoreOrder(epoch=p.epoch + 1, uri=uri, version=version, model=self.number, section=section)
+        """No server holds anything any more; those of a placement are to load `section` of `uri`."""
+        p = self.parameters
+        order = RestoreOrder(
+            epoch=p.epoch + 1, uri=uri, version=version, model=self.number, section=section, sha256=sha256
+        )
         self.parameters = ParameterState(epoch=order.epoch, restore=order)
-        assert self.spec is not None
-        self.place(place(self.spec.plan(self.num_shards), servers, replication, number + 1))
+        self.no_room.clear()
+        self.place(placement)
         return order
+
+    def set_no_room(self, rank: int, why: str) -> None:
+        """A shard server has no memory for what the placement gives it, and holds nothing of the model."""
+        self.no_room[rank] = why
+
+    @property
+    def no_room_reason(self) -> str:
+        """Why the model cannot be held, and what to do, as text; empty when it can."""
+        if not self.no_room:
+            return ""
+        return (
+            f"model {self.name!r} is not held: {'; '.join(self.no_room.values())}; release it (axon-ps release "
+            f"{self.name!r}), or start shard servers with more memory"
+        )
 
     def fail_restore(self, failure: str) -> None:
         """A shard server could not load: the restore is over, also for the others."""
@@ -274,6 +300,7 @@ class Registration:
             name=self.name,
             copied=p.copied,
             placement=p.placement,
+            no_room=self.no_room_reason,
         )
 
     def _find_owners(self) -> None:

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from axon_ps.coordinator.core.events import JoinRequest, KnownNames
+from axon_ps.coordinator.core.events import JoinRequest, KnownNames, ServerMemory
 from axon_ps.coordinator.core.waiting import Deadlines
 from axon_ps.errors import Busy, InvalidRequest
 from axon_ps.types import Member, Role
@@ -33,6 +33,9 @@ class RosterEntry:
         session: its stream, if it has one.
         metrics: those of its newest heartbeat.
         known: the optimizers and compressors of a shard server, if it lists them.
+        memory: of a shard server, as it said when it joined; None = it did not.
+        participated: whether a step has counted that a worker was in.
+        full: whether a shard server has said that it has no memory for more.
         asked_s: when another process first requested its rank, recently.
     """
 
@@ -41,12 +44,25 @@ class RosterEntry:
     session: int | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
     known: KnownNames | None = None
+    memory: ServerMemory | None = None
+    full: bool = False
+    participated: bool = False
     asked_s: float = -math.inf
 
     @property
     def name(self) -> str:
         """What errors call this member: "worker 3 (node a)"."""
         return name_of(self.member)
+
+    @property
+    def newest_memory(self) -> ServerMemory | None:
+        """Of a shard server, as its newest heartbeat says, or its join."""
+        if self.memory is None or not {"available_bytes", "memory_bytes"} <= self.metrics.keys():
+            return self.memory
+        available, resident = (max(0.0, self.metrics[name]) for name in ("available_bytes", "memory_bytes"))
+        if not math.isfinite(available + resident):
+            return self.memory
+        return ServerMemory(available_bytes=int(available), resident_bytes=int(resident), pool=self.memory.pool)
 
 
 NOUN = {Role.WORKER: "worker", Role.SHARD: "shard server"}

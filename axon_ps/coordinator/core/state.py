@@ -4,7 +4,7 @@ Every method is one event and returns the actions it causes, in order; `Persist`
 nothing is announced that is not durable. An event that must be refused raises, and has changed nothing. The time is
 passed in and only ever compared. Events of a session whose member is lost are ignored.
 
-It is composed of: `members` (joins, leaves and losses), `assembly` (generations), `models` and
+It is composed of: `members` (joins, leaves and losses), `assembly` (generations), `models`, `registrations` and
 `registration` (layout and parameters), `stepping` (steps), `restores`, `barriers`, `kv`, `snapshots`, `isolation`.
 """
 
@@ -28,7 +28,6 @@ from axon_ps.coordinator.core.events import (
     JobState,
     JoinRequest,
     Ready,
-    Registered,
     SnapshotReport,
     Status,
     Vote,
@@ -38,8 +37,8 @@ from axon_ps.coordinator.core.history.report import REPORT_KEY, parse
 from axon_ps.coordinator.core.isolation import Isolation
 from axon_ps.coordinator.core.kv import KeyValues
 from axon_ps.coordinator.core.members import Members
-from axon_ps.coordinator.core.models import Model, Models
-from axon_ps.coordinator.core.registration import check_known
+from axon_ps.coordinator.core.models import Models
+from axon_ps.coordinator.core.registrations import Registrations
 from axon_ps.coordinator.core.roster import RosterEntry
 from axon_ps.coordinator.core.statistics import statistics
 from axon_ps.errors import (
@@ -96,6 +95,10 @@ class CoordinatorState:
         self._restores = Restores(
             self._assembly, self._models, self._members, self._snapshots, self._out, config.copies
         )
+        self._registrations = Registrations(
+            self._assembly, self._models, self._members, self._restores, self._out, config.copies
+        )
+        self._members.on_lost = self._ended
         self.isolation = Isolation(self._assembly, config.lease_s, now)
         self.history = History(now, {model.number: model.step for model in self._models})
         self._out.persist([self._assembly.job_record(), *self._assembly.records()])
@@ -241,47 +244,14 @@ class CoordinatorState:
             LayoutMismatch: it differs from what the job has.
             InvalidRequest: it cannot be, or a shard server does not know the optimizer or a compressor.
             Misuse: an optimizer comes before any layout.
-            Busy: the job can have no more models.
+            Busy: the job can have no more models, or the shard servers have no memory for it; the message says how much
+                each needs and has. Nothing is durable then.
+            MemberLost: a shard server that is to hold some of it is not there.
             GenerationChanged: the caller is no member.
         """
         entry = self._member(caller, Role.WORKER, "registers")
-        model = self._models.find_or_create(name)
-        r, rank = model.registration, entry.member.rank
-        if spec is None and optimizer is None:
-            raise InvalidRequest(f"worker {rank} registers neither a layout nor an optimizer")
-        new_spec = spec if spec is not None and r.check_spec(spec, rank) else None
-        new_optimizer = r.check_optimizer(optimizer, spec or r.spec, rank) if optimizer is not None else None
-        for server in self._assembly.roster.of_role(Role.SHARD):
-            check_known(server.name, server.known, name, new_spec, new_optimizer)
-        by_node = self._models.by_node
-        if new_spec is not None:
-            r.set_spec(new_spec, self._assembly.servers(), self.config.copies)
-            self._models.add(model, name)
-            self._assembly.stepping.begin_model(model)
-            self._out.persist([records.spec_record(model.number, new_spec), *self._assembly.records()])
-        if new_optimizer is not None:
-            r.optimizer = new_optimizer
-            self._out.persist([records.optimizer_record(model.number, new_optimizer)])
-        resumes = new_spec is not None and resume is not None
-        upload = spec is not None and not resumes and self._claim_upload(model, caller)
-        self._restores.persist()
-        if new_spec is not None and resume is not None:
-            self._restores.order([dataclasses.replace(resume, model=name)], now)
-        elif new_spec is not None or new_optimizer is not None:
-            self._assembly.announce(model)
-            if self._models.by_node != by_node:  # replicas are numbered otherwise from now on
-                self._members.change(f"worker {rank} registered a layout in which a node is a replica", now=now)
-        self._out.reply(
-            call,
-            Registered(
-                first=new_spec is not None or new_optimizer is not None,
-                initialized=model.state(self._assembly.shards()).initialized,
-                version=model.version,
-                upload=upload,
-                generation=self._assembly.generation,
-                model=model.number,
-            ),
-        )
+        registered = self._registrations.register(entry, spec, optimizer, resume, now, name)
+        self._out.reply(call, registered)
         return self._out.take()
 
     def release(self, call: int, caller: Caller, number: int) -> list[Action]:
@@ -290,17 +260,10 @@ class CoordinatorState:
         Raises:
             Busy: a checkpoint is being written, which it is to be in.
         """
-        self.check_caller(caller)
-        model = self._models.get(number)
-        there = model is not None and model.registered
-        if model is not None and there:
+        self.check_member_or_operator(caller)
+        if (model := self._models.get(number)) is not None and model.registered:
             self._snapshots.check_free()
-            self._models.remove(model)
-            self._restores.released(model)
-            event = JobState(model=number, name=model.name, released=True)
-            self._out.push(self._assembly.roster.sessions(), event)
-            self._assembly.counters["models_released"] += 1
-        self._out.reply(call, there)
+        self._out.reply(call, self._registrations.release(number))
         return self._out.take()
 
     def initialized(self, session: int, version: int, epoch: int, now: float, *, model: int = 0) -> list[Action]:
@@ -312,6 +275,17 @@ class CoordinatorState:
         if (entry := self._entry(session, now)) is not None:
             _check_role(entry, Role.SHARD, "holds parameters")
             self._restores.initialized(entry, model, version, epoch)
+        return self._out.take()
+
+    def no_room(self, session: int, number: int, placement: int, error: AxonError, now: float) -> list[Action]:
+        """A shard server has no memory for what a placement gives it of a model; it holds the others.
+
+        Raises:
+            InvalidRequest: the sender is a worker.
+        """
+        if (entry := self._entry(session, now)) is not None:
+            _check_role(entry, Role.SHARD, "holds parameters")
+            self._restores.no_room(entry, number, placement, error, now)
         return self._out.take()
 
     # ------------------------------------------------------------------ where the slices are
@@ -335,7 +309,7 @@ class CoordinatorState:
             InvalidRequest: there is no such shard server, or no other could take its slices.
             Misuse: parameters are being set or restored.
         """
-        self.check_caller(caller)
+        self.check_member_or_operator(caller)
         self._out.reply(call, self._members.drain(rank, now))
         return self._out.take()
 
@@ -350,12 +324,12 @@ class CoordinatorState:
             Misuse: there is nothing to save.
             Busy: another is being written.
         """
-        self.check_caller(caller)
+        self.check_member_or_operator(caller)
         a, shards = self._assembly, self._assembly.shards()
         if not self._models.registered:
             raise Misuse("there is nothing to save: the shard servers hold no parameters yet")
         saved = []
-        for model in self._models.registered:
+        for model in (m for m in self._models.registered if not m.registration.no_room):
             r = model.registration
             if r.spec is None or not model.state(shards).initialized:
                 prefix = self._models.message_prefix(model)
@@ -394,7 +368,7 @@ class CoordinatorState:
             Misuse: the job has no layout yet.
             InvalidRequest: the job does not have one of the models.
         """
-        self.check_caller(caller)
+        self.check_member_or_operator(caller)
         if not self._models.registered:
             raise Misuse("there is nothing to restore into: no worker has registered a layout yet")
         self._restores.order(resumes, now, call)
@@ -447,9 +421,7 @@ class CoordinatorState:
         Raises:
             GenerationChanged: the caller is neither a member nor an operator.
         """
-        self.check_caller(caller)
-        if caller.incarnation:
-            self._member(caller)
+        self.check_member_or_operator(caller)
         return self._kv
 
     def flush(self) -> list[Action]:
@@ -474,6 +446,17 @@ class CoordinatorState:
         """
         if caller.job != self.config.job and (caller.job or caller.incarnation):
             raise PermissionDenied(f"this coordinator runs job {self.config.job!r}, not {caller.job!r}")
+
+    def check_member_or_operator(self, caller: Caller) -> None:
+        """Refuse a caller that says who it is, and is no member; an operator says nothing.
+
+        Raises:
+            PermissionDenied: it is another job's name.
+            GenerationChanged: it is no member.
+        """
+        self.check_caller(caller)
+        if caller.incarnation:
+            self._member(caller)
 
     @property
     def membership(self) -> Membership:
@@ -599,6 +582,11 @@ class CoordinatorState:
 
     # ------------------------------------------------------------------ inside
 
+    def _ended(self, entry: RosterEntry, reason: str) -> None:
+        """A process is no member any more."""
+        error = GenerationChanged(f"{reason}; who is no member waits for no key", self._assembly.generation)
+        self._kv.lost(entry.member.incarnation, error)
+
     def _entry(self, session: int, now: float) -> RosterEntry | None:
         return self._members.of_session(session, now)
 
@@ -619,10 +607,6 @@ class CoordinatorState:
         if role is not None:
             _check_role(entry, role, does)
         return entry
-
-    def _claim_upload(self, model: Model, caller: Caller) -> bool:
-        uploader = self._assembly.roster.get(model.registration.parameters.uploader)
-        return model.registration.claim_upload(caller.incarnation, uploader is not None)
 
     def _check_durable(self, durable: records.Durable) -> None:
         if durable.job != self.config.job:

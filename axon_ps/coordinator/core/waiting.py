@@ -13,8 +13,11 @@ from typing import Generic, TypeVar
 
 from axon_ps.errors import Busy
 
-MAX_PER_CALLER = 1 << 10
+MAX_PER_CALLER = 1 << 8
 """Most calls of one member (or of all operators) that may wait for the same kind of thing."""
+
+MAX_WAIT_S = 86400.0
+"""Longest wait of a call, whatever time-out it gives: a day. Who waits longer asks again."""
 
 K = TypeVar("K", bound=Hashable)
 
@@ -100,18 +103,20 @@ class Waiting:
             )
         if len(self._calls) >= self._most:
             raise Busy(f"{self._most} calls wait for {self._what} already, which is the most of a job; try again later")
+        timeout_s = min(timeout_s, MAX_WAIT_S)
         self._calls[call] = caller, timeout_s
         self._of_caller[caller] += 1
         self._deadlines.set(call, now + timeout_s)
 
-    def remove(self, call: int) -> None:
-        """Remove a call; harmless when it does not wait."""
+    def remove(self, call: int) -> str:
+        """Remove a call; harmless when it does not wait. Returns whose it was."""
         known = self._calls.pop(call, None)
         if known is not None:
             self._deadlines.remove(call)
             self._of_caller[known[0]] -= 1
             if not self._of_caller[known[0]]:
                 del self._of_caller[known[0]]
+        return "" if known is None else known[0]
 
     def timeout_s(self, call: int) -> float:
         """How long a call waits."""

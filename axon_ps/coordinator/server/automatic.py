@@ -187,7 +187,7 @@ class AutomaticCheckpoints:
         """Store something with the job, durably."""
 
         def put(call: int) -> list[Action]:
-            self._shell.state.kv(self._caller).put(call, key, value.encode())
+            self._shell.state.kv(self._caller).put(call, key, value.encode(), own=True)
             return self._shell.state.flush()
 
         await self._shell.call(put)

@@ -66,6 +66,7 @@ def find(uri: str, specs: Mapping[str, JobSpec], wanted: Sequence[str] = ()) -> 
                 version=section.version,
                 model=name,
                 section=section.name,
+                sha256=manifest.sha256,
                 committed=section.committed,
             )
         )

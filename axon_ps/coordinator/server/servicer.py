@@ -38,6 +38,7 @@ from axon_ps.observe.metrics.histogram import Histogram
 from axon_ps.rpc.service import ServerStream
 from axon_ps.rpc.status import error_from_detail
 from axon_ps.rpc.stream import EOF
+from axon_ps.storage.roots import check_allowed
 from axon_ps.wire import codec
 from axon_ps.wire.v1 import common_pb2, coordinator_pb2, logs_pb2, placement_pb2, session_pb2, status_pb2, trace_pb2
 
@@ -137,6 +138,9 @@ class CoordinatorServicer:
         if kind == "restore":
             error = error_from_detail(message.restore.error)
             return state.restore_report(session, message.restore.epoch, error, now, model=message.restore.model)
+        if kind == "no_room":
+            error = error_from_detail(message.no_room.error)
+            return state.no_room(session, message.no_room.model, message.no_room.placement, error, now)
         if kind == "leave":
             return state.leave(session, message.leave.reason[:200], now, finished=message.leave.finished)
         raise InvalidRequest(f"a session's message is {kind or 'empty, or of a newer version'}; it is not understood")
@@ -212,6 +216,8 @@ class CoordinatorServicer:
         """Have the servers write their slices, then the manifest; equal requests at the same version are one."""
         uri = codec.name_from_proto(request.uri, "the checkpoint's URI")
         caller = _caller(request.context)
+        self._shell.state.check_member_or_operator(caller)
+        check_allowed(uri)  # before the servers write there
         return _checkpoint(await self.save(caller, uri, request.extra_json, background=request.background))
 
     async def save(self, caller: Caller, uri: str, extra_json: str, *, background: bool = False) -> CheckpointReply:
@@ -239,7 +245,7 @@ class CoordinatorServicer:
     ) -> coordinator_pb2.CheckpointReply:
         """Read the manifest, then have the servers load their slices, or take what a worker uploads."""
         caller, state = _caller(request.context), self._shell.state
-        state.check_caller(caller)
+        state.check_member_or_operator(caller)
         uri = codec.name_from_proto(request.uri, "the checkpoint's URI")
         if len(request.models) > MAX_MODELS:
             raise InvalidRequest(f"{len(request.models)} models are to be restored; a job has at most {MAX_MODELS}")

@@ -105,6 +105,11 @@ class ShardEngine:
         self.place(placement or place(spec.plan(num_cuts), [Server(rank) for rank in range(num_cuts)], 1), server)
         self.set_replicas(self.gradients.num_replicas)
 
+    def unconfigure(self) -> None:
+        """Give back what `configure` had made when it ran out of memory: the layout is not known any more."""
+        self.release()
+        self.spec, self.placement = None, None
+
     def place(self, placement: Placement, server: int) -> list[OwnedSlice]:
         """Hold what a placement gives to `server`; returns what was given up, to be closed when nothing is applied."""
         self.placement = placement

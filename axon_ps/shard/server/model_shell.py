@@ -14,6 +14,7 @@ Note: [In order]
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
@@ -27,6 +28,7 @@ from axon_ps.errors import AxonError, GenerationChanged, InvalidRequest, Misuse,
 from axon_ps.host.priority import Throttle
 from axon_ps.kernels import digest
 from axon_ps.observe.work import Work
+from axon_ps.rpc.limits import MAX_NEWER
 from axon_ps.shard.core.engine import ShardEngine
 from axon_ps.shard.core.gradients import Push
 from axon_ps.shard.core.slices import OwnedSlice
@@ -36,11 +38,14 @@ from axon_ps.shard.server.copying import Copying
 from axon_ps.shard.server.forwarding import Forwarding
 from axon_ps.shard.server.model_values import ModelValues
 from axon_ps.shard.server.pacing import SubscriberLimits
-from axon_ps.shard.server.reports import ServerShell
+from axon_ps.shard.server.reports import Reports, ServerShell
+from axon_ps.shard.server.room import ModelRoom, NoRoom
 from axon_ps.shard.server.subscriptions import Subscriptions
 from axon_ps.shard.server.waiters import Waiters
 from axon_ps.sharding.job import JobSpec
 from axon_ps.types import Array, Decision, DType, Hyper, Member, Membership
+
+_logger = logging.getLogger(__name__)
 
 
 def warm_up(spec: JobSpec) -> None:
@@ -79,6 +84,7 @@ class ModelShell:
         pins: versions that snapshots and copies still read.
         members: the workers by incarnation, each with the replica that it contributes to here.
         name: its name in the job; empty until that is known.
+        holding: whether there is memory for it.
     """
 
     def __init__(
@@ -92,6 +98,7 @@ class ModelShell:
         self.name = ""
         self.engine = ShardEngine()
         self._server = server
+        self.room = ModelRoom(server)
         self._membership: Membership | None = None
         self.members: dict[str, Member] = {}
         self._waiters = Waiters()
@@ -191,6 +198,8 @@ class ModelShell:
                 self._on_averaging(event)
             elif isinstance(event, RestoreOrder):
                 self.values.begin(event)
+        except NoRoom:
+            self._wake_all()
         except AxonError as error:
             self._server.fail(error)
 
@@ -211,13 +220,12 @@ class ModelShell:
         self._report_ready()
 
     def _on_job(self, job: JobState) -> None:
-        reports = self._server.reports
-        assert reports is not None
+        reports = self._reports
         self.name = job.name or self.name
         self.values.epoch = max(self.values.epoch, job.epoch)
         if job.spec is not None and not self.engine.configured:
             assert job.placement is not None
-            self.engine.configure(job.spec, reports.rank, job.placement.num_cuts, job.placement)
+            self.room.configure(self, job.spec, job.optimizer, job.placement)
             self.values.served = job.epoch  # what is copied to us is of it; if it is being restored, the order follows
             if self._server.links is not None:
                 self._forwarding = Forwarding(self.number, self.engine, self._server.links)
@@ -230,10 +238,11 @@ class ModelShell:
             # nothing is owned here, and no restore is on its way
             if self.engine.parameters.initialized and self.values.epoch == 0:
                 reports.initialized(version=job.version, epoch=0, model=self.number)
-        if job.optimizer is not None and self.engine.updater is None:
-            updater = self.engine.set_optimizer(job.optimizer)
+        if job.optimizer is not None and self.engine.updater is None and self.engine.configured:
+            updater = self.room.set_optimizer(self, job.optimizer)
             self._server.start(self._server.in_files_thread(partial(updater.warm_up, self.engine.precision.param)))
         if job.placement is not None and self.engine.configured and job.placement != self.engine.placement:
+            self.room.check(self, job.placement)
             for owned in self.engine.place(job.placement, reports.rank):
                 if not owned.applying:
                     owned.close()
@@ -250,10 +259,9 @@ class ModelShell:
 
     def _on_copied(self, owned: OwnedSlice) -> None:
         """A slice has come from its primary."""
-        reports, placement = self._server.reports, self.engine.placement
-        assert reports is not None
+        placement = self.engine.placement
         assert placement is not None
-        reports.copied(
+        self._reports.copied(
             Copied(model=self.number, epoch=self.values.served, slices=(owned.number,), placement=placement.number)
         )
         self._waiters.wake_unit(owned.chunks.unit)
@@ -334,23 +342,14 @@ class ModelShell:
             name = (engine.generation, step)
             if self._reported.get(replica) == name or (sums := engine.gradients.ready(replica)) is None:
                 continue
-            reports = self._server.reports
-            assert reports is not None
-            assert engine.placement is not None
             self._reported[replica] = name
             of = replica if engine.gradients.asynchronous else None
-            reports.ready(
-                Ready(
-                    generation=engine.generation,
-                    step=step,
-                    sums_of_squares=sums,
-                    replica=of or 0,
-                    model=self.number,
-                    placement=engine.placement.number,
-                    digests=engine.digests(),
-                ),
-                of,
-            )
+            self._reports.ready(_ready(self, step, sums, of or 0), of)
+
+    @property
+    def _reports(self) -> Reports:
+        assert self._server.reports is not None
+        return self._server.reports
 
     def _wake_all(self) -> None:
         self._waiters.wake_all()
@@ -361,11 +360,11 @@ class ModelShell:
 
     def write(self, uri: str, version: int, pin: Pin, throttle: Throttle, work: Work) -> SnapshotFile:
         """Write our slices of a checkpoint, in the files' thread; see `snapshot.write`."""
-        reports = self._server.reports
-        assert reports is not None
         try:
             num_cuts = 1 if self.engine.placement is None else self.engine.placement.num_cuts
-            entry = snapshot.write(self.engine, uri, version, reports.rank, num_cuts, self.pins, pin, throttle, work)
+            entry = snapshot.write(
+                self.engine, uri, version, self._reports.rank, num_cuts, self.pins, pin, throttle, work
+            )
         finally:
             self.pins.release(pin)
         return SnapshotFile(name=entry.name, sha256=entry.sha256, bytes=entry.bytes, model=self.number)
@@ -488,10 +487,12 @@ class ModelShell:
         Versions grow within an epoch only. The caller may know of a restore before this server does, or after it.
 
         Raises:
+            InvalidRequest: the model will not have such a version soon.
             GenerationChanged: while it waited.
             StepAborted: the parameters are of a later epoch.
             SliceMoved: the slice is not here, or no longer.
         """
+        _check_version(self, min_version)
         while True:
             if epoch < self.values.served:
                 raise StepAborted(
@@ -557,3 +558,30 @@ class ModelShell:
         if owned.reached != version and not frozen:
             raise StepAborted(f"slice {number} is at version {owned.reached}; version {version} was asked for")
         return owned
+
+
+def _check_version(model: ModelShell, version: int) -> None:
+    """Refuse a version that a model will not have soon: nobody waits for it.
+
+    Raises:
+        InvalidRequest: it is.
+    """
+    if version > model.engine.version + MAX_NEWER:
+        raise InvalidRequest(
+            f"version {version} of model {model.name!r} was asked for; it is at {model.engine.version}"
+        )
+
+
+def _ready(model: ModelShell, step: int, sums_of_squares: tuple[float, ...], replica: int) -> Ready:
+    """The report that every gradient of a step is here."""
+    engine = model.engine
+    assert engine.placement is not None
+    return Ready(
+        generation=engine.generation,
+        step=step,
+        sums_of_squares=sums_of_squares,
+        replica=replica,
+        model=model.number,
+        placement=engine.placement.number,
+        digests=engine.digests(),
+    )

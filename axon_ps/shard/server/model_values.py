@@ -73,7 +73,9 @@ class ModelValues:
         await self._idle.wait()
         try:
             with self._server.working("restore") as work:
-                prepare = partial(snapshot.prepare, engine, order.uri, order.version, order.section, work)
+                prepare = partial(
+                    snapshot.prepare, engine, order.uri, order.version, order.section, work, sha256=order.sha256
+                )
                 restore = await self._server.in_files_thread(prepare)
                 engine.parameters.withdraw()
                 await self._server.in_files_thread(lambda: snapshot.load(engine, restore, work))

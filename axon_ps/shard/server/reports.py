@@ -11,6 +11,7 @@ from axon_ps.errors import AxonError
 from axon_ps.observe.tracing.tracer import Tracer
 from axon_ps.observe.work import Work
 from axon_ps.shard.server.links import Links
+from axon_ps.shard.server.room import Room
 
 
 class Reports(Protocol):
@@ -37,6 +38,9 @@ class Reports(Protocol):
     def restore_report(self, epoch: int, error: AxonError, *, model: int = 0) -> None:
         """We could not restore a model."""
 
+    def no_room(self, model: int, placement: int, error: AxonError) -> None:
+        """We have no memory for what a placement gives us of a model."""
+
 
 class ServerShell(Protocol):
     """What a model's shell needs of its server's; see `shard.server.shell.ShardShell`.
@@ -45,11 +49,13 @@ class ServerShell(Protocol):
         reports: the way to the coordinator.
         links: the way to the other shard servers; None where there are none.
         tracer: the spans of this process.
+        room: the memory that it has.
     """
 
     reports: Reports | None
     links: Links | None
     tracer: Tracer
+    room: Room
 
     def start(self, coroutine: Coroutine[Any, Any, None]) -> None:
         """Run something; if it raises, the server ends."""

@@ -29,6 +29,7 @@ from axon_ps.shard.server.departure import hand_over
 from axon_ps.shard.server.job_watch import JobWatch
 from axon_ps.shard.server.links import Links
 from axon_ps.shard.server.pacing import SubscriberLimits
+from axon_ps.shard.server.room import Room
 from axon_ps.shard.server.servicer import ShardServicer
 from axon_ps.shard.server.shell import ShardShell
 from axon_ps.types import Role
@@ -58,6 +59,7 @@ class ShardConfig:
         grace_s: how long streams under way may take when we stop.
         drain_s: how long others may take to get what this server holds when it is asked to stop; 0 = it just leaves.
         tracing: which steps are traced.
+        memory_bytes: what this process may have in all; 0 = what the machine and its control groups let it have.
     """
 
     coordinator: str
@@ -75,6 +77,7 @@ class ShardConfig:
     grace_s: float = 2.0
     drain_s: float = 0.0
     tracing: TracePolicy = NO_TRACES
+    memory_bytes: int = 0
 
 
 async def serve(
@@ -97,7 +100,7 @@ async def serve(
         AxonError: the session ended for good, or this server's parameters can no longer be right.
     """
     retain_message_memory()
-    shell, watch = ShardShell(config.job, config.threads, config.limits), JobWatch()
+    shell, watch = ShardShell(config.job, config.threads, config.limits, Room(config.memory_bytes)), JobWatch()
     servicer = ShardServicer(shell)
     handler = service_handler(_SERVICE, servicer)
     server = listen(config.host, config.port, config.security, [handler], [_SERVICE.full_name])
@@ -125,7 +128,7 @@ async def serve(
             on_event=on_event,
             reconnect_timeout_s=config.reconnect_timeout_s,
         )
-        session.measure, session.tracer = shell.measures, shell.tracer
+        session.measure, session.tracer, session.memory = shell.measures, shell.tracer, shell.room.report
         await session.start(config.join_timeout_s)
         about = {"axon_ps.job": config.job, "axon_ps.rank": str(session.rank), "axon_ps.node": node}
         shell.tracer.start(config.tracing, "shard", about)

@@ -55,7 +55,8 @@ class ShardServicer:
     async def all_gather(self, context: ServerStream) -> None:
         """Gathers, one after the other."""
         while (request := await self._idle.next(context.read())) is not EOF:
-            with self._shell.tracer.serving("gather", request.context.traceparent) as span:
+            tracer, calling = self._shell.tracer, self._shell.calling(request.context.incarnation)
+            with calling, tracer.serving("gather", request.context.traceparent) as span:
                 await self._gather(request, context, span)
 
     async def _gather(self, request: shard_pb2.AllGatherRequest, context: ServerStream, span: Span | None) -> None:
@@ -148,7 +149,8 @@ class ShardServicer:
         """Pushes, one after the other."""
         while (message := await self._idle.next(context.read())) is not EOF:
             header, payload = _first(message)
-            with self._shell.tracer.serving("push", header.context.traceparent) as span:
+            tracer, calling = self._shell.tracer, self._shell.calling(header.context.incarnation)
+            with calling, tracer.serving("push", header.context.traceparent) as span:
                 reply = await self._push(message, header, payload, context, span)
             await context.write(reply)
 

@@ -13,14 +13,25 @@ from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 from axon_ps.aggregation.server.shell import CollectiveShell
 from axon_ps.coordinator.core.events import Event, JobState, RestoreOrder, SessionLost, SnapshotFile, SnapshotOrder
-from axon_ps.errors import AxonError, Busy, Drained, GenerationChanged, InternalError, Misuse, PermissionDenied
+from axon_ps.errors import (
+    AxonError,
+    Broken,
+    Busy,
+    Drained,
+    GenerationChanged,
+    InternalError,
+    InvalidRequest,
+    Misuse,
+    PermissionDenied,
+)
 from axon_ps.host.priority import BACKGROUND, UNTHROTTLED
 from axon_ps.observe.tracing.tracer import Tracer
 from axon_ps.observe.work import Work, process_measures, to_measures
+from axon_ps.rpc.limits import FENCE_S, MAX_NEWER
 from axon_ps.shard.core.engine import ShardEngine
 from axon_ps.shard.same_host.access import SameHostCallers
 from axon_ps.shard.server.apply import Pin
@@ -28,6 +39,7 @@ from axon_ps.shard.server.links import Links
 from axon_ps.shard.server.model_shell import Averaging, ModelShell
 from axon_ps.shard.server.pacing import Pacer, SubscriberLimits
 from axon_ps.shard.server.reports import Reports
+from axon_ps.shard.server.room import Room
 from axon_ps.shard.server.subscriptions import Subscriptions
 from axon_ps.shard.server.waiters import Waiters
 from axon_ps.storage.manifest import discard
@@ -35,6 +47,9 @@ from axon_ps.types import Decision, Member, Membership, Outcome
 from axon_ps.wire.v1.common_pb2 import CallContext
 
 _logger = logging.getLogger(__name__)
+
+MAX_MEMBER_CALLS: Final = 1024
+"""Gathers, pushes and uploads of one worker that may be under way at a time."""
 
 _MEASURED = ("version", "step", "missing_chunks")
 _MEMORY = ("master_bytes", "accumulator_bytes", "state_bytes", "residual_bytes", "frame_bytes", "shared_bytes")
@@ -51,6 +66,7 @@ class ShardShell:
         job: name of the job; calls for another one are refused.
         threads: for applying, a model; None = one per core this process may use.
         limits: what subscribers get; None = the default.
+        room: the memory that it has; None = what the machine lets it have.
 
     Attributes:
         pacer: decides when subscribers get what they pull.
@@ -60,9 +76,16 @@ class ShardShell:
         links: the way to the other shard servers; set before the first event, if there can be any.
         failure: set when this server cannot go on; the server ends with it.
         tracer: the spans of this process.
+        room: the memory that it has.
     """
 
-    def __init__(self, job: str, threads: int | None = None, limits: SubscriberLimits | None = None) -> None:
+    def __init__(
+        self,
+        job: str,
+        threads: int | None = None,
+        limits: SubscriberLimits | None = None,
+        room: Room | None = None,
+    ) -> None:
         self.job = job
         self.pacer = Pacer(limits or SubscriberLimits())
         self._limits = limits
@@ -72,6 +95,7 @@ class ShardShell:
         self.failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.same_host = SameHostCallers()
         self.tracer = Tracer()
+        self.room = room or Room()
         self._threads = threads
         self._generation = 0
         self._membership: Membership | None = None
@@ -82,6 +106,7 @@ class ShardShell:
         self._files = ThreadPoolExecutor(1, "axon-ps-files")
         self._tasks: set[asyncio.Task[None]] = set()
         self._works: list[Work] = []
+        self._calls: Counter[str] = Counter()  # under way, by member
         self.model(0)
 
     async def close(self) -> None:
@@ -143,6 +168,7 @@ class ShardShell:
         measures = {name: statistics[name] for name in _MEASURED if name in statistics}
         measures["slice_bytes"] = sum(v for name, v in statistics.items() if name in _MEMORY)
         measures |= process_measures(statistics)
+        measures["available_bytes"] = float(self.room.free_bytes())
         works = [*self._works, *(w for model in self._models.values() for w in model.works())]
         uploads_too = not any(work.kind == "restore" for work in self._works)
         return measures | to_measures(w for w in works if w.kind != "upload" or uploads_too)
@@ -331,9 +357,11 @@ class ShardShell:
     async def _fence(self, context: CallContext) -> ModelShell:
         if context.job != self.job:
             raise PermissionDenied(f"this server serves job {self.job!r}, not {context.job!r}")
-        while not self._can_answer(context):
-            await self._waiters.wait()
+        if not self._can_answer(context):
+            await self._catch_up(context)
         self._check_not_released(context.model)
+        if context.model in self._models and (no_room := self._models[context.model].room.no_room):
+            raise Busy(no_room)
         if context.generation < self._generation:
             raise GenerationChanged(
                 f"generation {context.generation} is over; the current one is {self._generation}", self._generation
@@ -342,11 +370,58 @@ class ShardShell:
         model.check_generation(context.generation)
         return model
 
+    async def _catch_up(self, context: CallContext) -> None:
+        """Wait until this server knows enough to serve or to refuse a call; see `rpc.limits.FENCE_S`.
+
+        Raises:
+            InvalidRequest: it is of a generation or a placement that this job will not have soon.
+            Broken: this server has not heard of it in time.
+        """
+        model = self._models.get(context.model)
+        placement = None if model is None else model.engine.placement
+        for what, given, known in (
+            ("generation", context.generation, self._generation),
+            ("placement", context.placement, 0 if placement is None else placement.number),
+        ):
+            if given > known + MAX_NEWER:
+                raise InvalidRequest(f"{what} {given} is none of this job's; this server knows {known}")
+        try:
+            async with asyncio.timeout(FENCE_S):
+                while not self._can_answer(context):
+                    await self._waiters.wait()
+        except TimeoutError:
+            raise Broken(
+                f"this server has not heard of generation {context.generation} and placement {context.placement} of "
+                f"model {context.model} within {FENCE_S:g} s; it knows generation {self._generation}"
+            ) from None
+
+    @contextlib.contextmanager
+    def calling(self, caller: str) -> Iterator[None]:
+        """A call of an incarnation is under way as long as the context lasts.
+
+        Raises:
+            Busy: it has too many under way.
+        """
+        if self._calls[caller] >= MAX_MEMBER_CALLS:
+            raise Busy(
+                f"{caller[:32]!r} has {MAX_MEMBER_CALLS} gathers and pushes under way at this server, which is "
+                "the most of a member; wait for some of them"
+            )
+        self._calls[caller] += 1
+        try:
+            yield
+        finally:
+            self._calls[caller] -= 1
+            if not self._calls[caller]:
+                del self._calls[caller]
+
     def _can_answer(self, context: CallContext) -> bool:
         """Whether this server knows enough to serve or to refuse a call."""
         if context.model in self._released or context.generation < self._generation:
             return True
         model = self._models.get(context.model)
+        if model is not None and model.room.no_room:
+            return True
         if model is None or (placement := model.engine.placement) is None:
             return False
         return model.engine.generation >= context.generation and placement.number >= context.placement

@@ -142,7 +142,9 @@ class Restore:
         return self.manifest.optimizer.name if self.manifest.optimizer else ""
 
 
-def prepare(engine: ShardEngine, uri: str, version: int, section: str = "", work: Work | None = None) -> Restore:
+def prepare(
+    engine: ShardEngine, uri: str, version: int, section: str = "", work: Work | None = None, *, sha256: str = ""
+) -> Restore:
     """Check that a checkpoint is complete and fits the layout; changes nothing.
 
     Args:
@@ -151,6 +153,7 @@ def prepare(engine: ShardEngine, uri: str, version: int, section: str = "", work
         version: the version it must hold.
         section: what the checkpoint calls the model; empty = the only one in it.
         work: gets the bytes to read, here and in `load`, and those that were.
+        sha256: the hash of the manifest that was checked; empty = any.
 
     Raises:
         Misuse: no layout is registered yet.
@@ -161,7 +164,10 @@ def prepare(engine: ShardEngine, uri: str, version: int, section: str = "", work
     """
     if engine.spec is None:
         raise Misuse("this shard server has no layout yet; register the job's spec before restoring")
-    manifest = read_manifest(uri).section(section, only=not section)
+    found = read_manifest(uri)
+    if sha256 and found.sha256 != sha256:
+        raise CheckpointCorrupt(f"the manifest at {uri} is not the one that the coordinator has checked")
+    manifest = found.section(section, only=not section)
     if manifest.version != version:
         raise CheckpointCorrupt(
             f"the checkpoint at {uri} is of version {manifest.version}; version {version} was ordered"

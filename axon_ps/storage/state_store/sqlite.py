@@ -14,6 +14,15 @@ from axon_ps.storage.state_store.base import Record, StateStore, register
 SCHEMA_VERSION: Final = 2
 """Schema of the sqlite file, and what its records are; stored in its `user_version`. In 1 they were JSON."""
 
+FREE_PAGES: Final = 256
+"""When so many pages of the file hold nothing any more (1 MiB), some are given back with the next batch."""
+
+GIVEN_BACK_PAGES: Final = 2048
+"""At most so many with one batch, so that no decision waits long for it: 8 MiB."""
+
+JOURNAL_BYTES: Final = 16 << 20
+"""What is left of the journal's file when it was larger."""
+
 APPLICATION_ID: Final = 0x41584F4E
 """Marks a sqlite file as one of axon_ps: "AXON"."""
 
@@ -37,6 +46,7 @@ class SqliteStateStore(StateStore):
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._path = os.fspath(path)
         self._db: sqlite3.Connection | None = None
+        self._shrinking = False
         try:
             os.makedirs(os.path.dirname(os.path.abspath(self._path)), exist_ok=True)
             self._db = sqlite3.connect(self._path, isolation_level=None, check_same_thread=False, timeout=0.0)
@@ -70,11 +80,20 @@ class SqliteStateStore(StateStore):
                 else:
                     db.execute("INSERT OR REPLACE INTO records VALUES (?, ?)", (record.key, record.value))
             db.execute("COMMIT")
+            if any(record.value is None for record in records) or self._shrinking:
+                self._shrink(db)
         except sqlite3.Error as error:
             if db.in_transaction:
                 with contextlib.suppress(sqlite3.Error):  # sqlite rolls back by itself when it has to
                     db.execute("ROLLBACK")
             raise self._translated(error, "written") from error
+
+    def _shrink(self, db: sqlite3.Connection) -> None:
+        """Give pages that hold nothing any more back to the file system, a part of them at a time."""
+        free = db.execute("PRAGMA freelist_count").fetchone()[0]
+        self._shrinking = free > FREE_PAGES
+        if self._shrinking:
+            db.executescript(f"PRAGMA incremental_vacuum({GIVEN_BACK_PAGES})")  # `execute` gives one page back
 
     def close(self) -> None:
         """Close the file."""
@@ -104,7 +123,12 @@ class SqliteStateStore(StateStore):
             raise ConfigurationError(
                 f"state file {self._path!r} is corrupt ({damage}); restore it or give another path"
             )
+        if db.execute("PRAGMA auto_vacuum").fetchone()[0] != _INCREMENTAL:
+            db.execute(f"PRAGMA auto_vacuum = {_INCREMENTAL}")
+            if tables:  # an older axon_ps made it; only rewriting the file changes that
+                db.execute("VACUUM")
         db.execute("PRAGMA journal_mode = WAL")
+        db.execute(f"PRAGMA journal_size_limit = {JOURNAL_BYTES}")
         db.execute("PRAGMA synchronous = FULL")
         db.execute("BEGIN IMMEDIATE")  # takes the lock now: a second coordinator fails here, not later
         db.execute("CREATE TABLE IF NOT EXISTS records (key TEXT PRIMARY KEY, value BLOB NOT NULL)")
@@ -125,4 +149,5 @@ class SqliteStateStore(StateStore):
         return ConfigurationError(f"state file {self._path!r} cannot be {what}: {error}")
 
 
+_INCREMENTAL = 2  # PRAGMA auto_vacuum: pages are given back when we ask for it
 _NO_SPACE = (28, 122)  # ENOSPC, EDQUOT

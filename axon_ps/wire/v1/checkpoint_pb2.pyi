@@ -21,7 +21,7 @@ class SnapshotFile(_message.Message):
     def __init__(self, name: _Optional[str] = ..., sha256: _Optional[str] = ..., bytes: _Optional[int] = ..., model: _Optional[int] = ...) -> None: ...
 
 class Manifest(_message.Message):
-    __slots__ = ("format_version", "job", "created", "num_servers", "extra_json", "models", "sha256")
+    __slots__ = ("format_version", "job", "created", "num_servers", "extra_json", "models", "signature", "sha256")
     class Model(_message.Message):
         __slots__ = ("name", "version", "chunk_numel", "min_slice_numel", "files", "optimizer", "layout", "file_of", "committed")
         class CommittedEntry(_message.Message):
@@ -56,6 +56,7 @@ class Manifest(_message.Message):
     NUM_SERVERS_FIELD_NUMBER: _ClassVar[int]
     EXTRA_JSON_FIELD_NUMBER: _ClassVar[int]
     MODELS_FIELD_NUMBER: _ClassVar[int]
+    SIGNATURE_FIELD_NUMBER: _ClassVar[int]
     SHA256_FIELD_NUMBER: _ClassVar[int]
     format_version: int
     job: str
@@ -63,8 +64,9 @@ class Manifest(_message.Message):
     num_servers: int
     extra_json: str
     models: _containers.RepeatedCompositeFieldContainer[Manifest.Model]
+    signature: str
     sha256: str
-    def __init__(self, format_version: _Optional[int] = ..., job: _Optional[str] = ..., created: _Optional[str] = ..., num_servers: _Optional[int] = ..., extra_json: _Optional[str] = ..., models: _Optional[_Iterable[_Union[Manifest.Model, _Mapping]]] = ..., sha256: _Optional[str] = ...) -> None: ...
+    def __init__(self, format_version: _Optional[int] = ..., job: _Optional[str] = ..., created: _Optional[str] = ..., num_servers: _Optional[int] = ..., extra_json: _Optional[str] = ..., models: _Optional[_Iterable[_Union[Manifest.Model, _Mapping]]] = ..., signature: _Optional[str] = ..., sha256: _Optional[str] = ...) -> None: ...
 
 class SnapshotReport(_message.Message):
     __slots__ = ("id", "files", "error")
@@ -101,15 +103,17 @@ class SnapshotOrder(_message.Message):
     def __init__(self, id: _Optional[int] = ..., uri: _Optional[str] = ..., version: _Optional[int] = ..., models: _Optional[_Iterable[_Union[_membership_pb2.ModelProgress, _Mapping]]] = ..., background: bool = ...) -> None: ...
 
 class RestoreOrder(_message.Message):
-    __slots__ = ("epoch", "uri", "version", "model", "section")
+    __slots__ = ("epoch", "uri", "version", "model", "section", "sha256")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     URI_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     SECTION_FIELD_NUMBER: _ClassVar[int]
+    SHA256_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     uri: str
     version: int
     model: int
     section: str
-    def __init__(self, epoch: _Optional[int] = ..., uri: _Optional[str] = ..., version: _Optional[int] = ..., model: _Optional[int] = ..., section: _Optional[str] = ...) -> None: ...
+    sha256: str
+    def __init__(self, epoch: _Optional[int] = ..., uri: _Optional[str] = ..., version: _Optional[int] = ..., model: _Optional[int] = ..., section: _Optional[str] = ..., sha256: _Optional[str] = ...) -> None: ...

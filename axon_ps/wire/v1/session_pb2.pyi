@@ -25,7 +25,7 @@ OUTCOME_SKIP: Outcome
 OUTCOME_ABORT: Outcome
 
 class SessionRequest(_message.Message):
-    __slots__ = ("join", "heartbeat", "vote", "ready", "initialized", "snapshot", "restore", "leave", "arrived", "copied", "spans")
+    __slots__ = ("join", "heartbeat", "vote", "ready", "initialized", "snapshot", "restore", "leave", "arrived", "copied", "spans", "no_room")
     JOIN_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
     VOTE_FIELD_NUMBER: _ClassVar[int]
@@ -37,6 +37,7 @@ class SessionRequest(_message.Message):
     ARRIVED_FIELD_NUMBER: _ClassVar[int]
     COPIED_FIELD_NUMBER: _ClassVar[int]
     SPANS_FIELD_NUMBER: _ClassVar[int]
+    NO_ROOM_FIELD_NUMBER: _ClassVar[int]
     join: Join
     heartbeat: Heartbeat
     vote: Vote
@@ -48,10 +49,11 @@ class SessionRequest(_message.Message):
     arrived: Arrived
     copied: _placement_pb2.Copied
     spans: _trace_pb2.SpanReport
-    def __init__(self, join: _Optional[_Union[Join, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., vote: _Optional[_Union[Vote, _Mapping]] = ..., ready: _Optional[_Union[Ready, _Mapping]] = ..., initialized: _Optional[_Union[Initialized, _Mapping]] = ..., snapshot: _Optional[_Union[_checkpoint_pb2.SnapshotReport, _Mapping]] = ..., restore: _Optional[_Union[_checkpoint_pb2.RestoreReport, _Mapping]] = ..., leave: _Optional[_Union[Leave, _Mapping]] = ..., arrived: _Optional[_Union[Arrived, _Mapping]] = ..., copied: _Optional[_Union[_placement_pb2.Copied, _Mapping]] = ..., spans: _Optional[_Union[_trace_pb2.SpanReport, _Mapping]] = ...) -> None: ...
+    no_room: NoRoom
+    def __init__(self, join: _Optional[_Union[Join, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., vote: _Optional[_Union[Vote, _Mapping]] = ..., ready: _Optional[_Union[Ready, _Mapping]] = ..., initialized: _Optional[_Union[Initialized, _Mapping]] = ..., snapshot: _Optional[_Union[_checkpoint_pb2.SnapshotReport, _Mapping]] = ..., restore: _Optional[_Union[_checkpoint_pb2.RestoreReport, _Mapping]] = ..., leave: _Optional[_Union[Leave, _Mapping]] = ..., arrived: _Optional[_Union[Arrived, _Mapping]] = ..., copied: _Optional[_Union[_placement_pb2.Copied, _Mapping]] = ..., spans: _Optional[_Union[_trace_pb2.SpanReport, _Mapping]] = ..., no_room: _Optional[_Union[NoRoom, _Mapping]] = ...) -> None: ...
 
 class Join(_message.Message):
-    __slots__ = ("job", "role", "incarnation", "node", "address", "requested_rank", "world_size", "standby", "optimizers", "compressors")
+    __slots__ = ("job", "role", "incarnation", "node", "address", "requested_rank", "world_size", "standby", "optimizers", "compressors", "memory")
     JOB_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
@@ -62,6 +64,7 @@ class Join(_message.Message):
     STANDBY_FIELD_NUMBER: _ClassVar[int]
     OPTIMIZERS_FIELD_NUMBER: _ClassVar[int]
     COMPRESSORS_FIELD_NUMBER: _ClassVar[int]
+    MEMORY_FIELD_NUMBER: _ClassVar[int]
     job: str
     role: _common_pb2.Role
     incarnation: str
@@ -72,7 +75,28 @@ class Join(_message.Message):
     standby: bool
     optimizers: _containers.RepeatedScalarFieldContainer[str]
     compressors: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, job: _Optional[str] = ..., role: _Optional[_Union[_common_pb2.Role, str]] = ..., incarnation: _Optional[str] = ..., node: _Optional[str] = ..., address: _Optional[str] = ..., requested_rank: _Optional[int] = ..., world_size: _Optional[int] = ..., standby: bool = ..., optimizers: _Optional[_Iterable[str]] = ..., compressors: _Optional[_Iterable[str]] = ...) -> None: ...
+    memory: Memory
+    def __init__(self, job: _Optional[str] = ..., role: _Optional[_Union[_common_pb2.Role, str]] = ..., incarnation: _Optional[str] = ..., node: _Optional[str] = ..., address: _Optional[str] = ..., requested_rank: _Optional[int] = ..., world_size: _Optional[int] = ..., standby: bool = ..., optimizers: _Optional[_Iterable[str]] = ..., compressors: _Optional[_Iterable[str]] = ..., memory: _Optional[_Union[Memory, _Mapping]] = ...) -> None: ...
+
+class Memory(_message.Message):
+    __slots__ = ("available_bytes", "resident_bytes", "pool")
+    AVAILABLE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    RESIDENT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    POOL_FIELD_NUMBER: _ClassVar[int]
+    available_bytes: int
+    resident_bytes: int
+    pool: str
+    def __init__(self, available_bytes: _Optional[int] = ..., resident_bytes: _Optional[int] = ..., pool: _Optional[str] = ...) -> None: ...
+
+class NoRoom(_message.Message):
+    __slots__ = ("model", "placement", "error")
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    PLACEMENT_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    model: int
+    placement: int
+    error: _common_pb2.ErrorDetail
+    def __init__(self, model: _Optional[int] = ..., placement: _Optional[int] = ..., error: _Optional[_Union[_common_pb2.ErrorDetail, _Mapping]] = ...) -> None: ...
 
 class Heartbeat(_message.Message):
     __slots__ = ("metrics", "logs", "logs_dropped")
@@ -205,7 +229,7 @@ class Welcome(_message.Message):
     def __init__(self, rank: _Optional[int] = ..., lease_s: _Optional[float] = ..., world_size: _Optional[int] = ..., num_shards: _Optional[int] = ..., state_id: _Optional[str] = ..., released: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class JobEvent(_message.Message):
-    __slots__ = ("spec", "optimizer", "initialized", "version", "epoch", "model", "name", "copied", "released", "placement", "committed")
+    __slots__ = ("spec", "optimizer", "initialized", "version", "epoch", "model", "name", "copied", "released", "placement", "committed", "no_room")
     class CommittedEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -224,6 +248,7 @@ class JobEvent(_message.Message):
     RELEASED_FIELD_NUMBER: _ClassVar[int]
     PLACEMENT_FIELD_NUMBER: _ClassVar[int]
     COMMITTED_FIELD_NUMBER: _ClassVar[int]
+    NO_ROOM_FIELD_NUMBER: _ClassVar[int]
     spec: _common_pb2.JobSpec
     optimizer: _common_pb2.OptimizerSpec
     initialized: bool
@@ -235,7 +260,8 @@ class JobEvent(_message.Message):
     released: bool
     placement: _placement_pb2.Placement
     committed: _containers.ScalarMap[str, str]
-    def __init__(self, spec: _Optional[_Union[_common_pb2.JobSpec, _Mapping]] = ..., optimizer: _Optional[_Union[_common_pb2.OptimizerSpec, _Mapping]] = ..., initialized: bool = ..., version: _Optional[int] = ..., epoch: _Optional[int] = ..., model: _Optional[int] = ..., name: _Optional[str] = ..., copied: _Optional[int] = ..., released: bool = ..., placement: _Optional[_Union[_placement_pb2.Placement, _Mapping]] = ..., committed: _Optional[_Mapping[str, str]] = ...) -> None: ...
+    no_room: str
+    def __init__(self, spec: _Optional[_Union[_common_pb2.JobSpec, _Mapping]] = ..., optimizer: _Optional[_Union[_common_pb2.OptimizerSpec, _Mapping]] = ..., initialized: bool = ..., version: _Optional[int] = ..., epoch: _Optional[int] = ..., model: _Optional[int] = ..., name: _Optional[str] = ..., copied: _Optional[int] = ..., released: bool = ..., placement: _Optional[_Union[_placement_pb2.Placement, _Mapping]] = ..., committed: _Optional[_Mapping[str, str]] = ..., no_room: _Optional[str] = ...) -> None: ...
 
 class DecisionEvent(_message.Message):
     __slots__ = ("step", "generation", "outcome", "version", "grad_norm", "clip_factor", "hyper", "reason", "next_generation", "turn", "model", "copy", "commit", "traceparent")

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from axon_ps.coordinator.client.session import JobState, Registered
-from axon_ps.errors import Misuse
+from axon_ps.errors import Busy, Misuse
 from axon_ps.sharding.job import JobSpec
 from axon_ps.types import Decision, Member, Membership, Outcome
 from axon_ps.worker.job_view import JobView
@@ -241,12 +241,15 @@ class ModelView:
 
         Raises:
             Timeout: they do not; usually because the rank that uploads has died.
+            Busy: one has no memory for it.
         """
 
         def known() -> bool | None:
             if self._state is not None and self._state.initialized:
                 return True
             self.check_released()
+            if self._state is not None and self._state.no_room:
+                raise Busy(self._state.no_room)
             return False if self.membership.generation > registered.generation else None
 
         return self.job.wait_until(

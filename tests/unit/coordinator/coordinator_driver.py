@@ -11,7 +11,16 @@ from typing import Any, TypeVar
 from axon_ps.coordinator.core import records
 from axon_ps.coordinator.core.actions import Action, CloseSession, Persist, Reply, SendEvent
 from axon_ps.coordinator.core.config import CoordinatorConfig
-from axon_ps.coordinator.core.events import Copied, JobState, JoinRequest, KnownNames, Ready, Vote, Welcome
+from axon_ps.coordinator.core.events import (
+    Copied,
+    JobState,
+    JoinRequest,
+    KnownNames,
+    Ready,
+    ServerMemory,
+    Vote,
+    Welcome,
+)
 from axon_ps.coordinator.core.state import Caller, CoordinatorState
 from axon_ps.sharding.job import JobSpec
 from axon_ps.sharding.layout import Layout, build_unit
@@ -45,6 +54,7 @@ class Peer:
         self.error: Exception | None = None
         self.open = False
         self.known: KnownNames | None = None
+        self.memory: ServerMemory | None = None
         self.placements: dict[int, Placement] = {}  # the newest one received, by model
         self.given_rank = -1  # in the newest Welcome
 
@@ -86,6 +96,7 @@ class Peer:
             world_size=world_size,
             standby=standby,
             known=self.known,
+            memory=self.memory,
         )
         actions = d.state.join(session, self.role, request, d.clock())
         self.session, self.open, self.error = session, True, None
@@ -173,8 +184,10 @@ class Driver:
     def worker(self, node: str = "a", rank: int = -1, world_size: int = 0) -> Peer:
         return self.peer(Role.WORKER, node, rank).join(world_size=world_size)
 
-    def shard(self, rank: int = -1) -> Peer:
-        return self.peer(Role.SHARD, "s", rank).join()
+    def shard(self, rank: int = -1, memory: ServerMemory | None = None, node: str = "s") -> Peer:
+        peer = self.peer(Role.SHARD, node, rank)
+        peer.memory = memory
+        return peer.join()
 
     def assembled(self, workers: int = 2, shards: int = 1) -> tuple[list[Peer], list[Peer]]:
         """A complete job whose servers hold first values."""

@@ -73,7 +73,7 @@ def test_all_end_one_after_the_other(min_workers: int | None) -> None:
     assert m.waiting_for == "new workers, since all have finished"
     assert len(m.finished) == 3
     assert d.state.status().version == 1
-    assert d.call(lambda call: d.state.save(call, d.peer(servers[0].role).caller, "/c")), "it can still be saved"
+    assert d.call(lambda call: d.state.save(call, servers[0].caller, "/c")), "it can still be saved"
     d.advance(10_000.0, beat=True)
     assert servers[0].open
     first = d.worker()

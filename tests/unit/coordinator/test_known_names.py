@@ -47,8 +47,10 @@ def test_a_registration_is_refused_while_a_server_does_not_know_its_compressor()
 
 def test_a_server_that_does_not_know_the_jobs_optimizer_or_compressor_is_refused() -> None:
     d = Driver(num_shards=2)
-    worker = d.worker()
+    worker, first = d.worker(), server(d, "adamw", "int8").join()
+    server(d, "adamw", "int8").join()
     d.register(worker, COMPRESSED)
+    first.lose()
     generation = d.state.status().membership.generation
     for names, missing in (
         (["adamw"], "compressor 'int8'"),
@@ -60,7 +62,7 @@ def test_a_server_that_does_not_know_the_jobs_optimizer_or_compressor_is_refused
     assert d.state.status().membership.generation == generation
     server(d, "adamw", "int8").join()
     d.shard()  # one that lists nothing is not checked
-    assert len(d.state.status().membership.shards) == 2
+    assert len(d.state.status().membership.shards) == 3
 
 
 def test_a_server_is_checked_again_when_it_comes_back_to_a_restarted_coordinator() -> None:

@@ -7,6 +7,7 @@ import pytest
 from axon_ps.coordinator.core import kv
 from axon_ps.coordinator.core.kv import KVResult
 from axon_ps.coordinator.core.state import Caller
+from axon_ps.coordinator.core.waiting import MAX_WAIT_S
 from axon_ps.errors import Busy, GenerationChanged, InvalidRequest, PermissionDenied, Timeout
 from coordinator_driver import Driver
 
@@ -107,3 +108,34 @@ def test_putting_what_is_there_writes_nothing() -> None:
     d.performed.clear()
     d.kv(None, "put", "k", b"v")
     assert len(d.performed) == 1
+
+
+def test_keys_are_counted_and_the_coordinator_has_room_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv, "MAX_TOTAL_BYTES", 1000)
+    monkeypatch.setattr(kv, "MAX_KEYS", 2)
+    d = Driver()
+    d.kv(None, "put", "a", bytes(800))
+    with pytest.raises(Busy, match="holds 929 of 1000 bytes, which is the most of a job; delete what"):
+        d.kv(None, "put", "b", bytes(800))
+    d.call(lambda call: (d.state.kv(Caller(job="job")).put(call, "b", bytes(800), own=True), d.state.flush())[1])
+    with pytest.raises(Busy, match="has 2 keys, which is the most of a job"):
+        d.call(lambda call: (d.state.kv(Caller(job="job")).put(call, "c", b"", own=True), d.state.flush())[1])
+    d.kv(None, "put", "b", bytes(700)), "what shrinks it is taken, also from others"
+
+
+def test_what_a_lost_member_waits_for_takes_no_room() -> None:
+    d = Driver()
+    w = d.worker()
+    call = d.kv(w, "wait", "k", d.clock(), 1e9, w.incarnation)
+    w.lose()
+    assert isinstance(d.replies[call], GenerationChanged)
+    assert d.state.next_deadline() == float("inf")
+
+
+def test_no_wait_is_longer_than_a_day() -> None:
+    d = Driver()
+    call = d.kv(None, "wait", "k", d.clock(), float("inf"))
+    assert d.state.next_deadline() == d.clock() + MAX_WAIT_S
+    d.clock.advance(MAX_WAIT_S + 1)
+    d.perform(d.state.tick(d.clock()))
+    assert isinstance(d.replies[call], Timeout)

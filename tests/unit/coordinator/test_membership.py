@@ -282,6 +282,7 @@ def test_replicas_and_local_ranks_are_dense() -> None:
 
 def test_a_node_is_a_replica_if_the_job_is_registered_so() -> None:
     d = Driver(world_size=4)
+    d.shard()
     workers = [d.worker(node=node) for node in ("a", "b", "a", "b")]
     generation = workers[0].membership.generation
     reply = d.register(workers[0], JobSpec(layout=SPEC.layout, replica_is_node=True))

@@ -79,6 +79,7 @@ def test_the_first_gives_and_uploads_the_others_agree() -> None:
 )
 def test_another_model_is_refused_naming_rank_and_difference(spec: JobSpec, difference: str) -> None:
     d = Driver()
+    d.shard()
     a, b = d.worker(), d.worker()
     d.register(a)
     with pytest.raises(
@@ -89,6 +90,7 @@ def test_another_model_is_refused_naming_rank_and_difference(spec: JobSpec, diff
 
 def test_models_of_one_layout_are_distinguished_by_their_class() -> None:
     d = Driver()
+    d.shard()
     a, b = d.worker(), d.worker()
     d.register(a, dataclasses.replace(SPEC, model="Teacher"))
     with pytest.raises(LayoutMismatch, match=r"worker 1 registers Student \(\d+ param.*that is Teacher \(\d+ param"):
@@ -107,6 +109,7 @@ def test_models_of_one_layout_are_distinguished_by_their_class() -> None:
 )
 def test_another_optimizer_is_refused(change: dict[str, Any], difference: str) -> None:
     d = Driver()
+    d.shard()
     a, b = d.worker(), d.worker()
     d.register(a)
     with pytest.raises(LayoutMismatch, match=f"worker 1 registers another optimizer .*: {difference}"):
@@ -138,6 +141,7 @@ def test_an_optimizer_that_cannot_be_is_refused_and_nothing_is_kept(optimizer: O
 
 def test_the_order_is_layout_then_optimizer() -> None:
     d = Driver()
+    d.shard()
     a = d.worker()
     with pytest.raises(Misuse, match="registers an optimizer before a layout"):
         d.register(a, None)

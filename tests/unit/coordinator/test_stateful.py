@@ -21,7 +21,7 @@ from axon_ps.coordinator.core.actions import Action, Persist
 from axon_ps.coordinator.core.events import Copied, JobState, Ready, Vote, Welcome
 from axon_ps.coordinator.core.state import Caller
 from axon_ps.coordinator.messages import ready_from_proto, vote_from_proto
-from axon_ps.errors import Busy, Drained, InvalidRequest, Misuse
+from axon_ps.errors import Busy, Drained, InvalidRequest, MemberLost, Misuse
 from axon_ps.types import Decision, Membership, Outcome, Role
 from coordinator_driver import Driver, Peer
 
@@ -181,8 +181,10 @@ class Coordinator(RuleBasedStateMachine):
         client = Client(self.d.peer(role))
         self.clients.append(client)
         self.attach(client)
-        if role is Role.WORKER and client in self.clients:
-            self.d.register(client.peer)
+        for worker in self.clients:
+            if worker.peer.role is Role.WORKER and worker.peer.open and not self.d.state.status().registered:
+                with contextlib.suppress(MemberLost):  # a server is missing, which is to say what it can hold
+                    self.d.register(worker.peer)
         self.upload()
 
     def upload(self) -> None:

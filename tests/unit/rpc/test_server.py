@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 import sys
 from typing import Any
@@ -12,7 +13,8 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from axon_ps.errors import ConfigurationError, Misuse, PermissionDenied
+from axon_ps.errors import Broken, ConfigurationError, Misuse, PermissionDenied, Timeout
+from axon_ps.rpc import health_service, limits, service
 from axon_ps.rpc.security import Security
 from axon_ps.rpc.server import Server
 from axon_ps.rpc.service import Stub
@@ -198,6 +200,92 @@ def test_reflection_may_be_missing(monkeypatch: pytest.MonkeyPatch) -> None:
             await s.stub.call("Stats", shard_pb2.StatsRequest())
 
     run(main())
+
+
+def watch_health(s: Any, service: str = "") -> Any:
+    return health_pb2_grpc.HealthStub(s.channel).Watch(health_pb2.HealthCheckRequest(service=service))
+
+
+def test_watches_of_the_health_are_bounded_and_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(health_service, "MAX_WATCHES", 2)
+
+    async def main() -> None:
+        async with serving() as s:
+            watches = [watch_health(s) for _ in range(2)]
+            for watch in watches:
+                assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
+            with pytest.raises(grpc.aio.AioRpcError, match="2 watches of this server's health are open") as caught:
+                await watch_health(s).read()
+            assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+            with pytest.raises(grpc.aio.AioRpcError, match="no service 'no.such.Service' to watch"):
+                await watch_health(s, "no.such.Service").read()
+            watches[0].cancel()
+            await s.server._set_health("", serving=False)  # which the one that is left still sees
+            assert (await watches[1].read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
+            monkeypatch.setattr(health_service, "WATCH_S", 0.05)
+            short = watch_health(s, SHARD.full_name)
+            await short.read()
+            with pytest.raises(grpc.aio.AioRpcError, match=r"a watch lasts 0\.05 s"):
+                await short.read()
+            watches[1].cancel()
+
+    run(main())
+
+
+def test_a_stream_without_a_first_message_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(service, "FIRST_MESSAGE_S", 0.05)
+
+    async def session(context: Any) -> None:
+        while await context.read() is not grpc.aio.EOF:
+            await context.write(session_pb2.SessionEvent())
+
+    async def main() -> None:
+        async with serving(COORDINATOR, session=session) as s:
+            silent, used = s.stub.open("Session"), s.stub.open("Session")
+            await used.write(session_pb2.SessionRequest())
+            await used.read()
+            with pytest.raises(Timeout, match=r"a stream of Session stayed without a message for 0\.05 s"):
+                await silent.read()
+            await used.write(session_pb2.SessionRequest())
+            assert isinstance(await used.read(), session_pb2.SessionEvent), "one that was used may rest"
+            used.cancel()
+
+    run(main())
+
+
+def test_connections_beyond_the_limit_and_silent_ones_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "MAX_CONNECTIONS", 3)
+    monkeypatch.setattr(limits, "HANDSHAKE_S", 0.5)
+
+    def ended(connection: socket.socket) -> bool:
+        """Whether the server closes a connection that sends nothing."""
+        connection.settimeout(10.0)
+        with contextlib.suppress(ConnectionError):
+            while connection.recv(1 << 10):
+                pass
+        return True
+
+    async def main() -> None:
+        async with serving(stats=stats) as s:
+            silent = [socket.create_connection(("127.0.0.1", s.server.port)) for _ in range(8)]
+            with pytest.raises(Broken):
+                await s.stub.call("Stats", shard_pb2.StatsRequest(), timeout_s=5.0)
+            assert all(await asyncio.gather(*(asyncio.to_thread(ended, c) for c in silent)))
+            for connection in silent:
+                connection.close()
+            await until_answered(s)
+
+    run(main())
+
+
+async def until_answered(s: Any) -> None:
+    """Call until the server has a connection for us."""
+    async with asyncio.timeout(20.0):
+        while True:
+            with contextlib.suppress(Broken):
+                await s.stub.call("Stats", shard_pb2.StatsRequest())
+                return
+            await asyncio.sleep(0.05)
 
 
 def test_health_may_not_be_missing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import io
+import os
 import sys
 import uuid
 from collections.abc import Iterable, Iterator
@@ -13,7 +14,8 @@ from typing import Any, BinaryIO
 import pytest
 
 from axon_ps.errors import CheckpointError, CheckpointNotFound, ConfigurationError, InvalidRequest, StorageFull
-from axon_ps.storage.files import FileStore, FsspecStore, LocalFileStore, allow_roots, open_store
+from axon_ps.storage.files import FileStore, FsspecStore, LocalFileStore, open_store
+from axon_ps.storage.roots import allow_roots, default_roots
 
 
 @pytest.fixture(params=["local", "memory"])
@@ -166,7 +168,7 @@ def test_uris(tmp_path: Path) -> None:
 @pytest.fixture
 def roots() -> Iterator[None]:
     yield
-    allow_roots([])
+    allow_roots(None)
 
 
 @pytest.mark.parametrize("uri", ["http://x/y", "simplecache::s3://b/x", "zip://a::memory://b", "github://a:b@c", "::"])
@@ -182,7 +184,9 @@ def test_only_what_lies_in_the_roots_is_opened(tmp_path: Path, roots: None) -> N
     for uri in (tmp_path / "in", tmp_path / "in/x/y", f"file://{tmp_path}/in/x", "memory://bucket/run/step-1/"):
         open_store(str(uri))
     for uri in (tmp_path, tmp_path / "inside", tmp_path / "in/../x", tmp_path / "in/link/x", "memory://bucket/running"):
-        with pytest.raises(ConfigurationError, match="AXON_PS_CHECKPOINT_ROOTS allows checkpoints in .* only"):
+        with pytest.raises(
+            ConfigurationError, match="is not opened: this process opens checkpoints only in .*AXON_PS_CHECKPOINT_ROOTS"
+        ):
             open_store(str(uri))
     with pytest.raises(InvalidRequest, match=r"'\.\.'"):
         open_store("memory://bucket/run/../other")
@@ -276,3 +280,58 @@ def test_a_bucket_that_is_not_there_is_an_error_and_is_not_made(monkeypatch: pyt
         store.names()
     with pytest.raises(CheckpointError, match="written: The specified bucket does not exist"), store.create("a"):
         pass
+
+
+def test_without_roots_of_its_own_a_service_that_others_can_ask_opens_what_it_was_given_and_where_it_began(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert default_roots(private=True, configured=["/checkpoints"]) is None
+    assert default_roots(private=False, configured=["", "/checkpoints"]) == ["/checkpoints", str(tmp_path)]
+    monkeypatch.chdir("/")
+    assert default_roots(private=False, configured=[""]) == []
+
+
+def test_a_service_without_any_root_opens_nothing(tmp_path: Path, roots: None) -> None:
+    allow_roots([])
+    with pytest.raises(ConfigurationError, match="opens checkpoints nowhere; --checkpoint-dir or"):
+        open_store(str(tmp_path))
+
+
+def test_a_directory_that_is_exchanged_for_a_link_is_not_followed(tmp_path: Path, roots: None) -> None:
+    root, outside = tmp_path / "root", tmp_path / "outside"
+    for directory in (root / "run", outside):
+        directory.mkdir(parents=True)
+    (outside / "secret").write_bytes(b"secret")
+    allow_roots([str(root)])
+    store = open_store(str(root / "run"))
+    (root / "run").rmdir()
+    (root / "run").symlink_to(outside)
+    for act in (
+        lambda: put(store, "shard-0", [b"x"]),
+        lambda: store.remove("secret"),
+        store.names,
+        lambda: get(store, "secret"),
+    ):
+        with pytest.raises(ConfigurationError, match="run is not opened: this process opens checkpoints only in"):
+            act()
+    assert [path.name for path in outside.iterdir()] == ["secret"]
+
+
+def test_a_file_that_is_a_link_is_not_followed_out_of_a_root(tmp_path: Path, roots: None) -> None:
+    (tmp_path / "secret").write_bytes(b"secret")
+    (tmp_path / "root").mkdir()
+    (tmp_path / "root" / "manifest.json").symlink_to(tmp_path / "secret")
+    store = LocalFileStore(tmp_path / "root")
+    assert get(store, "manifest.json") == b"secret", "without roots links are the user's own"
+    allow_roots([str(tmp_path / "root")])
+    with pytest.raises(CheckpointError, match="it is a link"):
+        get(store, "manifest.json")
+    put(store, "manifest.json", [b"ours"])
+    assert (tmp_path / "secret").read_bytes() == b"secret", "what is written replaces the link"
+
+
+def test_what_is_no_file_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(CheckpointError, match="it is no file"):
+        get(LocalFileStore(tmp_path), "pipe")

@@ -7,7 +7,7 @@ one event, so all change together. If one of them cannot be loaded, the job wait
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from axon_ps.coordinator.core import records
 from axon_ps.coordinator.core.actions import Outbox
@@ -30,6 +30,7 @@ class Resume:
         version: of the model in it.
         model: name of the model in the job.
         section: what the checkpoint calls it; empty = the only model in it.
+        sha256: the manifest's hash of itself; empty = it has none.
         committed: the values that were committed with its steps up to that version; None = they stay.
     """
 
@@ -37,6 +38,7 @@ class Resume:
     version: int
     model: str = records.FIRST_NAME
     section: str = ""
+    sha256: str = field(default="", compare=False)
     committed: Mapping[str, str] | None = None
 
 
@@ -78,17 +80,25 @@ class Restores:
 
         Raises:
             InvalidRequest: the job does not have one of the models.
+            Busy: the shard servers that are there have no memory for it.
         """
         a = self._assembly
         found = [(self._named(resume), resume) for resume in resumes]
+        placements = {
+            model.number: (model, model.registration.new_placement(spec, a.servers(), self._replication))
+            for model, _ in found
+            if (spec := model.registration.spec) is not None
+        }
+        a.room().check(placements, f"the restore of {resumes[0].uri}")
         anew = resumes[0].uri == FIRST_VALUES
         reason = "the job begins again" if anew else f"checkpoint {resumes[0].uri} is restored"
         self._answer(CheckpointError(f"cancelled: {reason} instead"))
         self._snapshots.abandon(CheckpointError(f"the checkpoint was not written: {reason}"))
         a.stepping.abort_all(reason)
         for model, resume in found:
+            _, placement = placements[model.number]
             order = model.registration.begin_restore(
-                resume.uri, resume.version, a.servers(), self._replication, resume.section
+                resume.uri, resume.version, placement, resume.section, resume.sha256
             )
             model.version = resume.version
             if resume.committed is not None:
@@ -141,6 +151,32 @@ class Restores:
             self._answer(type(error)(what))
             self._members.change(what, now=now)
 
+    def no_room(self, entry: RosterEntry, number: int, placement: int, error: AxonError, now: float) -> None:
+        """A shard server has no memory for what a placement gives it: for the model, or for copies of slices."""
+        model = self._models.get(number)
+        if model is None or model.registration.placement_number != placement:
+            return
+        r, a, rank = model.registration, self._assembly, entry.member.rank
+        why = f"shard server {rank} cannot hold it: {error}"
+        self._out.happened("full", f"{self._models.message_prefix(model)}{why}")
+        if r.parameters.initialized and r.is_loaded(entry.member):
+            entry.full = True
+            self._members.placements.cancel_copies(entry.member)
+        elif r.parameters.restore is not None and r.parameters.restore.uri != FIRST_VALUES:
+            self.failed(entry, number, r.parameters.epoch, error, now)
+        else:
+            r.set_no_room(rank, why)
+            a.announce(model, full=False)
+
+    def try_again(self) -> None:
+        """Memory has become free: what shard servers could not hold they may hold now."""
+        for entry in self._assembly.roster.of_role(Role.SHARD):
+            entry.full = False
+        for model in self._models.registered:
+            if model.registration.no_room:
+                model.registration.no_room.clear()
+                self._assembly.announce(model)
+
     def cancel(self, call: int) -> None:
         """The caller of this call does not wait any more."""
         if self._call == call:
@@ -149,7 +185,8 @@ class Restores:
     def pending(self) -> Sequence[str]:
         """What restores wait for, as text."""
         orders = [(self._models.message_prefix(m), m.registration.parameters.restore) for m in self._models]
-        return [prefix + _pending(order) for prefix, order in orders if order is not None]
+        no_room = [m.registration.no_room_reason for m in self._models if m.registration.no_room]
+        return [*(prefix + _pending(order) for prefix, order in orders if order is not None), *no_room]
 
     def persist(self) -> None:
         """Persist which servers hold which parameters, where that has changed."""

@@ -32,10 +32,14 @@ from axon_ps.coordinator.core.events import Copied
 from axon_ps.coordinator.core.models import Model, Models
 from axon_ps.coordinator.core.placement.rebalance import Copy, Drop, Move, Promote, plan_moves
 from axon_ps.coordinator.core.roster import RosterEntry
-from axon_ps.types import Member
+from axon_ps.coordinator.core.steps.decision import format_ranks
+from axon_ps.types import Member, Role
 
 REST = 4.0
 """No copies are begun for so many times as long as the last ones took."""
+
+LOOK_AGAIN_S = 10.0
+"""How often servers that had no memory for more slices are looked at again."""
 
 BUDGET_NUMEL = 1 << 21
 """Elements of the slices of a model that may be copied at a time; one slice always may."""
@@ -59,6 +63,7 @@ class Placements:
         self._snapshots = snapshots
         self._out = out
         self._settled: dict[int, object] = {}  # by model, under what there was nothing to do
+        self._short: set[int] = set()  # the models of which some servers have no memory for more slices
         self._began = math.inf  # when the copies under way were begun
         self._rest_until = -math.inf
 
@@ -96,11 +101,12 @@ class Placements:
             r = model.registration
             if r.spec is None or not r.parameters.initialized or r.parameters.restore is not None:
                 continue
-            if self._settled.get(model.number) == given:
+            due = (*given, now // LOOK_AGAIN_S) if model.number in self._short else given
+            if self._settled.get(model.number) == due:
                 continue
             moves = self._moves(model)
             if not moves:
-                self._settled[model.number] = given
+                self._settled[model.number] = due
             placement = r.placement
             if not self._under_way():  # those of before may have been given up
                 self._began = math.inf
@@ -141,7 +147,9 @@ class Placements:
             lacking = model.registration.placement.lacking(self._wanted)
             if lacking and model.registration.parameters.initialized:
                 of = len(model.registration.placement.holders)
-                found.append(f"{self._models.message_prefix(model)}{lacking} of {of} slices have too few copies")
+                full = self._full(model)
+                why = f", and shard server {format_ranks(full)} has no memory for more" if full else ""
+                found.append(f"{self._models.message_prefix(model)}{lacking} of {of} slices have too few copies{why}")
         return found
 
     # ------------------------------------------------------------------ inside
@@ -166,7 +174,14 @@ class Placements:
         lead = self._follows(model)
         if lead is not model:
             return list(self._follow(model, lead))
-        return plan_moves(r.placement, r.slice_numels, a.servers(), a.draining, self._replication, BUDGET_NUMEL)
+        full = self._full(model)
+        (self._short.add if full else self._short.discard)(model.number)
+        return plan_moves(r.placement, r.slice_numels, a.servers(), a.draining, self._replication, BUDGET_NUMEL, full)
+
+    def _full(self, model: Model) -> frozenset[int]:
+        """Ranks of the servers that have no memory for more slices of a model."""
+        a = self._assembly
+        return a.room().full(model) | {e.member.rank for e in a.roster.of_role(Role.SHARD) if e.full}
 
     def _follows(self, model: Model) -> Model:
         """The first model that is cut alike."""

@@ -81,6 +81,7 @@ def plan_moves(
     draining: frozenset[int],
     replication: int,
     budget_numel: int,
+    full: frozenset[int] = frozenset(),
 ) -> list[Move]:
     """What to do now: at most one move a slice, all possible together. Equal arguments give equal moves.
 
@@ -97,8 +98,10 @@ def plan_moves(
         draining: ranks of those that are to give everything up. If all are, nothing moves.
         replication: how many servers shall hold each slice; all that do not drain if they are fewer.
         budget_numel: elements that may be on their way at a time; one slice always may.
+        full: ranks of the servers that have no memory for more slices: they get none.
     """
     planner = _Planner(placement, numels, servers, draining, replication, budget_numel)
+    planner.full = full
     if planner.usable:
         planner.replicate()
         planner.release()
@@ -120,6 +123,7 @@ class _Planner:
         budget_numel: int,
     ) -> None:
         self.moves: dict[int, Move] = {}
+        self.full: frozenset[int] = frozenset()
         self.usable = {s.rank: s for s in servers if s.rank not in draining}
         self._leaving = {s.rank for s in servers if s.rank in draining}
         self._wanted = min(replication, len(self.usable))
@@ -159,7 +163,8 @@ class _Planner:
         for _, _, index, h in sorted(order, key=lambda m: m[:3]):
             if not self._fits(index):
                 return  # a smaller one does not overtake: a slice in greater danger would wait for ever
-            self._copy(index, self._choose(h))
+            if self._candidates(h):
+                self._copy(index, self._choose(h))
 
     def release(self) -> None:
         """Draining servers, and servers that hold one copy too many, give slices up."""
@@ -208,7 +213,7 @@ class _Planner:
         nodes = min(self._wanted, self._nodes_of(self.usable))
         crowded = [(i, h) for i, h in enumerate(self._holders) if nodes > 1 and self._is_crowded(h, nodes)]
         for index, h in crowded:
-            if index not in self.moves and self._fits(index):
+            if index not in self.moves and self._fits(index) and self._candidates(h):
                 self._copy(index, self._choose(h))
         if not crowded:
             self._even_loads()
@@ -239,7 +244,7 @@ class _Planner:
             for i, h in enumerate(self._holders)
             if source in h.complete and i not in self.moves and busy.isdisjoint(h.complete) and self._fits(i)
         ]
-        for target in sorted(self.usable.keys() - givers, key=lambda r: (load[r], r)):
+        for target in sorted(self.usable.keys() - givers - self.full, key=lambda r: (load[r], r)):
             apart = load[source] - load[target]
             if apart <= tolerance:
                 return None
@@ -289,8 +294,12 @@ class _Planner:
     def _fits(self, index: int) -> bool:
         return not self._under_way or self._under_way + self._numels[index] <= self._budget_numel
 
+    def _candidates(self, h: Holders) -> list[Server]:
+        """The servers that a slice may be copied to."""
+        return [s for s in self.usable.values() if s.rank not in self.full and s.rank not in h.servers]
+
     def _choose(self, h: Holders) -> int:
-        return choose_backup(self._on_usable(h), self.usable.values(), self._load, self._between).rank
+        return choose_backup(self._on_usable(h), self._candidates(h), self._load, self._between).rank
 
     def _copy(self, index: int, rank: int) -> None:
         numel = self._numels[index]

@@ -1,0 +1,130 @@
+"""Whether the shard servers have the memory for what they are to hold: asked before anything is durable. Pure.
+
+Servers say when they join, and with every heartbeat, how much they could still allocate and how much they have in RAM
+already. Servers of one machine share what is available (`ServerMemory.pool`), so they are counted together.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping
+
+from axon_ps.coordinator.core.events import ServerMemory
+from axon_ps.coordinator.core.models import Model, Models
+from axon_ps.coordinator.core.roster import RosterEntry
+from axon_ps.coordinator.core.steps.decision import format_ranks
+from axon_ps.errors import Busy, MemberLost
+from axon_ps.optim.registry import create
+from axon_ps.sharding.job import JobSpec
+from axon_ps.sharding.memory import format_bytes, placed_bytes, slice_bytes
+from axon_ps.sharding.placement import Placement
+from axon_ps.types import OptimizerSpec
+
+WHAT_TO_DO = (
+    "start more shard servers (--shards), on machines with more memory, register a smaller model or an optimizer with "
+    "less state, or let servers use more (--memory-gb)"
+)
+
+
+def slice_sizes(spec: JobSpec, optimizer: OptimizerSpec | None, num_cuts: int, replicas: int = 1) -> tuple[int, ...]:
+    """Bytes that each slice of a model takes on a server that holds it, by number."""
+    moments = 0 if optimizer is None else len(create(optimizer.name).state_names(optimizer.groups))
+    return slice_bytes(spec, moments, num_cuts, replicas=replicas)
+
+
+class Room:
+    """The memory of the shard servers, and what the models take of it.
+
+    Args:
+        models: the models of the job.
+        servers: those that are there.
+        replicas: of the job.
+    """
+
+    def __init__(self, models: Models, servers: Iterable[RosterEntry], replicas: int) -> None:
+        self._models = models
+        self._replicas = replicas
+        self._servers = {s.member.rank: s for s in servers}
+
+    def sizes(
+        self, model: Model, spec: JobSpec | None = None, optimizer: OptimizerSpec | None = None
+    ) -> tuple[int, ...]:
+        """Bytes of each slice of a model, with another spec or optimizer than it has if one is given."""
+        r = model.registration
+        spec = spec or r.spec
+        assert spec is not None
+        return slice_sizes(spec, optimizer or r.optimizer, r.num_shards, self._replicas)
+
+    def check(
+        self,
+        changes: Mapping[int, tuple[Model, Placement]],
+        what: str,
+        spec: JobSpec | None = None,
+        optimizer: OptimizerSpec | None = None,
+    ) -> None:
+        """Check that the servers can hold models as they are to be, beside the others as they are.
+
+        Args:
+            changes: by number, the models that change, and where their slices are to be.
+            what: what is to be done, for the error.
+            spec, optimizer: of what changes, where they are not those that it has.
+
+        Raises:
+            Busy: there is not enough memory; the message has the bytes that each server needs and has.
+        """
+        needed: Counter[int] = Counter()
+        for model, placement in changes.values():
+            needed.update(placed_bytes(placement, self.sizes(model, spec, optimizer)))
+        taken = self._taken({m.number for m, _ in changes.values()})
+        short = []
+        for ranks, free in self._pools():
+            wanted = sum(needed[rank] for rank in ranks)
+            if wanted and sum(taken[rank] for rank in ranks) + wanted > free:
+                short += [self._describe(rank, needed[rank], taken[rank], free, len(ranks)) for rank in ranks]
+        if short:
+            raise Busy(f"{what} is refused, nothing has changed: {'; '.join(short)}; {WHAT_TO_DO}")
+
+    def check_there(self, placement: Placement, what: str) -> None:
+        """Check that all servers of a placement are there, and so have said what they can hold.
+
+        Raises:
+            MemberLost: one is not.
+        """
+        if missing := sorted(placement.servers - self._servers.keys()):
+            raise MemberLost(
+                f"{what} has to wait: shard server {format_ranks(missing)} is not there to say whether it can hold it"
+            )
+
+    def full(self, model: Model) -> frozenset[int]:
+        """Ranks of the servers that have no room for the largest slice of a model beside what they hold."""
+        largest, taken, found = max(self.sizes(model), default=0), self._taken(set()), set[int]()
+        for ranks, free in self._pools():
+            if sum(taken[rank] for rank in ranks) + largest > free:
+                found.update(ranks)
+        return frozenset(found)
+
+    def _taken(self, without: set[int]) -> Counter[int]:
+        """Bytes that every server holds of the models, or is to hold; of those that it can hold."""
+        taken: Counter[int] = Counter()
+        for model in self._models.registered:
+            r = model.registration
+            if model.number not in without and not r.no_room and r.parameters.placement is not None:
+                taken.update(placed_bytes(r.placement, self.sizes(model)))
+        return taken
+
+    def _pools(self) -> Iterable[tuple[list[int], int]]:
+        """Per pool of memory its servers, and the bytes that they can have together."""
+        pools: defaultdict[str, dict[int, ServerMemory]] = defaultdict(dict)
+        for rank, entry in self._servers.items():
+            if (memory := entry.newest_memory) is not None:
+                pools[memory.pool or entry.member.incarnation][rank] = memory
+        for servers in pools.values():
+            available = min(m.available_bytes for m in servers.values())
+            yield sorted(servers), available + sum(m.resident_bytes for m in servers.values())
+
+    def _describe(self, rank: int, needed: int, held: int, free: int, sharing: int) -> str:
+        beside = f" beside the {format_bytes(held)} of other models" if held else ""
+        sharers = f", which {sharing} servers of its machine share" if sharing > 1 else ""
+        return (
+            f"shard server {rank} would need {format_bytes(needed)}{beside} and can have {format_bytes(free)}{sharers}"
+        )

@@ -1,0 +1,51 @@
+"""The standard health service with bounded watches: anybody may ask without a token, and makes us keep little."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health, health_pb2
+
+from axon_ps.errors import Busy, InvalidRequest
+from axon_ps.rpc.limits import MAX_WATCHES, WATCH_S
+from axon_ps.rpc.status import status_of
+
+
+class BoundedHealth(health.aio.HealthServicer):  # type: ignore[misc]  # grpcio-health-checking has no types
+    """`grpc.health.v1.Health`, of the services of one server."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._watches = 0
+
+    async def Watch(self, request: health_pb2.HealthCheckRequest, context: Any) -> None:
+        """The health of a service, as it changes; for `WATCH_S`, and only of a service that there is."""
+        if request.service not in self._server_status:
+            await _refuse(context, InvalidRequest(f"this server has no service {request.service[:80]!r} to watch"))
+        if self._watches >= MAX_WATCHES:
+            full = f"{MAX_WATCHES} watches of this server's health are open, which is the most; ask with Check instead"
+            await _refuse(context, Busy(full))
+        self._watches += 1
+        try:
+            async with asyncio.timeout(WATCH_S):
+                await self._watch(request.service, context)
+        except TimeoutError:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, f"a watch lasts {WATCH_S:g} s; begin another")
+        finally:
+            self._watches -= 1
+
+    async def _watch(self, service: str, context: Any) -> None:
+        """Unlike gRPC's own, a watch that ends takes no other with it, and one that does not read holds nobody up."""
+        changed = self._server_watchers[service]
+        while True:
+            status = self._server_status[service]
+            await context.write(health_pb2.HealthCheckResponse(status=status))
+            async with changed:
+                await changed.wait_for(lambda status=status: self._server_status[service] != status)
+
+
+async def _refuse(context: Any, error: Busy | InvalidRequest) -> None:
+    code, details, metadata = status_of(error)
+    await context.abort(code, details, metadata)

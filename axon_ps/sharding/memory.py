@@ -1,0 +1,64 @@
+"""How much memory the slices of a model take on a shard server: counted before anything is allocated. Pure.
+
+The formula is Note: [Memory of a slice] of `shard.core.slices`, with every copy counted as the primary's, since a
+backup must be able to take over. Chunks are counted, too: a layout may ask for very small ones.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Final
+
+from axon_ps.sharding.job import JobSpec
+from axon_ps.sharding.placement import Placement
+
+CHUNK_BYTES: Final = 256
+"""What a chunk takes beside its elements: its bounds, its counters and the header of its frame."""
+
+_F32_BYTES: Final = 4
+
+
+def slice_bytes(spec: JobSpec, moments: int, num_cuts: int, *, replicas: int = 1) -> tuple[int, ...]:
+    """Bytes that each slice of a model takes on a server that holds it, by number.
+
+    Args:
+        spec: layout, dtypes and policy.
+        moments: state arrays of its optimizer; 0 while there is none.
+        num_cuts: over how many servers units are cut.
+        replicas: of the job; counts only where they step asynchronously, since each then has an accumulator.
+    """
+    units, chunk_numel = spec.layout.units, spec.options.chunk_numel
+    accumulators = max(1, replicas) if spec.policy.asynchronous else 1
+    residual = spec.precision.param_compression is not None
+    wire_bytes = spec.precision.param.itemsize
+    trainable = _F32_BYTES * (1 + accumulators + moments + residual) + wire_bytes
+    frozen = _F32_BYTES + wire_bytes
+    return tuple(
+        s.numel * (trainable if units[s.unit].trainable else frozen) + -(-s.numel // chunk_numel) * CHUNK_BYTES
+        for s in spec.plan(num_cuts).numbered
+    )
+
+
+def placed_bytes(placement: Placement, sizes: Sequence[int]) -> Counter[int]:
+    """Bytes of a model on each server that holds some of it, by rank.
+
+    Args:
+        placement: where its slices are.
+        sizes: of `slice_bytes`.
+    """
+    placed: Counter[int] = Counter()
+    for holders, size in zip(placement.holders, sizes, strict=True):
+        for rank in holders.servers:
+            placed[rank] += size
+    return placed
+
+
+def format_bytes(count_bytes: float) -> str:
+    """ "1.5 GiB"."""
+    size = float(count_bytes)
+    for unit in ("bytes", "KiB", "MiB", "GiB"):
+        if size < 1024:
+            return f"{size:.0f} {unit}" if unit == "bytes" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} TiB"
