@@ -1,4 +1,4 @@
-"""Large calls on one host: the ranks read each other's arrays, see `exchange`.
+"""Large calls on one host: the ranks read each other's arrays, or copies of them; see `exchange`.
 
     n = world_size, T = call.dtype.numpy, a partition = one of n nearly equal ranges of an array
 
@@ -26,7 +26,6 @@ from axon_ps.types import Array
 
 _CACHE_BYTES = 1 << 20  # of blocks of all ranks that are combined at a time
 _MIN_BLOCK_BYTES, _MAX_BLOCK_BYTES = 64 << 10, 512 << 10
-_MIN_WINDOW_BYTES, _MAX_WINDOW_BYTES = 256 << 10, 2 << 20
 _GATHER_WINDOW_BYTES = 2 << 20  # of every rank; ranks that copy it at about the same time read it from memory once
 _STREAM_BYTES = 8 << 20  # larger results are written past the caches, since they would evict the sources
 
@@ -57,7 +56,6 @@ class LargeCalls:
         blocks = _CACHE_BYTES // max(1, self._world_size - 1)
         block_bytes = 1 << blocks.bit_length() - 1  # a power of two; windows are multiples of it
         self._block_bytes = min(_MAX_BLOCK_BYTES, max(_MIN_BLOCK_BYTES, block_bytes))
-        self._scratch: list[Array] = []
 
     def run(self, request: Request, deadline: float) -> None:
         """Make a large call, of any operation but ALL_TO_ALL; see `Backend.run`."""
@@ -111,9 +109,8 @@ class LargeCalls:
         n, rank, output, data = self._world_size, self._rank, required(request.output), required(request.data)
         targets, sources = partition_starts(request.output_counts), partition_starts(request.input_counts)
         longest = max(map(max, inputs))
-        exchange = self._open_exchange(
-            request.call, index, [partition_starts(row) for row in inputs], longest, deadline
-        )
+        starts = [partition_starts(row) for row in inputs]
+        exchange = self._open_exchange(request.call, index, data, starts, longest, deadline)
         for lo, hi in exchange.windows():
             self._publish_partitions(exchange, data, sources, request.input_counts, lo, hi, but=rank)
             self._await_published(exchange, deadline)
@@ -208,14 +205,11 @@ class LargeCalls:
             [starts] * n,
             counts[0],
             deadline,
-            result=None if output is not None else result,
             results=len(readers) < n,
         )
         if exchange.mapped and len(readers) == n:
             self._push_partition(exchange, call, data, starts[rank], counts[rank], deadline)
             return
-        partition_bytes = counts[0] * call.dtype.itemsize
-        window_bytes = min(_MAX_WINDOW_BYTES, max(_MIN_WINDOW_BYTES, partition_bytes // 8))
         done = self._control.progress
         previous: tuple[int, int] | None = None
 
@@ -226,17 +220,14 @@ class LargeCalls:
                 done += 1
                 self._pull_partitions(exchange, output, starts, counts, *previous, done, deadline)
 
-        for lo, hi in exchange.windows(window_bytes):
+        for lo, hi in exchange.windows():
             self._publish_partitions(exchange, data, starts, counts, lo, hi, but=rank)
-            if exchange.slots:
-                follow()
-                self._control.barrier(deadline)
+            follow()
+            self._control.barrier(deadline)
             end = min(hi, counts[rank])
             self._reduce_window(exchange, call, own, result, lo, end)
             exchange.publish(rank, lo, end, result[lo:end])
             self._control.advance()
-            if not exchange.slots:
-                follow()
             previous = (lo, hi)
         follow()
         self._finish(exchange, deadline)
@@ -280,19 +271,10 @@ class LargeCalls:
         n, rank, dtype, op = self._world_size, self._rank, call.dtype, call.op
         assert op is not None
         block = max(1, self._block_bytes // dtype.itemsize)
-        scratch = [s[: block * dtype.itemsize].view(dtype.numpy) for s in self._scratches()]
         for begin in range(lo, hi, block):
             end = min(begin + block, hi)
-            sources = [
-                own[begin:end] if r == rank else exchange.peek(r, rank, begin, end, scratch[r]) for r in range(n)
-            ]
+            sources = [own[begin:end] if r == rank else exchange.peek(r, rank, begin, end) for r in range(n)]
             ops.reduce_into(out[begin:end], sources, op, dtype)
-
-    def _scratches(self) -> list[Array]:
-        """u8[block] by rank, for blocks that are read from other processes."""
-        if not self._scratch:
-            self._scratch = [np.empty(self._block_bytes, np.uint8) for _ in range(self._world_size)]
-        return self._scratch
 
     # --- how arrays are read
 
@@ -303,28 +285,27 @@ class LargeCalls:
         starts: Sequence[Sequence[int] | None],
         longest: int,
         deadline: float,
-        result: Array | None = None,
         results: bool = False,
     ) -> Exchange:
         """Exchange headers, and find out how all arrays can be read."""
-        buffer_index = self._agreement.exchange_headers(call, None, deadline, large=True, source=source, result=result)
-        return self._open_exchange(call, buffer_index, starts, longest, deadline, results)
+        buffer_index = self._agreement.exchange_headers(call, None, deadline, large=True, source=source)
+        return self._open_exchange(call, buffer_index, source, starts, longest, deadline, results)
 
     def _open_exchange(
         self,
         call: Call,
         buffer_index: int,
+        own: Array | None,
         starts: Sequence[Sequence[int] | None],
         longest: int,
         deadline: float,
         results: bool = False,
     ) -> Exchange:
         peer_memory = self._peer_memory
-        peer_memory.unmap_released()
+        peer_memory.unmap_closed()
         descriptors = peer_memory.descriptors(buffer_index)
-        partitions = 0 if call.operation is Operation.SCATTER else max(len(b) for b in starts if b is not None)
-        slots = peer_memory.choose_slots(descriptors, deadline, results=results, partitions=partitions)
-        return Exchange(peer_memory, descriptors, call.dtype, starts, longest, slots)
+        slots = peer_memory.choose_slots(descriptors, deadline, results=results)
+        return Exchange(peer_memory, descriptors, call.dtype, starts, longest, slots, own)
 
     def _await_published(self, exchange: Exchange, deadline: float) -> None:
         """Wait until a window of all ranks can be pulled; without slots it can since the headers were exchanged."""

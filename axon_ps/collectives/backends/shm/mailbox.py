@@ -3,8 +3,8 @@
 Owns: a ring buffer of entries for every ordered pair of ranks, in the control segment. Refuses: collectives.
 
     small array   one EAGER entry with the bytes; the sender goes on
-    large array   READY_TO_SEND -> the receiver copies it from the sender's memory -> FINISHED
-                  or, if the kernel refuses that: READY_TO_SEND -> CLEAR_TO_SEND -> FRAGMENT ... FRAGMENT
+    shared array  READY_TO_SEND -> the receiver copies it from where it lies -> FINISHED
+    large array   READY_TO_SEND -> CLEAR_TO_SEND -> FRAGMENT ... FRAGMENT
     mismatch      READY_TO_SEND -> REJECTED with the reason
 
 A thread that waits in a send or recv empties all rings that lead to its rank, whatever is in them: messages that no
@@ -25,13 +25,13 @@ from typing import TypeVar
 import numpy as np
 
 from axon_ps.collectives.backends.shm.control import ENTRY_HEADER_BYTES, RING_ENTRIES, Control
+from axon_ps.collectives.backends.shm.exchange import PeerMemory
 from axon_ps.errors import Disagreement
-from axon_ps.host import futex, process_memory
-from axon_ps.host.leases import address_of
+from axon_ps.host import futex
 from axon_ps.types import Array, DType
 
 _EAGER, _READY_TO_SEND, _FINISHED, _CLEAR_TO_SEND, _FRAGMENT, _REJECTED = range(6)
-_ENTRY = struct.Struct("<IIqQQQQ")  # kind, dtype, tag, id of the transfer, bytes here, bytes in all, address
+_ENTRY = struct.Struct("<IIqQQQQQ")  # kind, dtype, tag, id of the transfer, bytes here, bytes in all, segment, offset
 _DTYPES = list(DType)
 _SPIN_S = 30e-6
 _SLICE_S = 0.1
@@ -49,7 +49,8 @@ class _Message:
     dtype: DType
     size_bytes: int
     transfer: int
-    address: int  # 0: it comes in fragments
+    segment: int  # 0: it comes in fragments
+    offset: int
     payload: bytes | None  # None: an announcement
 
 
@@ -66,12 +67,12 @@ class ShmMailbox:
 
     Args:
         control: of the group.
-        direct: whether all ranks can read each other's memory.
+        peer_memory: finds shared arrays.
     """
 
-    def __init__(self, control: Control, direct: bool) -> None:
+    def __init__(self, control: Control, peer_memory: PeerMemory) -> None:
         self._control = control
-        self._direct = direct
+        self._peer_memory = peer_memory
         layout, me = control.layout, control.rank
         self._out = [layout.message_ring(me, r) for r in range(layout.world_size)]
         self._in = [layout.message_ring(r, me) for r in range(layout.world_size)]
@@ -93,15 +94,13 @@ class ShmMailbox:
         self.bytes_sent += raw.nbytes
         kind = _DTYPES.index(dtype)
         if raw.nbytes <= self._control.layout.payload_bytes:
-            self._enqueue(to, deadline, raw, _EAGER, kind, tag, 0, raw.nbytes, raw.nbytes, 0)
+            self._enqueue(to, deadline, raw, _EAGER, kind, tag, 0, raw.nbytes, raw.nbytes, 0, 0)
             return
         with self._lock:
             self._transfers += 1
             transfer = self._transfers
-        address = address_of(data)
-        if not (self._direct and process_memory.readable(address, raw.nbytes)):
-            address = 0
-        self._enqueue(to, deadline, None, _READY_TO_SEND, kind, tag, transfer, 0, raw.nbytes, address)
+        place = self._peer_memory.place_for(to, data) or (0, 0)
+        self._enqueue(to, deadline, None, _READY_TO_SEND, kind, tag, transfer, 0, raw.nbytes, *place)
         reply, text = self._wait(lambda: self._replies.pop(transfer, None), {to}, deadline)
         if reply == _REJECTED:
             raise Disagreement(text)
@@ -109,7 +108,8 @@ class ShmMailbox:
             step = self._control.layout.payload_bytes
             for begin in range(0, raw.nbytes, step):
                 fragment = raw[begin : begin + step]
-                self._enqueue(to, deadline, fragment, _FRAGMENT, kind, tag, transfer, fragment.nbytes, raw.nbytes, 0)
+                sizes = fragment.nbytes, raw.nbytes
+                self._enqueue(to, deadline, fragment, _FRAGMENT, kind, tag, transfer, *sizes, 0, 0)
 
     def recv(self, data: Array, dtype: DType, source: int, tag: int, timeout_s: float) -> int:
         """See `Backend.recv`."""
@@ -122,8 +122,10 @@ class ShmMailbox:
         self.bytes_received += data.nbytes
         if message.payload is not None:
             data.view(np.uint8)[:] = np.frombuffer(message.payload, np.uint8)
-        elif message.address:
-            self._control.read(message.source, message.address, data)
+        elif message.segment:
+            place = message.segment, message.offset, message.size_bytes
+            np.copyto(data.view(np.uint8), self._peer_memory.mapped(message.source, *place))
+            self._control.check()  # a sender that has given up does so before it uses its array again
             self._reply(message, _FINISHED, "", deadline)
         else:
             key = message.source, message.transfer
@@ -156,7 +158,7 @@ class ShmMailbox:
 
     def _reply(self, message: _Message, kind: int, text: str, deadline: float) -> None:
         raw = memoryview(text.encode()[: self._control.layout.payload_bytes])
-        self._enqueue(message.source, deadline, raw, kind, 0, 0, message.transfer, raw.nbytes, raw.nbytes, 0)
+        self._enqueue(message.source, deadline, raw, kind, 0, 0, message.transfer, raw.nbytes, raw.nbytes, 0, 0)
 
     # --- rings
 
@@ -210,11 +212,11 @@ class ShmMailbox:
 
     def _accept(self, source: int, at: int) -> None:
         memory = self._control.memory
-        kind, dtype, tag, transfer, size_bytes, total_bytes, address = _ENTRY.unpack_from(memory, at)
+        kind, dtype, tag, transfer, size_bytes, total_bytes, segment, offset = _ENTRY.unpack_from(memory, at)
         payload = memory[at + ENTRY_HEADER_BYTES : at + ENTRY_HEADER_BYTES + size_bytes]
         if kind in (_EAGER, _READY_TO_SEND):
             copied = bytes(payload) if kind == _EAGER else None
-            message = _Message(source, tag, _DTYPES[dtype], total_bytes, transfer, address, copied)
+            message = _Message(source, tag, _DTYPES[dtype], total_bytes, transfer, segment, offset, copied)
             self._unmatched.append(message)
         elif kind == _FRAGMENT:
             reassembly = self._reassemblies.get((source, transfer))
