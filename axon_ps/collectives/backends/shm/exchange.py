@@ -5,7 +5,7 @@ Owns: the two ways, and which one a call uses. Refuses: to know what is done wit
     mapped   the array is shared (`host.shared_arrays`): the peers map it and compute on it where it is
     slots    every rank copies what the peers need of its array into its slot of a shared segment, one window after the
              other, and the peers work on it there, in the cache. Used where an array is in ordinary memory, or in that
-             of a device, or where a partial result lies in neither
+             of a device
 
 All ranks of a call use slots, or none does: every rank sees all descriptors and decides the same.
 
@@ -15,8 +15,8 @@ Note: [Two windows]
     rank still reads a slot when its owner writes the next window into it.
 
 Nobody touches private memory of another rank: one that gives up a call may use its arrays at once, however late a
-stopped peer wakes up. Shared arrays are written by peers in an all-reduce, when all
-ranks have one; a rank that gives up such a call first revokes the peers' access (`SharedArrays.revoke`).
+stopped peer wakes up. Shared arrays are written by peers in an all-reduce or a reduce, when all ranks have one; a rank
+that gives up such a call first revokes the peers' access (`SharedArrays.revoke`).
 
     terms: a rank's source is the array that its peers read, partitions one after the other (one for each rank, or a
     single one); positions are elements of a partition
@@ -143,19 +143,9 @@ class PeerMemory:
             for r in range(layout.world_size)
         ]
 
-    def choose_slots(
-        self, descriptors: Sequence[Descriptor], deadline: float, *, results: bool
-    ) -> list[list[Array]] | None:
-        """The slots, if this call uses them.
-
-        Args:
-            descriptors: of all ranks.
-            deadline: of the call.
-            results: whether results lie apart from the arrays, so not in shared arrays.
-        """
-        if results or any(d.kind == _PRIVATE for d in descriptors):
-            return self.slots(deadline)
-        return None
+    def choose_slots(self, descriptors: Sequence[Descriptor], deadline: float) -> list[list[Array]] | None:
+        """The slots, if this call uses them: an array is in no shared memory."""
+        return self.slots(deadline) if any(d.kind == _PRIVATE for d in descriptors) else None
 
     def view(self, rank: int, descriptor: Descriptor, dtype: DType, own: Array | None) -> Array | None:
         """A rank's source that is a shared array, mapped here: T[]; None: it has none.

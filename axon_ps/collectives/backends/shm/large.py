@@ -62,9 +62,9 @@ class LargeCalls:
         call, data = request.call, request.data
         match call.operation:
             case Operation.ALL_REDUCE:
-                self._all_reduce(call, required(data), deadline)
+                self._reduce_to(call, required(data), data, range(self._world_size), deadline)
             case Operation.REDUCE:
-                self._reduce_partitions(call, required(data), request.target(self._rank), (call.root,), deadline)
+                self._reduce_to(call, required(data), request.target(self._rank), (call.root,), deadline)
             case Operation.BROADCAST:
                 self._broadcast(call, required(data), deadline)
             case Operation.REDUCE_SCATTER:
@@ -162,13 +162,17 @@ class LargeCalls:
 
     # --- reductions
 
-    def _all_reduce(self, call: Call, data: Array, deadline: float) -> None:
+    def _reduce_to(
+        self, call: Call, data: Array, output: Array | None, readers: Sequence[int], deadline: float
+    ) -> None:
+        """As `_reduce_partitions`. After an error no peer can write into `data` any more."""
         try:
-            self._reduce_partitions(call, data, data, range(self._world_size), deadline)
+            self._reduce_partitions(call, data, output, readers, deadline)
         except Disagreement:
             raise
         except BaseException:
-            shared_arrays.revoke(address_of(data), data.nbytes)  # peers may still write into it
+            if output is not None:
+                shared_arrays.revoke(address_of(data), data.nbytes)
             raise
 
     def _reduce_scatter(self, call: Call, output: Array, data: Array, deadline: float) -> None:
@@ -205,10 +209,9 @@ class LargeCalls:
             [starts] * n,
             counts[0],
             deadline,
-            results=len(readers) < n,
         )
-        if exchange.mapped and len(readers) == n:
-            self._push_partition(exchange, call, data, starts[rank], counts[rank], deadline)
+        if exchange.mapped:
+            self._push_partition(exchange, call, data, (starts[rank], counts[rank]), readers, deadline)
             return
         done = self._control.progress
         previous: tuple[int, int] | None = None
@@ -233,19 +236,27 @@ class LargeCalls:
         self._finish(exchange, deadline)
 
     def _push_partition(
-        self, exchange: Exchange, call: Call, data: Array, begin: int, count: int, deadline: float
+        self,
+        exchange: Exchange,
+        call: Call,
+        data: Array,
+        partition: tuple[int, int],
+        readers: Sequence[int],
+        deadline: float,
     ) -> None:
-        """Reduce our partition of shared arrays, and write it into all of them."""
+        """Reduce our partition, [begin, begin + count), of shared arrays, and write it into those of the readers."""
         n, rank, dtype, op = self._world_size, self._rank, call.dtype, call.op
+        (begin, count), target = partition, rank if rank in readers else readers[0]
         assert op is not None
         block = max(1, self._block_bytes // 2 // dtype.itemsize)
         for lo in range(begin, begin + count, block):
             hi = min(lo + block, begin + count)
             arrays = [data[lo:hi] if r == rank else exchange.view(r, lo, hi) for r in range(n)]
-            ops.reduce_into(arrays[rank], arrays, op, dtype)
+            ops.reduce_into(arrays[target], arrays, op, dtype)
             self._control.check()
             for r in range(1, n):
-                np.copyto(arrays[(rank + r) % n], arrays[rank])
+                if (other := (rank + r) % n) in readers and other != target:
+                    np.copyto(arrays[other], arrays[target])
         self._finish(exchange, deadline)
 
     def _pull_partitions(
@@ -285,11 +296,10 @@ class LargeCalls:
         starts: Sequence[Sequence[int] | None],
         longest: int,
         deadline: float,
-        results: bool = False,
     ) -> Exchange:
         """Exchange headers, and find out how all arrays can be read."""
         buffer_index = self._agreement.exchange_headers(call, None, deadline, large=True, source=source)
-        return self._open_exchange(call, buffer_index, source, starts, longest, deadline, results)
+        return self._open_exchange(call, buffer_index, source, starts, longest, deadline)
 
     def _open_exchange(
         self,
@@ -299,12 +309,11 @@ class LargeCalls:
         starts: Sequence[Sequence[int] | None],
         longest: int,
         deadline: float,
-        results: bool = False,
     ) -> Exchange:
         peer_memory = self._peer_memory
         peer_memory.unmap_closed()
         descriptors = peer_memory.descriptors(buffer_index)
-        slots = peer_memory.choose_slots(descriptors, deadline, results=results)
+        slots = peer_memory.choose_slots(descriptors, deadline)
         return Exchange(peer_memory, descriptors, call.dtype, starts, longest, slots, own)
 
     def _await_published(self, exchange: Exchange, deadline: float) -> None:
