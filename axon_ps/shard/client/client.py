@@ -267,6 +267,16 @@ class ShardGroup:
             known = self._mapped[unit] = memory, MappedCopy(memory, t.end, dtype)
         return known[1]
 
+    def is_near(self, unit: int) -> bool:
+        """Whether all of a unit lies on servers of this host that memory is shared with, as far as this is known.
+
+        Any thread.
+        """
+        spec, placement = self._spec, self._placement
+        if spec is None or placement is None or spec.precision.param_compression is not None:
+            return False
+        return all(self._same_host.shares(self._holder(s).server) for s in spec.plan(placement.num_cuts).slices[unit])
+
     def buffer(self, size_bytes: int) -> Array:
         """u8[size_bytes] for gradients; servers of this host map it."""
         return shared_arrays.buffer(size_bytes) if self._same_host.has_servers else np.empty(size_bytes, np.uint8)

@@ -72,6 +72,12 @@ class SameHostServers:
             known = self._known[member.id] = asyncio.ensure_future(self._handshake(member, stub, context))
         return await asyncio.shield(known)
 
+    def shares(self, server: int) -> bool:
+        """Whether memory is shared with a server, as far as this is known. Any thread."""
+        member = self._members.get(server)
+        known = None if member is None else self._known.get(member.id)
+        return known is not None and known.done() and not known.cancelled() and known.result() is not None
+
     def forget(self, server: int) -> None:
         """Drop what is known of a server, after a failure: the next `access` shakes hands again."""
         if (member := self._members.get(server)) is not None:
