@@ -43,7 +43,7 @@ class HostPeer:
         self._socket = socket
         self._access = access
         self._closed_seen = Segment.closed
-        self._passed: dict[int, Segment] = {}
+        self._sent: dict[int, Segment] = {}
         self._mapped: dict[int, Array] = {}
         self._mapped_bytes = 0
 
@@ -61,13 +61,13 @@ class HostPeer:
         try:
             if self._closed_seen != Segment.closed and not self._forget_closed():
                 return False
-            if segment.number in self._passed:
+            if segment.number in self._sent:
                 return True
-            if segment.fd < 0 or len(self._passed) >= MAX_SEGMENTS or not self._send(segment.number, segment.fd):
+            if segment.fd < 0 or len(self._sent) >= MAX_SEGMENTS or not self._send(segment.number, segment.fd):
                 return False
         except Broken:  # who depends on the peer notices otherwise
             return False
-        self._passed[segment.number] = segment
+        self._sent[segment.number] = segment
         return True
 
     def forget_closed(self) -> None:
@@ -80,10 +80,10 @@ class HostPeer:
 
     def _forget_closed(self) -> bool:
         seen = Segment.closed
-        for number in [number for number, segment in self._passed.items() if segment.fd < 0]:
+        for number in [number for number, segment in self._sent.items() if segment.fd < 0]:
             if not self._send(number):
                 return False
-            del self._passed[number]
+            del self._sent[number]
         self._closed_seen = seen
         return True
 
@@ -109,17 +109,17 @@ class HostPeer:
         """
         if number not in self._mapped:
             self.take()
-        whole = self._mapped.get(number)
-        if whole is None:
+        found = self._mapped.get(number)
+        if found is None:
             raise Broken(f"process {self.pid} of this host has passed no segment {number}, or has closed it")
-        if not 0 <= offset <= offset + size_bytes <= whole.nbytes:
+        if not 0 <= offset <= offset + size_bytes <= found.nbytes:
             raise InvalidRequest(
                 f"bytes {offset} to {offset + size_bytes} of segment {number} of process {self.pid} were named; it has "
-                f"{whole.nbytes}"
+                f"{found.nbytes}"
             )
-        return whole[offset : offset + size_bytes]
+        return found[offset : offset + size_bytes]
 
-    def whole(self, number: int) -> Array:
+    def memory(self, number: int) -> Array:
         """u8[...]: a segment of the peer, all of it. Raises as `view` does."""
         self.view(number, 0, 0)
         return self._mapped[number]
@@ -165,6 +165,6 @@ class HostPeer:
     def close(self) -> None:
         """Hang up, and drop what is mapped; views of it stay. Harmless when repeated."""
         self._socket.close()
-        self._passed.clear()
+        self._sent.clear()
         self._mapped.clear()
         self._mapped_bytes = 0

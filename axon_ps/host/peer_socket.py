@@ -43,10 +43,10 @@ def _make() -> socket.socket:
     if not hasattr(socket, "SO_PEERCRED"):
         raise Unreachable("descriptors are passed between processes on Linux only")
     fork.check()
-    return _adopt(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+    return _register(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
 
 
-def _adopt(made: socket.socket) -> socket.socket:
+def _register(made: socket.socket) -> socket.socket:
     made.setblocking(False)
     _sockets.add(made)
     return made
@@ -193,7 +193,7 @@ class Listener:
         self._socket = listening
         weakref.finalize(self, listening.close).atexit = False
 
-    def accept(self) -> PeerSocket | None:
+    def next_peer(self) -> PeerSocket | None:
         """The next connection of a process of this user; None: there is none now. Others are hung up on."""
         while True:
             try:
@@ -201,7 +201,7 @@ class Listener:
             except OSError:  # nobody, or no room for another descriptor: then they wait
                 return None
             with contextlib.suppress(Unreachable):
-                return PeerSocket(_adopt(accepted))
+                return PeerSocket(_register(accepted))
 
     def close(self) -> None:
         """Accept nobody any more; who waits is hung up on. Harmless when repeated."""

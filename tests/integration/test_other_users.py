@@ -9,6 +9,7 @@ import ctypes
 import os
 import re
 import socket
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -34,6 +35,7 @@ needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to run pr
 @contextmanager
 def process_of(user: int, work: Callable[[int], None]) -> Iterator[int]:
     """A fork that is another user's; `work` gets its end of a connection, and the test has the other."""
+    shared_memory.available_bytes()  # loads what another user could not load from root's home
     ours, theirs = socket.socketpair()
     child = os.fork()
     if child == 0:
@@ -45,6 +47,8 @@ def process_of(user: int, work: Callable[[int], None]) -> Iterator[int]:
             os.setuid(user)
             work(theirs.detach())
             status = 0
+        except BaseException:
+            traceback.print_exc()
         finally:
             os._exit(status)
     theirs.close()
@@ -198,7 +202,7 @@ def test_of_two_ordinary_users_neither_gets_anything_of_the_other() -> None:
         memory[:6] = list(b"secret")
         os.write(connection, f"{listener.name} {segment.fd}\n".encode())
         while os.read(connection, 1) == b"a":  # accept who is there
-            peer = listener.accept()
+            peer = listener.next_peer()
             if peer is not None:
                 HostPeer(peer, Access.READ).offer(segment)
             os.write(connection, b"1" if peer is not None else b"0")
@@ -257,5 +261,5 @@ def test_who_is_told_a_name_of_another_users_socket_sends_nothing_there() -> Non
         f"the process at the other end runs as user 0, and this one as user {STRANGER}; both must run as the same user "
         "to share memory"
     ]
-    assert listener.accept() is None
+    assert listener.next_peer() is None
     listener.close()

@@ -52,7 +52,7 @@ class Attacker:
     async def connect(self) -> None:
         reply = await self.shake_hands()
         self.socket.connect(f"\0{reply.socket}")
-        self.socket.send(reply.ticket)
+        self.socket.send(reply.nonce)
 
     def send(self, number: int, *fds: int) -> None:
         """Pass descriptors as a segment."""
@@ -115,7 +115,7 @@ def test_handshakes_and_leases_of_before_are_no_messages_any_more() -> None:
         request = shard_pb2.HandshakeRequest(context=j.context()()).SerializeToString()
         old = shard_pb2.HandshakeRequest.FromString(request + b"\x12" + bytes([len(elf)]) + elf)
         reply = await j.raw().call("Handshake", old, timeout_s=TIMEOUT_S)
-        assert {field.name for field, _ in reply.ListFields()} == {"socket", "ticket"}
+        assert {field.name for field, _ in reply.ListFields()} == {"socket", "nonce"}
         lease = struct.pack("<QQQQQ", address_of(SECRET), SECRET.nbytes, address_of(SECRET), 0, 0)
         with pytest.raises(InvalidRequest):
             await attacker.push(b"\x5a" + bytes([len(lease)]) + lease)
@@ -123,12 +123,12 @@ def test_handshakes_and_leases_of_before_are_no_messages_any_more() -> None:
     run(attack)
 
 
-@pytest.mark.parametrize("ticket", [b"", bytes(16), b"guess" * 4])
-def test_a_forged_ticket_opens_nothing(ticket: bytes) -> None:
+@pytest.mark.parametrize("nonce", [b"", bytes(16), b"guess" * 4])
+def test_a_forged_nonce_opens_nothing(nonce: bytes) -> None:
     async def attack(j: Job, attacker: Attacker) -> None:
         reply = await attacker.shake_hands()
         attacker.socket.connect(f"\0{reply.socket}")
-        attacker.socket.send(ticket or b"x")
+        attacker.socket.send(nonce or b"x")
         known = j.shells[0].same_host
         assert known.find("worker-0 of another job") is None
         await j.gather(0, 0)
@@ -137,7 +137,7 @@ def test_a_forged_ticket_opens_nothing(ticket: bytes) -> None:
     run(attack)
 
 
-def test_a_stranger_gets_no_ticket() -> None:
+def test_a_stranger_gets_no_nonce() -> None:
     async def attack(j: Job, attacker: Attacker) -> None:
         for changes in ({"incarnation": "stranger"}, {"job": "another"}, {"incarnation": ""}):
             context = j.context()()

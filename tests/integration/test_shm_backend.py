@@ -193,7 +193,7 @@ def test_too_little_shared_memory_is_said_on_every_rank(tmp_path: Path) -> None:
 def test_ranks_that_share_no_memory_all_learn_it(tmp_path: Path) -> None:
     """This process offers the second rank a socket that is not there, as if it were in another container."""
     store = DirectoryStore(tmp_path)
-    store.put(offer_key("test"), json.dumps({"socket": "axon-ps-" + 32 * "0", "ticket": 32 * "0"}).encode())
+    store.put(offer_key("test"), json.dumps({"socket": "axon-ps-" + 32 * "0", "nonce": 32 * "0"}).encode())
     command = [sys.executable, WORKER, tmp_path, "1", "2", "everything", "{}"]
     said = json.loads(subprocess.run(command, capture_output=True, check=True, timeout=50).stdout)
     assert said["error"] == "Unreachable"

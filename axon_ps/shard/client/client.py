@@ -275,7 +275,9 @@ class ShardGroup:
         spec, placement = self._spec, self._placement
         if spec is None or placement is None or spec.precision.param_compression is not None:
             return False
-        return all(self._same_host.shares(self._holder(s).server) for s in spec.plan(placement.num_cuts).slices[unit])
+        return all(
+            self._same_host.is_shared(self._holder(s).server) for s in spec.plan(placement.num_cuts).slices[unit]
+        )
 
     def buffer(self, size_bytes: int) -> Array:
         """u8[size_bytes] for gradients; servers of this host map it."""

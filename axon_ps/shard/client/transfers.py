@@ -231,7 +231,7 @@ class Transfers:
         if not header.HasField("lease"):
             return None
         try:
-            return peer.whole(header.lease.segment)
+            return peer.memory(header.lease.segment)
         except AxonError as error:
             _logger.info("unit %d is gathered and not mapped: %s", s.unit, error)
             return None

@@ -3,9 +3,9 @@
 Owns: the handshake, on both sides (`SameHostServers` in a worker or another server, `SameHostCallers` in a server).
 Refuses: to decide what is leased; transfers and the servicer do. What is passed is `host.host_peer`'s.
 
-The RPC `Handshake`, which knows the caller as a member, gives it the name of a socket and a ticket, which is good for
-one connection. The caller connects, and sends the ticket. The server accepts whoever is there when it next needs that
-member; by the ticket it knows which member it is, and a connection without one is worth nothing. A connection ends with
+The RPC `Handshake`, which knows the caller as a member, gives it the name of a socket and a nonce, which is good for
+one connection. The caller connects, and sends the nonce. The server accepts whoever is there when it next needs that
+member; by the nonce it knows which member it is, and a connection without one is worth nothing. A connection ends with
 the membership of either side, and a new life of a process is another member.
 """
 
@@ -33,10 +33,10 @@ MIN_LEASED_BYTES = 32 << 10
 MAX_ELEMENT_BYTES = 8
 """A chunk that claims to be larger per element is refused."""
 
-TICKET_BYTES = 16
+NONCE_BYTES = 16
 
 MAX_STRANGERS = 16
-"""Connections that have presented no ticket yet; one that does takes a moment, and the oldest are hung up on."""
+"""Connections that have presented no nonce yet; one that does takes a moment, and the oldest are hung up on."""
 
 _TIMEOUT_S = 5.0
 _logger = logging.getLogger(__name__)
@@ -54,12 +54,15 @@ class SameHostServers:
         self._me = ""
         self._members: dict[int, Member] = {}
         self._known: dict[str, asyncio.Future[HostPeer | None]] = {}  # by the server's id
+        self._peers: dict[str, HostPeer] = {}
 
     def set_members(self, membership: Membership, me: str) -> None:
         """Set the current shard servers, and our id as a member."""
         self._members = {m.rank: m for m in membership.shards if self._node and m.node == self._node}
         there = {m.id for m in self._members.values()} if me == self._me else set()
         self._known = {k: v for k, v in self._known.items() if k in there}
+        for gone in set(self._peers) - there:
+            self._peers.pop(gone).close()
         self._me = me
 
     async def access(self, server: int, stub: Stub, context: MakeContext) -> HostPeer | None:
@@ -72,16 +75,16 @@ class SameHostServers:
             known = self._known[member.id] = asyncio.ensure_future(self._handshake(member, stub, context))
         return await asyncio.shield(known)
 
-    def shares(self, server: int) -> bool:
+    def is_shared(self, server: int) -> bool:
         """Whether memory is shared with a server, as far as this is known. Any thread."""
         member = self._members.get(server)
-        known = None if member is None else self._known.get(member.id)
-        return known is not None and known.done() and not known.cancelled() and known.result() is not None
+        return member is not None and member.id in self._peers
 
     def forget(self, server: int) -> None:
         """Drop what is known of a server, after a failure: the next `access` shakes hands again."""
         if (member := self._members.get(server)) is not None:
             self._known.pop(member.id, None)
+            self._peers.pop(member.id, None)  # calls under way go on with it
 
     @property
     def has_servers(self) -> bool:
@@ -91,10 +94,10 @@ class SameHostServers:
     def close(self) -> None:
         """End the handshakes under way, and hang up."""
         for known in self._known.values():
-            if known.done() and not known.cancelled() and (peer := known.result()) is not None:
-                peer.close()
             known.cancel()
-        self._known = {}
+        for peer in self._peers.values():
+            peer.close()
+        self._known, self._peers = {}, {}
 
     async def _handshake(self, member: Member, stub: Stub, context: MakeContext) -> HostPeer | None:
         try:
@@ -104,7 +107,8 @@ class SameHostServers:
             self._known.pop(member.id, None)
             return None
         try:
-            return _connect(reply)
+            peer = self._peers[member.id] = _connect(reply)
+            return peer
         except AxonError as error:
             _logger.debug("no memory is shared with shard server %d: %s", member.rank, error)
             return None
@@ -114,7 +118,7 @@ def _connect(reply: shard_pb2.HandshakeReply) -> HostPeer:
     if not reply.socket:
         raise Unreachable("it shares none")
     connected = PeerSocket.connect(reply.socket)
-    if not connected.send(reply.ticket):
+    if not connected.send(reply.nonce):
         raise Unreachable("it accepts nobody")
     return HostPeer(connected, Access.PRIVATE)
 
@@ -124,7 +128,7 @@ class SameHostCallers:
 
     def __init__(self) -> None:
         self._listener: Listener | None = None
-        self._tickets: dict[bytes, str] = {}
+        self._nonces: dict[bytes, str] = {}
         self._strangers: list[PeerSocket] = []
         self._known: dict[str, HostPeer] = {}
 
@@ -133,24 +137,24 @@ class SameHostCallers:
         there = {m.id for m in (*membership.workers, *membership.shards)}
         for gone in set(self._known) - there:
             self._known.pop(gone).close()
-        self._tickets = {ticket: member for ticket, member in self._tickets.items() if member in there}
+        self._nonces = {nonce: member for nonce, member in self._nonces.items() if member in there}
 
     def handshake(self, caller: str) -> shard_pb2.HandshakeReply:
-        """Where a caller connects to, and its ticket; those it got before are worth nothing any more."""
+        """Where a caller connects to, and its nonce; those it got before are worth nothing any more."""
         self._accept()
         try:
             listener = self._listener = self._listener or Listener()
         except Unreachable as error:
             _logger.debug("no memory is shared: %s", error)
             return shard_pb2.HandshakeReply()
-        self._tickets = {ticket: member for ticket, member in self._tickets.items() if member != caller}
-        ticket = secrets.token_bytes(TICKET_BYTES)
-        self._tickets[ticket] = caller
-        return shard_pb2.HandshakeReply(socket=listener.name, ticket=ticket)
+        self._nonces = {nonce: member for nonce, member in self._nonces.items() if member != caller}
+        nonce = secrets.token_bytes(NONCE_BYTES)
+        self._nonces[nonce] = caller
+        return shard_pb2.HandshakeReply(socket=listener.name, nonce=nonce)
 
     def find(self, caller: str) -> HostPeer | None:
         """A caller that memory is shared with; None if it is not."""
-        if self._tickets or self._strangers:
+        if self._nonces or self._strangers:
             self._accept()
         return self._known.get(caller)
 
@@ -170,11 +174,11 @@ class SameHostCallers:
         for each in (self._listener, *self._strangers, *self._known.values()):
             if each is not None:
                 each.close()
-        self._listener, self._strangers, self._known, self._tickets = None, [], {}, {}
+        self._listener, self._strangers, self._known, self._nonces = None, [], {}, {}
 
     def _accept(self) -> None:
-        """Accept those that have connected, and find out by their tickets which members they are."""
-        while self._listener is not None and (stranger := self._listener.accept()) is not None:
+        """Accept those that have connected, and find out by their nonces which members they are."""
+        while self._listener is not None and (stranger := self._listener.next_peer()) is not None:
             self._strangers.append(stranger)
         self._strangers = [stranger for stranger in self._strangers if self._is_stranger(stranger)]
         for stranger in self._strangers[:-MAX_STRANGERS]:
@@ -190,9 +194,9 @@ class SameHostCallers:
             return False
         if found is None:
             return True
-        member = self._tickets.pop(found[0], "")
+        member = self._nonces.pop(found[0], "")
         if not member:
-            _logger.warning("a process of this host (%d) presented no valid ticket", connected.pid)
+            _logger.warning("a process of this host (%d) presented no valid nonce", connected.pid)
             connected.close()
             return False
         if (before := self._known.pop(member, None)) is not None:

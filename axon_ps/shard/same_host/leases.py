@@ -101,19 +101,19 @@ class SumLeases:
             int, tuple[Array, ctypes.c_uint64]
         ] = {}  # by segment: the sum, which lives as long; its tag
 
-    def grant(self, peer: HostPeer, array: Array, whole: Array) -> common_pb2.Lease | None:
+    def grant(self, peer: HostPeer, array: Array, total: Array) -> common_pb2.Lease | None:
         """A lease on elements that do not change before `revoke`; None: they must be sent.
 
         Args:
             peer: who reads them.
-            array: f32[c], part of `whole`.
-            whole: f32[n], from `allocate_sum`, or in ordinary memory.
+            array: f32[c], part of `total`.
+            total: f32[n], from `allocate_sum`, or in ordinary memory.
         """
         lease = grant(peer, array)
         if lease is None:
             return None
         if lease.segment not in self._granted:
-            self._granted[lease.segment] = whole, ctypes.c_uint64.from_address(address_of(whole) - PAGE_BYTES)
+            self._granted[lease.segment] = total, ctypes.c_uint64.from_address(address_of(total) - PAGE_BYTES)
         lease.tag = self._granted[lease.segment][1].value
         return lease
 

@@ -129,12 +129,12 @@ class HandshakeRequest(_message.Message):
     def __init__(self, context: _Optional[_Union[_common_pb2.CallContext, _Mapping]] = ...) -> None: ...
 
 class HandshakeReply(_message.Message):
-    __slots__ = ("socket", "ticket")
+    __slots__ = ("socket", "nonce")
     SOCKET_FIELD_NUMBER: _ClassVar[int]
-    TICKET_FIELD_NUMBER: _ClassVar[int]
+    NONCE_FIELD_NUMBER: _ClassVar[int]
     socket: str
-    ticket: bytes
-    def __init__(self, socket: _Optional[str] = ..., ticket: _Optional[bytes] = ...) -> None: ...
+    nonce: bytes
+    def __init__(self, socket: _Optional[str] = ..., nonce: _Optional[bytes] = ...) -> None: ...
 
 class StatsRequest(_message.Message):
     __slots__ = ("context",)

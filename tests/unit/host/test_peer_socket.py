@@ -20,7 +20,7 @@ from axon_ps.host.peer_socket import Listener, PeerSocket
 def connected() -> tuple[PeerSocket, PeerSocket]:
     listener = Listener()
     ours = PeerSocket.connect(listener.name)
-    theirs = listener.accept()
+    theirs = listener.next_peer()
     listener.close()
     assert theirs is not None
     return ours, theirs
@@ -99,7 +99,7 @@ def test_who_is_not_there_is_said_so() -> None:
     assert name not in names()
     with pytest.raises(Unreachable, match="cannot be reached: Connection refused"):
         PeerSocket.connect(name)
-    assert listener.accept() is None
+    assert listener.next_peer() is None
 
 
 def test_a_crowd_that_nobody_accepts_is_no_wait(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,7 +118,7 @@ def test_a_process_of_another_user_is_hung_up_on(monkeypatch: pytest.MonkeyPatch
     listener = Listener()
     ours = PeerSocket.connect(listener.name)
     monkeypatch.setattr(os, "geteuid", lambda: 4321)
-    assert listener.accept() is None
+    assert listener.next_peer() is None
     monkeypatch.undo()
     with pytest.raises(Broken):
         ours.receive()
@@ -184,7 +184,7 @@ from axon_ps.host.peer_socket import Listener, PeerSocket
 fork.opened()
 listener = Listener()
 ours = PeerSocket.connect(listener.name)
-theirs = listener.accept()
+theirs = listener.next_peer()
 sockets = lambda: sum("socket" in os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")
                       if os.path.islink(f"/proc/self/fd/{fd}"))
 before = sockets()

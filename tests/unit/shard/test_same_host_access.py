@@ -89,36 +89,36 @@ def test_a_new_life_of_a_worker_is_another_member(server: SameHostCallers) -> No
         assert server.find(again.id) is None
 
 
-@pytest.mark.parametrize("ticket", [b"", b"x", bytes(16), b"x" * 3000])
-def test_a_connection_without_the_ticket_is_nobodys(server: SameHostCallers, ticket: bytes) -> None:
+@pytest.mark.parametrize("nonce", [b"", b"x", bytes(16), b"x" * 3000])
+def test_a_connection_without_the_nonce_is_nobodys(server: SameHostCallers, nonce: bytes) -> None:
     with bare(server.handshake(WORKER.id)) as stranger:
-        if ticket:
-            stranger.send(ticket)
+        if nonce:
+            stranger.send(nonce)
         assert server.find(WORKER.id) is None
-        if ticket:
+        if nonce:
             assert stranger.recv(100) == b""  # hung up on
         with connected(server):
             assert server.find(WORKER.id) is not None
 
 
-def test_a_ticket_is_good_for_one_connection_and_for_its_member(server: SameHostCallers) -> None:
+def test_a_nonce_is_good_for_one_connection_and_for_its_member(server: SameHostCallers) -> None:
     reply = server.handshake(WORKER.id)
     for round_ in range(2):
         with bare(reply) as one:
-            one.send(reply.ticket)
+            one.send(reply.nonce)
             assert (server.find(WORKER.id) is not None) == (round_ == 0)
             assert server.find(OTHER.id) is None
             server.set_members(membership(OTHER))
             server.set_members(membership(WORKER))
 
 
-def test_an_older_ticket_is_worth_nothing(server: SameHostCallers) -> None:
+def test_an_older_nonce_is_worth_nothing(server: SameHostCallers) -> None:
     first = server.handshake(WORKER.id)
     server.handshake(WORKER.id)
     with bare(first) as one:
-        one.send(first.ticket)
+        one.send(first.nonce)
         assert server.find(WORKER.id) is None
-    assert len(server._tickets) == 1
+    assert len(server._nonces) == 1
 
 
 def test_a_crowd_of_strangers_is_hung_up_on(server: SameHostCallers) -> None:

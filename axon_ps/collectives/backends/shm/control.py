@@ -63,7 +63,7 @@ def _up(size_bytes: int, to: int = _LINE) -> int:
 BARRIER, ABORTED, SLOT_STATE, SLOTS, FAILURE = 64, 128, 192, 200, 1024
 # and in a record.
 ARRIVED, SLEEPS, PROGRESS, PROGRESS_DOORBELL, MESSAGE_DOORBELL = 0, 8, 64, 72, 128
-CLOSED, PASSED = 224, 232
+CLOSED, SENT = 224, 232
 ABORT_FLAG, ABORT_KIND, ABORT_TEXT, SOCKET = 256, 260, 320, 1344
 # A header: the call, the descriptor of its array, counts, and the call as text when the ranks disagree.
 DESCRIPTOR = 32

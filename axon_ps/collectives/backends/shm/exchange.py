@@ -35,7 +35,7 @@ from axon_ps.collectives.backends.shm.control import (
     DESCRIPTOR,
     DESCRIPTOR_BYTES,
     FAILURE,
-    PASSED,
+    SENT,
     SLOT_STATE,
     SLOTS,
     Control,
@@ -86,7 +86,7 @@ class PeerMemory:
         self._others = [peer for peer in peers if peer is not None]
         self._lock = threading.Lock()
         self._slots: list[list[Array]] | None = None  # by buffer index and rank
-        self._record = control.layout.record(control.rank) + PASSED
+        self._record = control.layout.record(control.rank) + SENT
         self._closed_seen = Segment.closed
         self._taken = [0] * len(peers)
 
@@ -117,7 +117,7 @@ class PeerMemory:
     def _offer(self, segment: Segment, peers: Sequence[HostPeer]) -> bool:
         with self._lock:
             offered = all(peer.offer(segment) for peer in peers)
-            self._publish_passed()
+            self._publish_sent()
         return offered
 
     def _forget_closed(self) -> None:
@@ -127,9 +127,9 @@ class PeerMemory:
                 self._closed_seen = Segment.closed
                 for peer in self._others:
                     peer.forget_closed()
-                self._publish_passed()
+                self._publish_sent()
 
-    def _publish_passed(self) -> None:
+    def _publish_sent(self) -> None:
         """Publish how many messages there were to peers: at another number they look for what was passed or closed."""
         self.control.u64[self._record // 8] = sum(peer.messages for peer in self._others)
 
@@ -178,7 +178,7 @@ class PeerMemory:
         """Unmap the segments that their owners have closed."""
         u64, layout = self.control.u64, self.control.layout
         for rank, peer in enumerate(self._peers):
-            passed = u64[(layout.record(rank) + PASSED) // 8]
+            passed = u64[(layout.record(rank) + SENT) // 8]
             if peer is not None and passed != self._taken[rank]:
                 self._taken[rank] = passed
                 try:

@@ -118,7 +118,7 @@ class ShmMailbox:
 
     def _send_in_windows(self, to: int, deadline: float, raw: memoryview, transfer: int) -> bool:
         """Send the fragments of a message through shared memory; False: there is none, or it is in use."""
-        if not self._windows_used.acquire(blocking=False):
+        if not self._windows_used.acquire(timeout=0):
             return False
         try:
             if self._windows is None:

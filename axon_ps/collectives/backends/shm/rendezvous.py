@@ -1,7 +1,7 @@
 """The rendezvous of a group's ranks on one host: they map the control segment, and connect to each other.
 
-The first rank offers a socket and a secret, the ticket, in the group's store, under `shm/NAME/offer`. The others
-connect, present the ticket, and store under `shm/NAME/joined/RANK` that they did, or why not; only the first rank reads
+The first rank offers a socket and a secret, the nonce, in the group's store, under `shm/NAME/offer`. The others
+connect, present the nonce, and store under `shm/NAME/joined/RANK` that they did, or why not; only the first rank reads
 those, and it deletes all of the keys, so nothing remains in the store. Then it passes everybody the control segment,
 and says whether all have mapped it. The other ranks connect to each other in the same way, by sockets that they name
 in the segment. So each rank has a connection to each other one, over which segments are passed (`host.host_peer`); who
@@ -28,9 +28,9 @@ from axon_ps.host.peer_socket import MESSAGE_BYTES, Listener, PeerSocket
 from axon_ps.host.shared_memory import Access
 from axon_ps.types import Array
 
-TICKET_BYTES = 16
+NONCE_BYTES = 16
 
-_HELLO = struct.Struct(f"<{TICKET_BYTES}sI")  # ticket, rank
+_HELLO = struct.Struct(f"<{NONCE_BYTES}sI")  # nonce, rank
 _WELL, _FAILED = b"\0", b"\1"  # what a message begins with; the reason of a failure follows
 _POLL_S = 0.1
 
@@ -65,9 +65,9 @@ def rendezvous(context: GroupContext) -> tuple[Control, list[HostPeer | None]]:
     """
     deadline = time.monotonic() + context.timeout_s
     begin = _create if context.rank == 0 else _join
-    control, ticket, sockets = begin(context, ControlLayout(len(context.ranks)), deadline)
+    control, nonce, sockets = begin(context, ControlLayout(len(context.ranks)), deadline)
     try:
-        sockets |= _connect_others(control, ticket, deadline)
+        sockets |= _connect_others(control, nonce, deadline)
         _watch(control, sockets)
     except BaseException:
         control.close()
@@ -86,7 +86,7 @@ def _watch(control: Control, sockets: Sockets) -> None:
 
 
 def _create(context: GroupContext, layout: ControlLayout, deadline: float) -> tuple[Control, bytes, Sockets]:
-    ticket = secrets.token_bytes(TICKET_BYTES)
+    nonce = secrets.token_bytes(NONCE_BYTES)
     failure: AxonError | None = None
     sockets: Sockets = {}
     listener = segment = control = None
@@ -95,13 +95,13 @@ def _create(context: GroupContext, layout: ControlLayout, deadline: float) -> tu
         segment, memory = shared_memory.create(layout.size_bytes)
         control = Control(memory, layout, 0, context.ranks, context.name, context.ended)
         listener = Listener()
-        offer = {"socket": listener.name, "ticket": ticket.hex()}
+        offer = {"socket": listener.name, "nonce": nonce.hex()}
     except AxonError as error:
         failure, offer = error, {"error": str(error)}
     if layout.world_size > 1:
         failure = failure or _collect_reports(context, offer, deadline)
         if listener is not None and control is not None and segment is not None:
-            sockets = _accepted(listener, ticket, range(1, layout.world_size))
+            sockets = _accepted(listener, nonce, range(1, layout.world_size))
             _watch(control, sockets)
             failure = failure or _missing(context, sockets)
             failure = _pass_control(context, sockets, segment.fd, failure, deadline)
@@ -112,7 +112,7 @@ def _create(context: GroupContext, layout: ControlLayout, deadline: float) -> tu
         if control is not None:
             control.close()
         raise failure or Unreachable("there is no segment")
-    return control, ticket, sockets
+    return control, nonce, sockets
 
 
 def _collect_reports(context: GroupContext, offer: dict[str, str], deadline: float) -> AxonError | None:
@@ -137,14 +137,14 @@ def _collect_reports(context: GroupContext, offer: dict[str, str], deadline: flo
     return failure
 
 
-def _accepted(listener: Listener, ticket: bytes, expected: range) -> Sockets:
-    """The ranks that have connected and presented the ticket; whoever else has is hung up on."""
+def _accepted(listener: Listener, nonce: bytes, expected: range) -> Sockets:
+    """The ranks that have connected and presented the nonce; whoever else has is hung up on."""
     found: Sockets = {}
-    while (connected := listener.accept()) is not None:
+    while (connected := listener.next_peer()) is not None:
         with contextlib.suppress(AxonError, struct.error):
             message, _ = connected.receive(descriptor=False) or (b"", -1)
             presented, rank = _HELLO.unpack(message)
-            if secrets.compare_digest(presented, ticket) and rank in expected and rank not in found:
+            if secrets.compare_digest(presented, nonce) and rank in expected and rank not in found:
                 found[rank] = connected
                 continue
         connected.close()
@@ -198,11 +198,11 @@ def _join(context: GroupContext, layout: ControlLayout, deadline: float) -> tupl
     if "error" in offer:
         _report_joined(context, "")
         raise Unreachable(f"rank {first} could make no shared memory for group {context.name!r}: {offer['error']}")
-    ticket = bytes.fromhex(offer["ticket"])
+    nonce = bytes.fromhex(offer["nonce"])
     try:
         _check_machine()
         connected = PeerSocket.connect(offer["socket"])
-        connected.send(_HELLO.pack(ticket, context.rank))
+        connected.send(_HELLO.pack(nonce, context.rank))
     except AxonError as error:
         _report_joined(context, str(error))
         raise Unreachable(f"rank {context.ranks[context.rank]} shares no memory with rank {first}: {error}") from error
@@ -220,7 +220,7 @@ def _join(context: GroupContext, layout: ControlLayout, deadline: float) -> tupl
     except AxonError:
         control.close()
         raise
-    return control, ticket, {0: connected}
+    return control, nonce, {0: connected}
 
 
 def _map(fd: int, layout: ControlLayout) -> Array:
@@ -268,7 +268,7 @@ def _receive(
 # ---------------------------------------------------------------------- all ranks but the first, among themselves
 
 
-def _connect_others(control: Control, ticket: bytes, deadline: float) -> Sockets:
+def _connect_others(control: Control, nonce: bytes, deadline: float) -> Sockets:
     """Connect to every rank but the first: the higher one connects, the lower one accepts. All ranks call it.
 
     Raises:
@@ -285,12 +285,12 @@ def _connect_others(control: Control, ticket: bytes, deadline: float) -> Sockets
     try:
         for rank in range(1, me):
             sockets[rank] = PeerSocket.connect(control.text(control.layout.record(rank) + SOCKET))
-            sockets[rank].send(_HELLO.pack(ticket, me))
+            sockets[rank].send(_HELLO.pack(nonce, me))
     except AxonError as error:
         raise control.fail(Unreachable(f"rank {control.ranks[me]} shares no memory: {error}")) from error
     control.barrier(deadline)
     if listener is not None:
-        sockets |= _accepted(listener, ticket, range(me + 1, n))
+        sockets |= _accepted(listener, nonce, range(me + 1, n))
         listener.close()
     missing = [control.ranks[rank] for rank in range(1, n) if rank != me and rank not in sockets]
     if me and missing:

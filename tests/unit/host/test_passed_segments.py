@@ -28,7 +28,7 @@ SIZE = 100_000
 def sockets() -> tuple[PeerSocket, PeerSocket]:
     listener = Listener()
     ours = PeerSocket.connect(listener.name)
-    theirs = listener.accept()
+    theirs = listener.next_peer()
     listener.close()
     assert theirs is not None
     return ours, theirs
@@ -51,7 +51,7 @@ def stranger() -> Iterator[tuple[socket.socket, HostPeer]]:
     bare = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     bare.setblocking(False)
     bare.connect(f"\0{listener.name}")
-    accepted = listener.accept()
+    accepted = listener.next_peer()
     listener.close()
     assert accepted is not None
     server = HostPeer(accepted, Access.READ)
