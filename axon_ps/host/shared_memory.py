@@ -31,6 +31,7 @@ from axon_ps.errors import Busy, InvalidRequest
 from axon_ps.types import Array
 
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; mmap has no name for it
+_MFD_NOEXEC_SEAL = 0x8  # Linux 6.3; os has no name for it
 _MAP_FIXED = 0x10
 _MAP_FAILED = ctypes.c_void_p(-1).value
 _SEAL_FUTURE_WRITE = 0x10  # Linux 5.1; fcntl has no name for it
@@ -101,7 +102,7 @@ def create(size_bytes: int, *, read_only: bool = False) -> tuple[Segment, Array]
     if size_bytes > available:
         raise _no_room(size_bytes, available)
     try:
-        fd = os.memfd_create("axon_ps", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        fd = _memfd()
     except OSError as error:
         raise Busy(f"no shared memory can be made in this process: {error.strerror}") from error
     try:
@@ -116,6 +117,16 @@ def create(size_bytes: int, *, read_only: bool = False) -> tuple[Segment, Array]
             raise Busy("this kernel cannot seal shared memory against writing, which needs Linux 5.1") from error
         raise _no_room(size_bytes, available_bytes()) from error
     return Segment(fd, size_bytes), memory
+
+
+def _memfd() -> int:
+    flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
+    try:
+        return os.memfd_create("axon_ps", flags | _MFD_NOEXEC_SEAL)  # machines may refuse any other
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+    return os.memfd_create("axon_ps", flags)
 
 
 def receive(fd: int, access: Access) -> Array:
