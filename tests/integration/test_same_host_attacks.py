@@ -20,7 +20,7 @@ from axon_ps.host.leases import address_of
 from axon_ps.shard.client import transfers
 from axon_ps.shard.server import servicer
 from axon_ps.wire.frames import encode_chunk
-from axon_ps.wire.v1 import common_pb2, shard_pb2
+from axon_ps.wire.v1 import common_pb2, lease_pb2, shard_pb2
 from shard_fakes import TIMEOUT_S, Job, job, spec_of
 
 SPEC = spec_of(3000)
@@ -90,9 +90,9 @@ def run(attack: Callable[[Job, Attacker], Awaitable[None]]) -> None:
     asyncio.run(asyncio.wait_for(scenario(), 50))
 
 
-def memory_of_the_server(offset: int = 0) -> common_pb2.Lease:
+def memory_of_the_server(offset: int = 0) -> lease_pb2.Lease:
     """As a lease was once believed: by an address of the server's process."""
-    return common_pb2.Lease(segment=os.getpid(), offset=address_of(SECRET) + offset, size_bytes=SECRET.nbytes)
+    return lease_pb2.Lease(segment=os.getpid(), offset=address_of(SECRET) + offset, size_bytes=SECRET.nbytes)
 
 
 def test_addresses_that_a_message_names_are_not_read() -> None:
@@ -102,7 +102,7 @@ def test_addresses_that_a_message_names_are_not_read() -> None:
         await attacker.connect()
         for segment in (os.getpid(), 0, 1, 1 << 63):
             with pytest.raises(Broken, match=f"has passed no segment {segment}"):
-                await attacker.push(lease=common_pb2.Lease(segment=segment, offset=0, size_bytes=12_000))
+                await attacker.push(lease=lease_pb2.Lease(segment=segment, offset=0, size_bytes=12_000))
 
     run(attack)
 
@@ -160,7 +160,7 @@ def memfd(size_bytes: int = 12_000, seals: int = 0, *, allocate: bool = True) ->
     return fd
 
 
-LEASE = common_pb2.Lease(segment=5, offset=0, size_bytes=12_000)
+LEASE = lease_pb2.Lease(segment=5, offset=0, size_bytes=12_000)
 
 
 def test_a_file_that_can_be_made_shorter_is_refused_before_it_is_mapped() -> None:
@@ -183,12 +183,12 @@ def test_a_sealed_file_cannot_be_made_shorter_and_may_be_added() -> None:
         os.pwrite(fd, np.zeros(3000, np.float32).tobytes(), 0)
         attacker.send(5, os.dup(fd))
         for wrong in ({"offset": 300}, {"offset": 12_288}, {"offset": 1 << 63}):
-            lease = common_pb2.Lease(segment=5, size_bytes=12_000, **wrong)
+            lease = lease_pb2.Lease(segment=5, size_bytes=12_000, **wrong)
             with pytest.raises(InvalidRequest, match="of segment 5 of process .* were named; it has 12288"):
                 await attacker.push(lease=lease)
         for size_bytes in (1 << 62, 12_001, 0):
             with pytest.raises(InvalidRequest):
-                await attacker.push(lease=common_pb2.Lease(segment=5, size_bytes=size_bytes))
+                await attacker.push(lease=lease_pb2.Lease(segment=5, size_bytes=size_bytes))
         with pytest.raises(PermissionError):
             os.ftruncate(fd, 0)
         os.close(fd)
@@ -225,7 +225,7 @@ def test_a_lease_cannot_stand_for_a_compressed_gradient() -> None:
         await attacker.connect()
         attacker.send(5, memfd(12_288, fcntl.F_SEAL_SHRINK))
         size_bytes = Int8().compressed_bytes(3000)
-        lease = common_pb2.Lease(segment=5, size_bytes=size_bytes - size_bytes % 3000)
+        lease = lease_pb2.Lease(segment=5, size_bytes=size_bytes - size_bytes % 3000)
         with pytest.raises(InvalidRequest, match="compressed gradient, which must be sent"):
             await attacker.push(lease=lease, compressed=True)
 

@@ -37,7 +37,7 @@ from axon_ps.storage.checkpoint import FileEntry
 from axon_ps.storage.manifest import Manifest, write_manifest
 from axon_ps.types import Array, DType, Outcome
 from axon_ps.wire.frames import encode_chunk
-from axon_ps.wire.v1 import common_pb2, shard_pb2
+from axon_ps.wire.v1 import common_pb2, lease_pb2, shard_pb2
 from shard_fakes import TIMEOUT_S, CuttingProxy, Job, job, spec_of
 
 SPEC = spec_of(3000, 200, 700, frozen=[2])
@@ -123,7 +123,7 @@ def test_gradients_are_added_where_they_lie_and_sent_where_they_do_not_lie_in_sh
 def test_a_lease_that_was_revoked_before_it_was_read_is_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
     view, late = leases.view, []
 
-    def slow(peer: HostPeer, lease: common_pb2.Lease) -> leases.Leased:
+    def slow(peer: HostPeer, lease: lease_pb2.Lease) -> leases.Leased:
         """The server changes the values before the first reader has copied them."""
         found = view(peer, lease)
         if late:
@@ -149,7 +149,7 @@ def test_a_lease_that_was_revoked_before_it_was_read_is_asked_for_again(monkeypa
 def test_a_push_whose_lease_is_refused_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     view, refused = leases.view, []
 
-    def refuse(peer: HostPeer, lease: common_pb2.Lease) -> leases.Leased:
+    def refuse(peer: HostPeer, lease: lease_pb2.Lease) -> leases.Leased:
         if not refused:
             refused.append(lease)
             raise Broken("the segment is closed")

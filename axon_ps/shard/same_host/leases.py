@@ -13,16 +13,16 @@ from axon_ps.host.leases import TAG_BYTES, address_of, tag_of
 from axon_ps.host.shared_arrays import shared_arrays
 from axon_ps.host.shared_memory import PAGE_BYTES
 from axon_ps.types import Array, DType
-from axon_ps.wire.v1 import common_pb2
+from axon_ps.wire.v1 import lease_pb2
 
 
-def grant(peer: HostPeer, array: Array) -> common_pb2.Lease | None:
+def grant(peer: HostPeer, array: Array) -> lease_pb2.Lease | None:
     """A lease on an array that does not change before the call is over; None: it must be sent."""
     address = address_of(array)
     shared = shared_arrays.find(address, array.nbytes)
     if shared is None or not peer.offer(shared.segment):
         return None
-    return common_pb2.Lease(segment=shared.segment.number, offset=address - shared.base, size_bytes=array.nbytes)
+    return lease_pb2.Lease(segment=shared.segment.number, offset=address - shared.base, size_bytes=array.nbytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class Leased:
             raise Broken("the lease was revoked before everything was read")
 
 
-def view(peer: HostPeer, lease: common_pb2.Lease) -> Leased:
+def view(peer: HostPeer, lease: lease_pb2.Lease) -> Leased:
     """What was leased.
 
     Raises:
@@ -63,7 +63,7 @@ def view(peer: HostPeer, lease: common_pb2.Lease) -> Leased:
     return Leased(values, tag, lease.tag)
 
 
-def read(peer: HostPeer, lease: common_pb2.Lease, out: Array) -> None:
+def read(peer: HostPeer, lease: lease_pb2.Lease, out: Array) -> None:
     """Copy leased bytes. Raises as `view` does.
 
     Raises:
@@ -101,7 +101,7 @@ class SumLeases:
             int, tuple[Array, ctypes.c_uint64]
         ] = {}  # by segment: the sum, which lives as long; its tag
 
-    def grant(self, peer: HostPeer, array: Array, total: Array) -> common_pb2.Lease | None:
+    def grant(self, peer: HostPeer, array: Array, total: Array) -> lease_pb2.Lease | None:
         """A lease on elements that do not change before `revoke`; None: they must be sent.
 
         Args:

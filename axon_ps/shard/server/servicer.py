@@ -34,7 +34,7 @@ from axon_ps.shard.server.shell import ShardShell
 from axon_ps.types import WIRE_DTYPES, Array, DType, Member
 from axon_ps.wire.codec import dtype_from_proto, dtype_to_proto, hypers_from_proto
 from axon_ps.wire.frames import decode_chunk, encode_chunk, payload_array
-from axon_ps.wire.v1 import common_pb2, shard_pb2
+from axon_ps.wire.v1 import common_pb2, lease_pb2, shard_pb2
 
 
 class ShardServicer:
@@ -336,8 +336,8 @@ def _lease(engine: ShardEngine, request: shard_pb2.AllGatherRequest, peer: HostP
     return message
 
 
-def _to_proto(lease: ReadLease) -> common_pb2.Lease:
-    return common_pb2.Lease(segment=lease.segment, offset=lease.offset, size_bytes=lease.size_bytes, tag=lease.tag)
+def _to_proto(lease: ReadLease) -> lease_pb2.Lease:
+    return lease_pb2.Lease(segment=lease.segment, offset=lease.offset, size_bytes=lease.size_bytes, tag=lease.tag)
 
 
 def _range_of(engine: ShardEngine, header: common_pb2.Chunk) -> tuple[int, int]:

@@ -1,3 +1,4 @@
+from axon_ps.wire.v1 import lease_pb2 as _lease_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
@@ -209,20 +210,8 @@ class Chunk(_message.Message):
     epoch: int
     end: int
     payload: bytes
-    lease: Lease
-    def __init__(self, context: _Optional[_Union[CallContext, _Mapping]] = ..., step: _Optional[int] = ..., version: _Optional[int] = ..., unit: _Optional[int] = ..., offset: _Optional[int] = ..., numel: _Optional[int] = ..., dtype: _Optional[_Union[DType, str]] = ..., replica: _Optional[int] = ..., absent: bool = ..., compressed: bool = ..., epoch: _Optional[int] = ..., end: _Optional[int] = ..., payload: _Optional[bytes] = ..., lease: _Optional[_Union[Lease, _Mapping]] = ...) -> None: ...
-
-class Lease(_message.Message):
-    __slots__ = ("segment", "offset", "size_bytes", "tag")
-    SEGMENT_FIELD_NUMBER: _ClassVar[int]
-    OFFSET_FIELD_NUMBER: _ClassVar[int]
-    SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
-    TAG_FIELD_NUMBER: _ClassVar[int]
-    segment: int
-    offset: int
-    size_bytes: int
-    tag: int
-    def __init__(self, segment: _Optional[int] = ..., offset: _Optional[int] = ..., size_bytes: _Optional[int] = ..., tag: _Optional[int] = ...) -> None: ...
+    lease: _lease_pb2.Lease
+    def __init__(self, context: _Optional[_Union[CallContext, _Mapping]] = ..., step: _Optional[int] = ..., version: _Optional[int] = ..., unit: _Optional[int] = ..., offset: _Optional[int] = ..., numel: _Optional[int] = ..., dtype: _Optional[_Union[DType, str]] = ..., replica: _Optional[int] = ..., absent: bool = ..., compressed: bool = ..., epoch: _Optional[int] = ..., end: _Optional[int] = ..., payload: _Optional[bytes] = ..., lease: _Optional[_Union[_lease_pb2.Lease, _Mapping]] = ...) -> None: ...
 
 class ErrorDetail(_message.Message):
     __slots__ = ("kind", "message", "generation")

@@ -18,7 +18,7 @@ from axon_ps.shard.same_host import access, leases
 from axon_ps.shard.same_host.access import MAX_STRANGERS, SameHostCallers
 from axon_ps.shard.same_host.leases import SumLeases, allocate_sum
 from axon_ps.types import Member, Membership, Role
-from axon_ps.wire.v1 import common_pb2, shard_pb2
+from axon_ps.wire.v1 import lease_pb2, shard_pb2
 
 WORKER = Member(role=Role.WORKER, rank=0, incarnation="a" * 32, node="here")
 OTHER = Member(role=Role.WORKER, rank=1, incarnation="b" * 32, node="here")
@@ -149,7 +149,7 @@ def test_what_was_not_lent_is_refused(server: SameHostCallers) -> None:
         with pytest.raises(Broken, match="has passed no segment"):
             leases.view(others, lease)  # another worker's segment
         for changes in ({"offset": 8}, {"size_bytes": 1 << 62}, {"offset": (1 << 64) - 8}):
-            wrong = common_pb2.Lease(segment=lease.segment, offset=0, size_bytes=lease.size_bytes)
+            wrong = lease_pb2.Lease(segment=lease.segment, offset=0, size_bytes=lease.size_bytes)
             for name, value in changes.items():
                 setattr(wrong, name, value)
             with pytest.raises(InvalidRequest, match="of segment"):
