@@ -3,6 +3,7 @@
 fork            what a fork of a worker may not use
 children · tether   child processes that end with us
 shared_memory · shared_arrays · futex   memory that processes share, arrays in it, and waiting for a change in it
-process_memory · leases · peer_process   the handshake, reading another process's memory, and whether it lives
+peer_socket · host_peer · leases   who another process is, passing it shared memory, and permission to read that
+peer_process    whether another process lives
 malloc          retaining the memory of messages for the next messages
 """

@@ -1,8 +1,7 @@
-"""Shared arrays: memory of one process that other processes of the host map, so that nothing is copied.
+"""Shared arrays: memory of this process that other processes of the host may be passed, so that nothing is copied.
 
-Owns: which ranges of our memory are segments, and until when (`SharedArrays`), and which segments of another process
-are mapped here (`MappedArrays`). Refuses: to know what is in them and who maps them; an array serves the collectives of
-every group of the process, and the shard servers of the host.
+Owns: which ranges of our memory are segments, and until when. Refuses: to know what is in them and who is passed them;
+an array serves the collectives of every group of the process, and the shard servers of the host (`host.host_peer`).
 
 A segment lives as long as an array (or a torch tensor, or any view) over it. Two things end sharing before, both for
 memory that others may still use when its owner wants to use it for something else:
@@ -15,20 +14,16 @@ from __future__ import annotations
 import bisect
 import contextlib
 import math
-import os
 import threading
-from collections import OrderedDict, deque
+from collections import deque
 from operator import attrgetter
 
 import numpy as np
 
-from axon_ps.errors import Busy, InvalidRequest
-from axon_ps.host import fork
-from axon_ps.host.shared_memory import Segment, SegmentAddress, make_private, move_mapping
+from axon_ps.errors import Busy
+from axon_ps.host import fork, shared_memory
+from axon_ps.host.shared_memory import Segment, make_private, move_mapping
 from axon_ps.types import Array, DType
-
-MAX_RELEASED = 64
-"""How many of the segments that were released last are known; see `SharedArrays.released`."""
 
 
 class SharedArray:
@@ -36,17 +31,12 @@ class SharedArray:
 
     Attributes:
         base: where it begins here.
-        address: where others find it.
-        segment: the same, packed.
+        segment: its file; another one after a `revoke`.
     """
 
-    def __init__(self, base: int, address: SegmentAddress) -> None:
+    def __init__(self, base: int, segment: Segment) -> None:
         self.base = base
-        self.move(address)
-
-    def move(self, address: SegmentAddress) -> None:
-        """Set where others find it from now on."""
-        self.address, self.segment = address, address.pack()
+        self.segment = segment
 
 
 _base = attrgetter("base")
@@ -60,10 +50,8 @@ class SharedArrays:
         self._arrays: list[SharedArray] = []  # by base
         # The garbage collector appends to it, perhaps while we hold the lock; `_sweep` empties it.
         self._dead: deque[SharedArray] = deque()
-        self._released: deque[int] = deque(maxlen=MAX_RELEASED)
-        self._num_released = 0
 
-    def empty(self, shape: tuple[int, ...], dtype: DType, *, directory: str = "") -> Array:
+    def empty(self, shape: tuple[int, ...], dtype: DType) -> Array:
         """A new array in a segment of its own: zeros of `dtype.numpy` in `shape`.
 
         Raises:
@@ -72,13 +60,13 @@ class SharedArrays:
         """
         fork.check()
         numel = math.prod(shape)
-        segment = Segment.create(max(1, numel * dtype.itemsize), directory=directory)
-        made = SharedArray(segment.base(), segment.address)
+        segment, memory = shared_memory.create(max(1, numel * dtype.itemsize))
+        made = SharedArray(shared_memory.base_of(memory), segment)
         with self._lock:
             self._sweep()
             bisect.insort(self._arrays, made, key=_base)
-        fork.finalize(segment.memory, self._end, made).atexit = False
-        return np.frombuffer(segment.memory, dtype.numpy, numel).reshape(shape)
+        fork.finalize(shared_memory.owner_of(memory), self._end, made).atexit = False
+        return np.frombuffer(memory, dtype.numpy, numel).reshape(shape)
 
     def buffer(self, size_bytes: int) -> Array:
         """u8[size_bytes], shared; ordinary memory where there is no shared memory."""
@@ -101,40 +89,28 @@ class SharedArrays:
         It then writes to the old segment, which is no longer the array's memory.
         """
         with self._lock, contextlib.suppress(Busy):  # without memory for a copy nothing can be done
-            if (found := self._find(address, size_bytes)) is None:
-                return
-            old = found.address
-            segment = Segment.create(old.size_bytes)
-            move_mapping(found.base, old.fd, segment)
-            found.move(segment.address)
-            self._release(old)
+            if (found := self._find(address, size_bytes)) is not None:
+                found.segment = move_mapping(found.base, found.segment)
 
     def detach(self, address: int) -> None:
         """If `address` lies in a shared array: stop sharing that. What others have mapped of it changes no more.
 
-        Used after a push that failed: see `shard.same_host.access`, Note: [When a gradient may be overwritten]. Here
-        the array stays as it is, and may be written to.
+        Used after a push that failed: a server may still read what it was lent. Here the array stays as it is, and may
+        be written to.
 
         Raises:
             Busy: the kernel refuses; all is as it was.
         """
         with self._lock:
             if (found := self._find(address, 1)) is not None:
-                make_private(found.base, found.address.fd, found.address.size_bytes)
+                make_private(found.base, found.segment)
                 self._arrays.remove(found)
-                self._release(found.address)
 
-    def released(self, since: int) -> tuple[int, list[int]]:
-        """How many segments were released so far, and the inodes of those after the first `since`, oldest first.
-
-        Of more than MAX_RELEASED there are the last.
-        """
-        if not self._dead and self._num_released == since:
-            return since, []
-        with self._lock:
-            self._sweep()
-            fresh = self._num_released - since
-            return self._num_released, list(self._released)[-fresh:] if fresh else []
+    def sweep(self) -> None:
+        """Close the segments whose arrays have ended, if the garbage collector could not do it itself."""
+        if self._dead:
+            with self._lock:
+                self._sweep()
 
     def _end(self, array: SharedArray) -> None:
         """The memory of an array ends. Called by the garbage collector, so in any thread, at any moment."""
@@ -152,71 +128,14 @@ class SharedArrays:
         if at < 0:
             return None
         found = self._arrays[at]
-        return found if address + size_bytes <= found.base + found.address.size_bytes else None
+        return found if address + size_bytes <= found.base + found.segment.size_bytes else None
 
     def _sweep(self) -> None:
         while self._dead:
             if (array := self._dead.popleft()) in self._arrays:  # it was not detached
                 self._arrays.remove(array)
-                self._release(array.address)
-
-    def _release(self, address: SegmentAddress) -> None:
-        os.close(address.fd)
-        self._released.append(address.inode)
-        self._num_released += 1
+                array.segment.close()
 
 
 shared_arrays = SharedArrays()
 """Those of this process."""
-
-
-class MappedArrays:
-    """The segments of one process that are mapped here. One thread at a time.
-
-    Args:
-        pid: the process.
-        limit: how many segments stay mapped; the one that was used least recently is dropped.
-    """
-
-    def __init__(self, pid: int, limit: float = math.inf) -> None:
-        self._pid = pid
-        self._limit = limit
-        self._mapped: OrderedDict[bytes, tuple[SegmentAddress, Array]] = OrderedDict()  # by packed address
-
-    def __len__(self) -> int:
-        return len(self._mapped)
-
-    def view(self, segment: bytes, offset: int, size_bytes: int) -> Array:
-        """u8[size_bytes]: bytes of a segment where they lie.
-
-        Args:
-            segment: its packed address.
-            offset: where in it they begin.
-            size_bytes: how many.
-
-        Raises:
-            InvalidRequest: they are not inside the segment, or it is another process's.
-            Unreachable: it cannot be mapped here, and why.
-        """
-        known = self._mapped.get(segment)
-        address = SegmentAddress.unpack(segment) if known is None else known[0]
-        if address.pid != self._pid or offset + size_bytes > address.size_bytes:
-            raise InvalidRequest(
-                f"bytes {offset} to {offset + size_bytes} of a buffer of {address.size_bytes} in process {address.pid} "
-                f"were leased by process {self._pid}"
-            )
-        if known is None:
-            known = self._mapped[segment] = address, Segment.open(address).bytes()
-            if len(self._mapped) > self._limit:
-                self._mapped.popitem(last=False)
-        self._mapped.move_to_end(segment)
-        return known[1][offset : offset + size_bytes]
-
-    def drop(self, inode: int) -> None:
-        """Drop what is mapped of an inode."""
-        for segment in [segment for segment, (address, _) in self._mapped.items() if address.inode == inode]:
-            del self._mapped[segment]
-
-    def clear(self) -> None:
-        """Drop all."""
-        self._mapped.clear()

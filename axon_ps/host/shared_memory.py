@@ -1,231 +1,271 @@
 """Memory that processes of one host share.
 
-Owns: segments, from the check that there is memory to the mapping in another process. Refuses: to know their contents.
+Owns: segments, from the check that there is memory to the mapping in another process. Refuses: to know their contents,
+and how they come to the other process; that is `host.peer_socket`'s.
 
 Invariants:
-- A segment never has a name: it is an anonymous file that lives as long as a process has it open or mapped, so nothing
-  remains in /dev/shm when processes are killed, however many at once.
-- All of its pages are allocated when `Segment.create` returns, so touching them never ends in SIGBUS.
-- Another process opens it as /proc/PID/fd/FD, which needs the same host, process namespace and user. Whoever opens one
-  checks that it is the segment that was meant; in another container it would be somebody else's file, or none.
+- A segment never has a name: it is an anonymous file (memfd) that lives as long as a process has it open or mapped, so
+  nothing remains when processes are killed, however many at once. Nobody finds it who was not given its descriptor.
+- All of its pages are allocated when `create` returns, and it is sealed: nobody can make it shorter. So touching it
+  never ends in SIGBUS, in no process. What comes from others is refused if that does not hold.
+- A segment that others only read is sealed against their writing, whatever they do with the descriptor.
 """
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
+import enum
 import errno
+import fcntl
+import itertools
 import mmap
 import os
+import stat
 import struct
-from dataclasses import dataclass
+import weakref
 from pathlib import Path
 
 import numpy as np
 
-from axon_ps.errors import Busy, InvalidRequest, Unreachable
+from axon_ps.errors import Busy, InvalidRequest
 from axon_ps.types import Array
 
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; mmap has no name for it
+_MFD_NOEXEC_SEAL = 0x8  # Linux 6.3; os has no name for it
 _MAP_FIXED = 0x10
-_PUNCH_HOLE_KEEP_SIZE = 3
+_MAP_FAILED = ctypes.c_void_p(-1).value
+_SEAL_FUTURE_WRITE = 0x10  # Linux 5.1; fcntl has no name for it
+_BLOCK_BYTES = 512  # of `st_blocks`
 _HUGE_BYTES = 2 << 20
 _OF_FILE, _THERE = np.uint64(1 << 61), np.uint64(3 << 62)  # of a page, in /proc/PID/pagemap; in memory or swapped
 PAGE_BYTES = mmap.PAGESIZE
 
 
-@dataclass(frozen=True, kw_only=True)
-class SegmentAddress:
-    """Where another process finds a segment.
+class Access(enum.Enum):
+    """What a process may do in a segment of another."""
 
-    Attributes:
-        boot: random id of the life of the host's kernel.
-        pid: a process that has it open.
-        fd: its file descriptor there.
-        inode: of the file: distinguishes it from a later file with the same descriptor.
-        size_bytes: its size.
-    """
-
-    boot: str
-    pid: int
-    fd: int
-    inode: int
-    size_bytes: int
-
-    def pack(self) -> bytes:
-        """As bytes of a message: ADDRESS_BYTES."""
-        return _ADDRESS.pack(self.boot.encode(), self.pid, self.fd, self.inode, self.size_bytes)
-
-    @classmethod
-    def unpack(cls, message: bytes) -> SegmentAddress:
-        """The inverse of `pack`.
-
-        Raises:
-            InvalidRequest: it is something else.
-        """
-        try:
-            boot, pid, fd, inode, size_bytes = _ADDRESS.unpack(message)
-        except struct.error as error:
-            raise InvalidRequest(f"{message!r} is not the address of a segment: {error}") from error
-        boot = boot.rstrip(b"\0").decode(errors="replace")
-        return cls(boot=boot, pid=pid, fd=fd, inode=inode, size_bytes=size_bytes)
-
-
-_ADDRESS = struct.Struct("<36sIIQQ")
-ADDRESS_BYTES = _ADDRESS.size
+    READ = enum.auto()
+    """Only read it."""
+    WRITE = enum.auto()
+    """Change it, for all who have mapped it."""
+    PRIVATE = enum.auto()
+    """What it writes it alone sees, until `discard_writes`; elsewhere it sees what the owner writes."""
 
 
 class Segment:
-    """A segment, mapped into this process.
+    """The file of a segment of this process: what others are given, to map it.
 
     Attributes:
-        memory: the mapping. It ends with the last array or view of it.
+        number: no other segment of this process ever has it.
         size_bytes: its size.
-        fd: the file descriptor that others open it by; -1 in processes that opened it.
+        fd: its descriptor; -1 once closed. Memory that is mapped stays.
     """
 
-    def __init__(self, memory: mmap.mmap, fd: int, inode: int) -> None:
-        self.memory = memory
-        self.size_bytes = len(memory)
+    closed = 0
+    """How many segments of this process were closed: who remembers some looks when it changes."""
+
+    open = 0
+    """How many are not closed; each takes a descriptor."""
+
+    _numbers = itertools.count(1)
+
+    def __init__(self, fd: int, size_bytes: int) -> None:
+        self.number = next(Segment._numbers)
+        self.size_bytes = size_bytes
         self.fd = fd
-        self._inode = inode
-
-    @classmethod
-    def create(cls, size_bytes: int, *, directory: str = "") -> Segment:
-        """Make a segment of zeros.
-
-        Args:
-            size_bytes: how many; rounded up to whole pages.
-            directory: a tmpfs to take the memory from, /dev/shm for example; "" = the kernel's own, which has no
-                limit but memory itself.
-
-        Raises:
-            Busy: there is not that much memory; the message has the bytes needed and available.
-        """
-        size_bytes = -(-size_bytes // PAGE_BYTES) * PAGE_BYTES
-        available = available_bytes(directory)
-        if size_bytes > available:
-            raise _no_room(size_bytes, available, directory)
-        try:
-            if directory:
-                fd = os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
-            else:
-                fd = os.memfd_create("axon_ps", os.MFD_CLOEXEC)
-        except OSError as error:
-            raise Busy(f"no shared memory can be made in {directory or 'this process'}: {error.strerror}") from error
-        try:
-            os.ftruncate(fd, size_bytes)
-            memory = mmap.mmap(fd, size_bytes)
-            _populate(memory, fd, size_bytes)
-        except (OSError, ValueError) as error:
-            os.close(fd)
-            raise _no_room(size_bytes, available_bytes(directory), directory) from error
-        return cls(memory, fd, os.fstat(fd).st_ino)
-
-    @classmethod
-    def open(cls, address: SegmentAddress, *, private: bool = False) -> Segment:
-        """Map a segment of another process.
-
-        Args:
-            address: where it is.
-            private: what is written here is seen by this process only, until `discard_writes`; what its owner writes is
-                seen here, except in pages that were written to.
-
-        Raises:
-            Unreachable: it cannot be reached from here, and why.
-        """
-        if address.boot != boot_id():
-            raise Unreachable("its owner runs on another machine, so they share no memory")
-        path = f"/proc/{address.pid}/fd/{address.fd}"
-        try:
-            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-        except OSError as error:
-            raise Unreachable(
-                f"{path} cannot be opened: {error.strerror}; both processes need the same user and process namespace"
-            ) from error
-        try:
-            found = os.fstat(fd)
-            if (found.st_ino, found.st_size) != (address.inode, address.size_bytes):
-                raise Unreachable(f"{path} is another file here: its owner is in another process namespace, or gone")
-            memory = mmap.mmap(fd, address.size_bytes, mmap.MAP_PRIVATE if private else mmap.MAP_SHARED)
-        except (OSError, ValueError) as error:
-            if isinstance(error, Unreachable):
-                raise
-            raise Unreachable(f"{path} cannot be mapped: {error}") from error
-        finally:
-            os.close(fd)
-        return cls(memory, -1, address.inode)
-
-    @property
-    def address(self) -> SegmentAddress:
-        """Where others find it; for the process that made it."""
-        return SegmentAddress(
-            boot=boot_id(), pid=os.getpid(), fd=self.fd, inode=self._inode, size_bytes=self.size_bytes
-        )
-
-    def discard_writes(self) -> None:
-        """Undo what was written to a private mapping here: it is again what its owner has written."""
-        if _has_own_pages(self.base(), self.size_bytes):
-            self.memory.madvise(mmap.MADV_DONTNEED)
-
-    def bytes(self) -> Array:
-        """u8[size_bytes]: the whole segment."""
-        return np.frombuffer(self.memory, np.uint8)
-
-    def base(self) -> int:
-        """The address of its first byte in this process."""
-        return ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
+        Segment.open += 1
 
     def close(self) -> None:
-        """Release it; the mapping stays until the last array or view of it is gone. Harmless when repeated."""
+        """Give it to nobody any more. Harmless when repeated."""
         if self.fd >= 0:
-            os.close(self.fd)
-            self.fd = -1
-        with contextlib.suppress(BufferError):  # somebody has a view of it; it is unmapped with the last one
-            self.memory.close()
+            fd, self.fd = self.fd, -1
+            os.close(fd)
+            Segment.closed += 1
+            Segment.open -= 1
 
 
-def move_mapping(base: int, old_fd: int, new: Segment) -> None:
+def create(size_bytes: int, *, read_only: bool = False) -> tuple[Segment, Array]:
+    """Make a segment of zeros.
+
+    Args:
+        size_bytes: how many; rounded up to whole pages.
+        read_only: only this process can write it, by what is returned; it cannot be moved by `move_mapping`.
+
+    Returns:
+        Its file, and u8[size_bytes], the memory, which is unmapped with the last array or view of it.
+
+    Raises:
+        Busy: there is not that much memory, or this process may open no more files; the message has the numbers.
+    """
+    size_bytes = -(-size_bytes // PAGE_BYTES) * PAGE_BYTES
+    available = available_bytes()
+    if size_bytes > available:
+        raise _no_room(size_bytes, available)
+    try:
+        fd = _memfd()
+    except OSError as error:
+        raise Busy(f"no shared memory can be made in this process: {error.strerror}") from error
+    try:
+        os.ftruncate(fd, size_bytes)
+        memory = _map(fd, size_bytes, Access.WRITE)
+        _populate(fd, memory)
+        seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals | (_SEAL_FUTURE_WRITE if read_only else 0))
+    except OSError as error:
+        os.close(fd)
+        if error.errno == errno.EINVAL:
+            raise Busy("this kernel cannot seal shared memory against writing, which needs Linux 5.1") from error
+        raise _no_room(size_bytes, available_bytes()) from error
+    return Segment(fd, size_bytes), memory
+
+
+def _memfd() -> int:
+    flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
+    try:
+        return os.memfd_create("axon_ps", flags | _MFD_NOEXEC_SEAL)  # machines may refuse any other
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+    return os.memfd_create("axon_ps", flags)
+
+
+def receive(fd: int, access: Access) -> Array:
+    """Map a segment of another process: u8[size_bytes], unmapped with the last array or view of it.
+
+    Args:
+        fd: its descriptor, which is closed here in any case: a mapping needs none.
+        access: what this process may do in it.
+
+    Raises:
+        InvalidRequest: it is no memory, or not sealed against being made shorter, or has holes.
+        Busy: the kernel refuses to map it so, or at all.
+    """
+    try:
+        return _map(fd, _checked_size(fd), access)
+    except OSError as error:
+        raise Busy(f"shared memory of another process cannot be mapped: {error.strerror}") from error
+    finally:
+        os.close(fd)
+
+
+def _checked_size(fd: int) -> int:
+    try:
+        seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)  # asks no file system, which might take its time
+    except OSError as error:
+        raise InvalidRequest(
+            "what was passed as shared memory is no memory (memfd) but another kind of file"
+        ) from error
+    if not seals & fcntl.F_SEAL_SHRINK:
+        raise InvalidRequest(
+            "the shared memory that was passed is not sealed against shrinking (F_SEAL_SHRINK), so whoever has it "
+            "could end this process; seal it before it is passed"
+        )
+    found = os.fstat(fd)
+    if not stat.S_ISREG(found.st_mode) or not found.st_size or found.st_blocks * _BLOCK_BYTES < found.st_size:
+        raise InvalidRequest(
+            f"the shared memory that was passed has {found.st_size} bytes, and memory for "
+            f"{found.st_blocks * _BLOCK_BYTES} of them; allocate all of it before it is passed"
+        )
+    return found.st_size
+
+
+class _Mapping:
+    """Memory that is mapped until nothing refers to this. `mmap.mmap` would hold a descriptor as long."""
+
+    def __init__(self, address: int, size_bytes: int, *, read_only: bool) -> None:
+        self.__array_interface__ = {
+            "data": (address, read_only),
+            "shape": (size_bytes,),
+            "typestr": "|u1",
+            "version": 3,
+        }
+        weakref.finalize(self, _libc.munmap, address, size_bytes).atexit = False
+
+
+def _map(fd: int, size_bytes: int, access: Access) -> Array:
+    """u8[size_bytes] of a file."""
+    how = mmap.MAP_PRIVATE if access is Access.PRIVATE else mmap.MAP_SHARED
+    protection = mmap.PROT_READ | (0 if access is Access.READ else mmap.PROT_WRITE)
+    address = _libc.mmap(None, size_bytes, protection, how, fd, 0)
+    if address == _MAP_FAILED:
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code))
+    return np.asarray(_Mapping(address, size_bytes, read_only=access is Access.READ))
+
+
+def _load_libc() -> ctypes.CDLL:
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long)
+    libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+    libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    return libc
+
+
+_libc = _load_libc()
+
+
+def owner_of(memory: Array) -> object:
+    """What lives exactly as long as memory from `create` or `receive` is mapped."""
+    owner: object = memory.base
+    assert isinstance(owner, _Mapping), "all the memory of a segment"
+    return owner
+
+
+def base_of(memory: Array) -> int:
+    """The address where an array begins in this process."""
+    return int(memory.__array_interface__["data"][0])
+
+
+def discard_writes(memory: Array) -> None:
+    """Undo what was written to a private mapping here: it is again what its owner has written."""
+    if _has_own_pages(base_of(memory), memory.nbytes):
+        _libc.madvise(base_of(memory), memory.nbytes, mmap.MADV_DONTNEED)
+
+
+def move_mapping(base: int, old: Segment) -> Segment:
     """Replace the segment behind the memory at `base` by a new one; the contents are copied.
 
     Whoever still writes to the old segment changes nothing here. Nobody else may write at `base` meanwhile.
 
     Args:
         base: where the old segment begins in this process.
-        old_fd: its file descriptor; its memory is returned to the system.
-        new: of the same size; its own mapping ends.
+        old: the old segment, which is closed.
+
+    Returns:
+        The new segment.
 
     Raises:
-        Busy: the kernel refuses; all is as it was.
+        Busy: there is no memory for it, or the kernel refuses; all is as it was.
     """
-    libc = ctypes.CDLL(None, use_errno=True)
-    size = new.size_bytes
-    ctypes.memmove(new.base(), base, size)
-    _map_at(base, size, new.fd, mmap.MAP_SHARED)
-    libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long)
-    libc.fallocate(old_fd, _PUNCH_HOLE_KEEP_SIZE, 0, size)
-    new.memory.close()
+    new, memory = create(old.size_bytes)
+    ctypes.memmove(base_of(memory), base, new.size_bytes)
+    try:
+        _map_at(base, new, mmap.MAP_SHARED)
+    except Busy:
+        new.close()
+        raise
+    old.close()
+    return new
 
 
-def make_private(base: int, fd: int, size_bytes: int) -> None:
+def make_private(base: int, segment: Segment) -> None:
     """From now on, what is written at `base` is seen by this process only; what others have mapped changes no more.
 
     Args:
         base: where a segment begins in this process.
-        fd: its file descriptor, which may be closed afterwards.
-        size_bytes: its size.
+        segment: its file, which is closed.
 
     Raises:
         Busy: the kernel refuses; all is as it was.
     """
-    _map_at(base, size_bytes, fd, mmap.MAP_PRIVATE)
+    _map_at(base, segment, mmap.MAP_PRIVATE)
+    segment.close()
 
 
-def _map_at(base: int, size_bytes: int, fd: int, how: int) -> None:
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.mmap.restype = ctypes.c_void_p
-    libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long)
-    if libc.mmap(base, size_bytes, mmap.PROT_READ | mmap.PROT_WRITE, how | _MAP_FIXED, fd, 0) != base:
+def _map_at(base: int, segment: Segment, how: int) -> None:
+    protection = mmap.PROT_READ | mmap.PROT_WRITE
+    if _libc.mmap(base, segment.size_bytes, protection, how | _MAP_FIXED, segment.fd, 0) != base:
         raise Busy(f"the segment at {base:#x} cannot be mapped anew: {os.strerror(ctypes.get_errno())}")
 
 
@@ -237,21 +277,14 @@ def boot_id() -> str:
         return f"unknown-{os.getpid()}"
 
 
-def available_bytes(directory: str = "") -> int:
-    """How much memory a new segment may take: what the tmpfs, the control group and the machine have left."""
-    limits = []
-    if directory:
-        try:
-            space = os.statvfs(directory)
-            limits.append(space.f_bavail * space.f_frsize)
-        except OSError:
-            limits.append(0)
-    try:
-        for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
-            if line.startswith("MemAvailable:"):
-                limits.append(int(line.split()[1]) << 10)
-    except (OSError, ValueError):
-        pass
+def total_bytes() -> int:
+    """The memory of this machine, with what it can swap out."""
+    return sum(_meminfo(name) for name in ("MemTotal:", "SwapTotal:"))
+
+
+def available_bytes() -> int:
+    """How much memory a new segment may take: what the control group and the machine have left."""
+    limits = [_meminfo("MemAvailable:")]
     try:
         group = Path("/sys/fs/cgroup")
         limit = (group / "memory.max").read_text(encoding="ascii").strip()
@@ -260,19 +293,30 @@ def available_bytes(directory: str = "") -> int:
             limits.append(max(0, int(limit) - used))
     except (OSError, ValueError):
         pass
-    return min(limits, default=1 << 62)
+    return min(limits)
 
 
-def _populate(memory: mmap.mmap, fd: int, size_bytes: int) -> None:
+def _meminfo(name: str) -> int:
+    """A row of /proc/meminfo in bytes; as good as endless where the kernel does not say."""
+    try:
+        for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
+            if line.startswith(name):
+                return int(line.split()[1]) << 10
+    except (OSError, ValueError):
+        pass
+    return 1 << 62
+
+
+def _populate(fd: int, memory: Array) -> None:
     """Allocate all pages, huge ones where the kernel agrees; raises OSError when there is not enough memory."""
-    if size_bytes >= _HUGE_BYTES:
-        try:
-            memory.madvise(mmap.MADV_HUGEPAGE)
-            memory.madvise(_MADV_POPULATE_WRITE)
-        except OSError as error:
-            if error.errno not in (errno.EINVAL, errno.ENOSYS, errno.EFAULT):  # old kernels; EFAULT: no space left
-                raise
-    os.posix_fallocate(fd, 0, size_bytes)
+    if memory.nbytes >= _HUGE_BYTES:
+        for advice in (mmap.MADV_HUGEPAGE, _MADV_POPULATE_WRITE):
+            if _libc.madvise(base_of(memory), memory.nbytes, advice):
+                code = ctypes.get_errno()
+                if code in (errno.EINVAL, errno.ENOSYS, errno.EFAULT):  # old kernels; EFAULT: no space left
+                    break
+                raise OSError(code, os.strerror(code))
+    os.posix_fallocate(fd, 0, memory.nbytes)
 
 
 def _has_own_pages(base: int, size_bytes: int) -> bool:
@@ -288,12 +332,10 @@ def _has_own_pages(base: int, size_bytes: int) -> bool:
     return entries.size * PAGE_BYTES != size_bytes or bool(np.any((entries & _OF_FILE == 0) & (entries & _THERE != 0)))
 
 
-def _no_room(size_bytes: int, available: int, directory: str) -> Busy:
-    where = directory or "memory"
-    hint = f"enlarge {directory} or make the segment smaller" if directory else "use fewer or smaller buffers"
+def _no_room(size_bytes: int, available: int) -> Busy:
     return Busy(
-        f"a shared-memory segment needs {size_bytes} bytes ({size_bytes >> 20} MiB) of {where}, "
-        f"and {available} bytes ({available >> 20} MiB) are available; {hint}"
+        f"a shared-memory segment needs {size_bytes} bytes ({size_bytes >> 20} MiB) of memory, "
+        f"and {available} bytes ({available >> 20} MiB) are available; use fewer or smaller buffers"
     )
 
 

@@ -152,7 +152,7 @@ class WorkerConfig:
         http_port: of this worker's HTTP endpoint; 0 = any free one, None = it has none.
         http_host: the address that it listens on.
         tracing: which steps are traced.
-        direct_memory: whether chunks are read from the memory of shard servers of this host, and by them from ours.
+        direct_memory: whether memory is shared with shard servers of this host, so that chunks are not sent.
     """
 
     coordinator: str

@@ -32,10 +32,12 @@ from axon_ps.types import DType, ReduceOp
 from shm_worker import DirectoryStore, Rank, context
 
 
-def work(path: str, rank: int, n: int, numel: int, registered: bool, direct: bool, told: Connection) -> None:
+def work(path: str, rank: int, n: int, numel: int, registered: bool, slot_bytes: int, told: Connection) -> None:
     """Collectives and messages without end; reports the error that ends them."""
     try:
-        backend = SharedMemoryBackend(context(DirectoryStore(Path(path)), rank, n, timeout_s=5.0), direct=direct)
+        backend = SharedMemoryBackend(
+            context(DirectoryStore(Path(path)), rank, n, timeout_s=5.0), slot_bytes=slot_bytes
+        )
         me = Rank(backend, registered)
         data, other = (me.array(np.ones(numel, np.float32), DType.F32) for _ in range(2))
         while True:
@@ -57,13 +59,13 @@ def one_round(chance: random.Random) -> str:
     """One group and its deaths; returns what went wrong, "" when nothing did."""
     n = chance.randint(2, 4)
     numel = chance.choice([10, 50_000, 1_000_000])
-    registered, direct = chance.random() < 0.5, chance.random() < 0.7
+    registered, slot_bytes = chance.random() < 0.5, chance.choice([0, 8192])
     victims = chance.sample(range(n), chance.choice([1, 1, 1, n]))
     fork = multiprocessing.get_context("fork")
     pipes: list[tuple[Any, Any]] = [fork.Pipe(duplex=False) for _ in range(n)]
     with tempfile.TemporaryDirectory() as path:
         ranks = [
-            fork.Process(target=work, args=(path, r, n, numel, registered, direct, pipes[r][1]), daemon=True)
+            fork.Process(target=work, args=(path, r, n, numel, registered, slot_bytes, pipes[r][1]), daemon=True)
             for r in range(n)
         ]
         for process in ranks:

@@ -315,6 +315,11 @@ def abort(rank: Rank, options: dict[str, Any]) -> Any:
     return {**told, "at": time.monotonic(), "aborted_at": clock}
 
 
+def too_little(rank: Rank, options: dict[str, Any]) -> Any:
+    """There is no memory for the slots."""
+    return failing(lambda: all_reduce(rank, np.zeros(options["numel"], np.float32)))
+
+
 def messages(rank: Rank, options: dict[str, Any]) -> Any:
     """Messages of many sizes and tags from two threads, received out of order, beside a stream of collectives."""
     b, me, n = rank.backend, rank.rank, rank.n
@@ -327,7 +332,7 @@ def messages(rank: Rank, options: dict[str, Any]) -> Any:
         for i in range(options["count"]):
             for to in range(n):
                 if to != me:
-                    b.send(payload(me, tag, i), DType.I64, to, tag, TIMEOUT_S)
+                    b.send(rank.array(payload(me, tag, i), DType.I64), DType.I64, to, tag, TIMEOUT_S)
 
     def take(tag: int) -> None:
         for i in range(options["count"]):
@@ -376,11 +381,11 @@ def registered_memory(rank: Rank, options: dict[str, Any]) -> Any:
         all_reduce(rank, result)
     same("registered", result, np.full(data.size, float(rank.n - 1), np.float32))
     during = mappings()
-    read = rank.backend.statistics()["bytes_read"]
+    mapped = rank.backend.statistics()["bytes_mapped"]
     del data, result
     for _ in range(2):  # the first tells, the second knows
         all_reduce(rank, np.zeros(100_000, np.float32))
-    return {"before": before, "during": during, "after": mappings(), "read": read}
+    return {"before": before, "during": during, "after": mappings(), "mapped": mapped}
 
 
 def main() -> None:

@@ -27,12 +27,11 @@ from axon_ps.errors import (
     StepAborted,
     Timeout,
 )
-from axon_ps.host import process_memory
-from axon_ps.host.leases import ReadLease, ReadLeases
-from axon_ps.host.process_memory import LeaseReader
+from axon_ps.host.host_peer import HostPeer
 from axon_ps.host.shared_arrays import shared_arrays
 from axon_ps.rpc.service import Stub
 from axon_ps.shard.client import transfers
+from axon_ps.shard.same_host import leases
 from axon_ps.shard.server import servicer
 from axon_ps.shard.server import shell as server_shell
 from axon_ps.sharding.placement import Server, place
@@ -40,7 +39,7 @@ from axon_ps.storage.checkpoint import FileEntry
 from axon_ps.storage.manifest import Manifest, write_manifest
 from axon_ps.types import Array, DType, Outcome
 from axon_ps.wire.frames import encode_chunk
-from axon_ps.wire.v1 import common_pb2, shard_pb2
+from axon_ps.wire.v1 import common_pb2, lease_pb2, shard_pb2
 from shard_fakes import TIMEOUT_S, CuttingProxy, Job, job, spec_of
 
 SPEC = spec_of(3000, 200, 700, frozen=[2])
@@ -84,13 +83,20 @@ def run(scenario: Any) -> None:
 LEASED = pytest.mark.parametrize("chunks_are", ["leased"], indirect=True)
 
 
+def shared(values: Array) -> Array:
+    """As `axon_ps.empty_shared` makes it, and `ShardGroup.buffer`."""
+    array = shared_arrays.empty(values.shape, DType.F32)
+    array[:] = values
+    return array
+
+
 @LEASED
 def test_leased_chunks_go_through_no_socket() -> None:
     async def scenario() -> None:
         async with job(SPEC, servers=2) as j:
             await j.upload(FIRST)
             assert (await j.gather(0, 0))[1].tobytes() == FIRST[0].tobytes()
-            await j.push(0, 0, GRADS[0][0])
+            await j.push(0, 0, shared(GRADS[0][0]))
             counters = j.groups[0].statistics()
             assert counters["leased_bytes_in"] == counters["bytes_in"] == FIRST[0].nbytes
             assert counters["leased_bytes_out"] == GRADS[0][0].nbytes
@@ -101,53 +107,62 @@ def test_leased_chunks_go_through_no_socket() -> None:
 
 
 @LEASED
-def test_arrays_of_collectives_are_mapped_by_servers() -> None:
-    array = shared_arrays.empty((3000,), DType.F32)  # as `axon_ps.empty_shared` makes it
-    array[:] = GRADS[0][0]
-
+def test_gradients_are_added_where_they_lie_and_sent_where_they_do_not_lie_in_shared_memory() -> None:
     async def scenario() -> None:
         async with job(SPEC) as j:
             await j.upload(FIRST)
-            await j.push(0, 0, array)
+            await j.push(0, 0, shared(GRADS[0][0]))
             await j.push(0, 1, GRADS[0][1])
-            assert j.statistics("mapped_bytes_in") == array.nbytes
-            assert j.statistics("leased_bytes_in") == array.nbytes + GRADS[0][1].nbytes
+            assert j.statistics("mapped_bytes_in") == j.statistics("leased_bytes_in") == GRADS[0][0].nbytes
             j.commit()
-            assert (await j.gather(0, 0))[1].tobytes() == (FIRST[0] - GRADS[0][0]).tobytes()
+            for unit in range(2):
+                assert (await j.gather(0, unit))[1].tobytes() == (FIRST[unit] - GRADS[0][unit]).tobytes()
 
     run(scenario())
 
 
 @LEASED
-@pytest.mark.parametrize("what", ["gather", "push"])
-def test_a_lease_that_was_revoked_before_it_was_read_is_asked_for_again(
-    what: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    read, grant, granted = LeaseReader.read, process_memory.grant, []
+def test_a_lease_that_was_revoked_before_it_was_read_is_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    view, late = leases.view, []
 
-    def remember(leases: ReadLeases, address: int, size_bytes: int) -> bytes:
-        granted.append(leases)
-        return grant(leases, address, size_bytes)
-
-    def late(self: LeaseReader, lease: ReadLease, out: Array) -> None:
-        """The owner is faster than the first reader."""
-        if granted:
-            granted[0].revoke()
-            granted.clear()
-            for module in (servicer, transfers):
-                monkeypatch.setattr(module, "grant", grant)
-        read(self, lease, out)
+    def slow(peer: HostPeer, lease: lease_pb2.Lease) -> leases.Leased:
+        """The server changes the values before the first reader has copied them."""
+        found = view(peer, lease)
+        if late:
+            late.pop().withdraw()
+        return found
 
     async def scenario() -> None:
         async with job(SPEC) as j:
             await j.upload(FIRST)
-            for module in (servicer, transfers):
-                monkeypatch.setattr(module, "grant", remember)
-            monkeypatch.setattr(LeaseReader, "read", late)
-            if what == "gather":
-                assert (await j.gather(0, 0))[1].tobytes() == FIRST[0].tobytes()
+            assert (await j.gather(0, 0))[1].tobytes() == FIRST[0].tobytes()
+            mapped = j.shells[0].engine.slices[0].wire.mapped
+            assert mapped is not None
+            late.append(mapped)
+            monkeypatch.setattr(leases, "view", slow)
+            assert (await j.gather(0, 0))[1].tobytes() == FIRST[0].tobytes()
+            assert j.groups[0].statistics()["retries"] == 1
+            assert not late
+
+    run(scenario())
+
+
+@LEASED
+def test_a_push_whose_lease_is_refused_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    view, refused = leases.view, []
+
+    def refuse(peer: HostPeer, lease: lease_pb2.Lease) -> leases.Leased:
+        if not refused:
+            refused.append(lease)
+            raise Broken("the segment is closed")
+        return view(peer, lease)
+
+    async def scenario() -> None:
+        async with job(SPEC) as j:
+            await j.upload(FIRST)
+            monkeypatch.setattr(leases, "view", refuse)
             for unit in range(2):
-                await j.push(0, unit, GRADS[0][unit])
+                await j.push(0, unit, shared(GRADS[0][unit]))
             assert j.groups[0].statistics()["retries"] == 1
             j.commit()
             for unit in range(2):

@@ -41,7 +41,7 @@ def _gauge(name: str, text: str) -> Metric:
 _SHARD: Final = {
     "bytes_in": _counter("shard_received_bytes", "Payload of gradients from workers, however it travelled."),
     "bytes_out": _counter("shard_sent_bytes", "Payload of parameters to workers, however it travelled."),
-    "mapped_bytes_in": _counter("shard_mapped_received_bytes", "Of the received, read in the memory of a worker."),
+    "mapped_bytes_in": _counter("shard_mapped_received_bytes", "Of the received, added where a worker had them."),
     "bytes_forwarded": _counter("shard_forwarded_bytes", "Payload of sums forwarded to backups."),
     "bytes_followed": _counter("shard_followed_bytes", "Payload of sums got from primaries."),
     "bytes_copied_in": _counter("shard_copied_received_bytes", "Payload of slices copied from another server."),
@@ -207,7 +207,7 @@ _DILOCO: Final = {
 _GROUP: Final = {
     "calls": _counter("group_calls", "Collectives in shared memory."),
     "bytes_inline": _counter("group_inline_bytes", "Payload beside the headers of small calls."),
-    "bytes_read": _counter("group_read_bytes", "Payload read in the memory of other processes."),
+    "bytes_mapped": _counter("group_mapped_bytes", "Payload found in shared arrays of other processes."),
     "bytes_sent": _counter("group_sent_bytes", "Payload of messages sent."),
     "bytes_received": _counter("group_received_bytes", "Payload of messages received."),
     "waits": _counter("group_waits", "Waits for other ranks."),

@@ -193,7 +193,7 @@ class FlatUnit:
     @property
     def may_speculate(self) -> bool:
         """Whether the values of an undecided step may be gathered now: those that are here are never overwritten."""
-        if not self.source.speculates:
+        if not self.source.speculates(self):
             return False
         if self.resident:
             return self.state in (UnitState.SHARDED, UnitState.UNSHARDED)

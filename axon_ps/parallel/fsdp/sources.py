@@ -77,11 +77,9 @@ class ParameterSource(ABC):
 
     Attributes:
         buffered: whether a gather takes memory beside `flat`.
-        speculates: whether values of an undecided step may come.
     """
 
     buffered = True
-    speculates = False
 
     def __init__(self, steps: Steps) -> None:
         self._steps = steps
@@ -93,6 +91,10 @@ class ParameterSource(ABC):
     def is_remote(self, at: Position) -> bool:
         """Whether the values of `at` must be requested from others."""
         return True
+
+    def speculates(self, flat: FlatUnit) -> bool:
+        """Whether values of an undecided step may come, and it pays."""
+        return False
 
     def gather_bytes(self, flat: FlatUnit) -> int:
         """Memory that a gather takes before the unit is unsharded."""
@@ -163,13 +165,17 @@ class _GatheringSource(ParameterSource):
 
 
 class RemoteSource(_GatheringSource):
-    """The shard servers send the values; those of an undecided step, too."""
+    """The shard servers send the values; those of an undecided step, too, unless they are on this host.
 
-    speculates = True
+    There they are copied from memory once they are decided, which takes less than it takes a server to make them twice.
+    """
 
     def __init__(self, steps: ServerSteps, pool: BufferPool, *, buffered: bool) -> None:
         super().__init__(steps, pool, buffered=buffered)
         self._servers = steps.parameters
+
+    def speculates(self, flat: FlatUnit) -> bool:
+        return not self._servers.is_near(flat.index)
 
     def start_speculative(self, flat: FlatUnit, ticket: Ticket, hyper: Sequence[Hyper]) -> PendingGather:
         at = self.wanted(flat)

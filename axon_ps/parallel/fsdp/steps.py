@@ -177,6 +177,9 @@ class ServerParameters(ParameterSteps, Protocol):
     def map(self, unit: int, dtype: DType) -> Pending:
         """Map a unit once its current values are there; the result is a `Mapped`, or None: it must be gathered."""
 
+    def is_near(self, unit: int) -> bool:
+        """Whether a unit is copied from memory of servers of this host."""
+
     def gather_speculative(self, unit: int, out: Any, ticket: Ticket, hyper: Sequence[Hyper]) -> Pending:
         """Before the step is decided, fill `out` with a unit as an unclipped step with `hyper` would make it."""
 

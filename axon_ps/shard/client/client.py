@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import logging
 from functools import partial
 from typing import TypeVar
 
@@ -20,7 +19,7 @@ import numpy as np
 
 from axon_ps.aggregation.client.peers import MakeContext, Peers
 from axon_ps.compress.feedback import Feedback
-from axon_ps.errors import InvalidRequest, Timeout, Unreachable
+from axon_ps.errors import InvalidRequest, Timeout
 from axon_ps.host.malloc import retain_message_memory
 from axon_ps.host.shared_arrays import shared_arrays
 from axon_ps.observe.tracing.span import Span
@@ -39,8 +38,6 @@ from axon_ps.types import Array, DType, Hyper, Membership
 from axon_ps.wire.v1 import common_pb2, shard_pb2
 
 T = TypeVar("T")
-_logger = logging.getLogger(__name__)
-
 _GATHERS, _PUSHES = 0, 1  # connections
 
 
@@ -50,7 +47,7 @@ class ShardGroup:
     Args:
         security: TLS and token.
         connections: how many per server: gathers on the first, pushes and uploads on the second.
-        node: name of this host: memory of servers on it is read instead of sent, where the kernel allows it. "" =
+        node: name of this host: memory is shared with servers on it, where the kernel allows it, and less is sent. "" =
             everything is sent.
     """
 
@@ -66,7 +63,7 @@ class ShardGroup:
         self._spec: JobSpec | None = None
         self._placement: Placement | None = None
         self._feedback = Feedback()
-        self._mapped: dict[int, tuple[bytes, MappedCopy]] = {}
+        self._mapped: dict[int, tuple[Array, MappedCopy]] = {}
         self._retries = Retries(self._peers, self._same_host, self._holder)
 
     def for_another_model(self) -> ShardGroup:
@@ -262,17 +259,25 @@ class ShardGroup:
         if len(slices) > 1 or spec.policy.asynchronous or precision.param_compression or dtype is not precision.param:
             return None
         t = transfer(dtype=dtype, min_version=min_version, epoch=epoch)
-        mapping = await self._retries.call(self._transfers.locate, _GATHERS, slices[0], t)
-        if mapping is None:
+        memory = await self._retries.call(self._transfers.locate, _GATHERS, slices[0], t)
+        if memory is None:
             return None
         known = self._mapped.get(unit)
-        if known is None or known[0] != mapping:
-            try:
-                known = self._mapped[unit] = mapping, MappedCopy(mapping, t.end, dtype)
-            except Unreachable as error:
-                _logger.info("unit %d is gathered and not mapped: %s", unit, error)
-                return None
+        if known is None or known[0] is not memory:
+            known = self._mapped[unit] = memory, MappedCopy(memory, t.end, dtype)
         return known[1]
+
+    def is_near(self, unit: int) -> bool:
+        """Whether all of a unit lies on servers of this host that memory is shared with, as far as this is known.
+
+        Any thread.
+        """
+        spec, placement = self._spec, self._placement
+        if spec is None or placement is None or spec.precision.param_compression is not None:
+            return False
+        return all(
+            self._same_host.is_shared(self._holder(s).server) for s in spec.plan(placement.num_cuts).slices[unit]
+        )
 
     def buffer(self, size_bytes: int) -> Array:
         """u8[size_bytes] for gradients; servers of this host map it."""

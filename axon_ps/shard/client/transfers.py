@@ -10,7 +10,9 @@ of 0.88.
 
 from __future__ import annotations
 
+import asyncio
 import copy
+import logging
 from collections import Counter
 from dataclasses import dataclass
 from functools import partial
@@ -20,27 +22,24 @@ import numpy as np
 
 from axon_ps.aggregation.client.peers import MakeContext
 from axon_ps.compress.compressor import Compressor
-from axon_ps.errors import Broken, InvalidRequest
-from axon_ps.host.leases import ReadLease, ReadLeases, address_of
-from axon_ps.host.process_memory import LeaseReader, grant
+from axon_ps.errors import AxonError, Broken, InvalidRequest
+from axon_ps.host.host_peer import HostPeer
+from axon_ps.host.leases import address_of
 from axon_ps.host.shared_arrays import shared_arrays
 from axon_ps.observe.moments import Moment, reached
 from axon_ps.observe.tracing.span import Span
 from axon_ps.rpc.deadlines import Deadline
 from axon_ps.rpc.service import EOF, Stream, Stub
 from axon_ps.rpc.stream_pool import StreamPool
-from axon_ps.shard.same_host.access import (
-    MAX_ELEMENT_BYTES,
-    MAX_LEASED_BYTES,
-    MIN_LEASED_BYTES,
-    Access,
-    SameHostServers,
-)
+from axon_ps.shard.same_host import leases
+from axon_ps.shard.same_host.access import MAX_LEASED_BYTES, MIN_LEASED_BYTES, SameHostServers
 from axon_ps.sharding.plan import Slice
 from axon_ps.types import Array, DType, Hyper
 from axon_ps.wire.codec import dtype_to_proto, hypers_to_proto
 from axon_ps.wire.frames import decode_chunk, encode_chunk
 from axon_ps.wire.v1 import common_pb2, shard_pb2
+
+_logger = logging.getLogger(__name__)
 
 DTYPE_OF = {np.dtype(np.float32): DType.F32, np.dtype(np.uint16): DType.BF16, np.dtype(np.float16): DType.F16}
 """The wire dtype of an array's element type."""
@@ -82,8 +81,8 @@ class Transfer:
         expected: speculative gathers: per parameter group, the hyperparameters that `step` is expected to commit with.
         compressor: what chunks are compressed with; None = they are not. `dtype` is F32 then; a gather may still be
             into any wire dtype.
-        same_host: knows which servers' memory we can read, and which can read ours; None = nobody's.
-        socket_only: whether payloads go through the socket although memory could be read: after a failure.
+        same_host: knows with which servers memory is shared; None = with none.
+        socket_only: whether payloads go through the socket although memory is shared: after a failure.
         resume: gradients: whether the server may have some of it already.
         residuals: gradients, compressed: f32[end - begin] of the steps before, and where to store that of this step.
         span: what the call is traced as, if it is.
@@ -109,9 +108,11 @@ class Transfer:
     residuals: tuple[Array, Array] | None = None
     span: Span | None = None
 
-    async def access(self, s: Slice, stub: Stub) -> Access:
-        """What can be done with the memory of the server that owns a slice."""
-        return Access() if self.same_host is None else await self.same_host.access(s.server, stub, self.context)
+    async def peer(self, s: Slice, stub: Stub) -> HostPeer | None:
+        """The server that owns a slice, if memory is shared with it and payloads may lie there."""
+        if self.same_host is None or self.socket_only or self.compressor is not None:
+            return None
+        return await self.same_host.access(s.server, stub, self.context)
 
     def payload(self, begin: int, end: int) -> Array:
         """Elements [begin, end) as they are sent. The same every time, so that a stream may be resumed."""
@@ -157,7 +158,7 @@ class Transfers:
             AxonError: what the server raised.
         """
         position, stop = _full_chunks(s, t)
-        reader = None if t.socket_only else (await t.access(s, stub)).reader
+        peer = None if t.expected else await t.peer(s, stub)
         request = shard_pb2.AllGatherRequest(
             context=t.context(),
             unit=s.unit,
@@ -169,7 +170,7 @@ class Transfers:
             step=t.step,
             expected=hypers_to_proto(t.expected),
             compressed=t.compressor is not None,
-            accept_leases=reader is not None,
+            accept_leases=peer is not None,
         )
         assert t.array is not None
         version, mixed = -1, False
@@ -184,30 +185,33 @@ class Transfers:
                         f"{stub.peer} sent {header.numel} elements at {header.offset} of unit {header.unit}; expected "
                         f"were those from {position} up to {stop} of unit {s.unit}"
                     )
-                if header.leases and reader is not None:
-                    payload = _read_leased(header, t, reader)
-                    self.counters["leased_bytes_in"] += payload.nbytes
-                _copy(header, payload, t.array, t)
+                size_bytes = payload.nbytes
+                if peer is not None and header.HasField("lease"):
+                    size_bytes = await _copy_leased(header, peer, t.array, t)
+                    self.counters["leased_bytes_in"] += size_bytes
+                else:
+                    _copy(header, payload, t.array, t)
                 mixed |= header.version != version and version >= 0
                 version = max(version, header.version)
                 position += header.numel
                 self.counters["chunks_in"] += 1
-                self.counters["bytes_in"] += payload.nbytes
+                self.counters["bytes_in"] += size_bytes
                 if t.span is not None:
-                    t.span.add("bytes", payload.nbytes)
+                    t.span.add("bytes", size_bytes)
         if mixed and t.one_version:
             raise Broken(f"unit {s.unit} changed at {stub.peer} while it was read")
         return version
 
-    async def locate(self, stub: Stub, s: Slice, t: Transfer) -> bytes | None:
-        """Where all of `s` can be mapped, once it is at the version; None where it cannot.
+    async def locate(self, stub: Stub, s: Slice, t: Transfer) -> Array | None:
+        """u8[...]: the segment in which all of `s` lies, once it is at the version; None where it must be gathered.
 
         Raises:
             Broken: the stream ended early.
             Timeout: the server did not answer in time.
             AxonError: what the server raised.
         """
-        if (await t.access(s, stub)).reader is None:
+        peer = await t.peer(s, stub)
+        if peer is None:
             return None
         request = shard_pb2.AllGatherRequest(
             context=t.context(),
@@ -224,7 +228,13 @@ class Transfers:
             await stream.write(request)
             reached(Moment.GATHER)
             header, _ = await _chunk(stream)
-        return header.mapping or None
+        if not header.HasField("lease"):
+            return None
+        try:
+            return peer.memory(header.lease.segment)
+        except AxonError as error:
+            _logger.info("unit %d is gathered and not mapped: %s", s.unit, error)
+            return None
 
     async def push(self, stub: Stub, s: Slice, t: Transfer) -> None:
         """Send the part of the range that lies in `s`; to `resume`, only what the server lacks.
@@ -248,8 +258,8 @@ class Transfers:
             compressed=t.compressor is not None,
         )
         self.counters["pushes"] += 1
-        readable = t.compressor is None and not t.socket_only and (await t.access(s, stub)).readable
-        leases = ReadLeases() if readable else None
+        peer = await t.peer(s, stub)
+        leased = peer is not None and t.array is not None and self._may_lease(peer, t.payload(begin, end))
         try:
             async with self._pushes.acquire(stub, t.deadline) as stream:
                 if t.array is None:
@@ -259,16 +269,13 @@ class Transfers:
                     if t.resume:
                         await stream.write(encode_chunk(header, None))
                         begin = int((await _reply(stream)).missing)
-                    await self._send(stream, header, begin, end, t, leases)
+                    await self._send(stream, header, begin, end, t, peer if leased else None)
                 reached(Moment.PUSH)
                 await _reply(stream)
         except BaseException:
-            if leases is not None and t.array is not None:
+            if leased and t.array is not None:
                 shared_arrays.detach(address_of(t.array))
             raise
-        finally:
-            if leases is not None:
-                leases.revoke()
 
     async def store(self, stub: Stub, s: Slice, t: Transfer) -> None:
         """Send first values.
@@ -286,6 +293,11 @@ class Transfers:
             await self._send(stream, header, s.begin, s.end, t)
             await _reply(stream)
 
+    @staticmethod
+    def _may_lease(peer: HostPeer, payload: Array) -> bool:
+        """Whether a server finds a payload in shared memory; else it is sent."""
+        return payload.nbytes >= MIN_LEASED_BYTES and leases.grant(peer, payload) is not None
+
     async def _send(
         self,
         stream: Stream,
@@ -293,22 +305,23 @@ class Transfers:
         begin: int,
         end: int,
         t: Transfer,
-        leases: ReadLeases | None = None,
+        peer: HostPeer | None = None,
     ) -> None:
-        """Write the chunks of [begin, end), one a message; with `leases`, messages that lease many chunks each."""
+        """Write the chunks of [begin, end), one a message; to a `peer`, messages that lease many chunks each."""
         numel = t.chunk_numel
-        if (end - begin) * t.dtype.itemsize < MIN_LEASED_BYTES:
-            leases = None
-        if leases is not None:
+        if peer is not None:
             numel *= max(1, MAX_LEASED_BYTES // (t.chunk_numel * t.dtype.itemsize))
         for offset in range(begin, end, numel):
             stop = min(offset + numel, end)
             header.offset, header.numel = offset, stop - offset
             payload = t.payload(offset, stop)
-            if leases is not None:
-                header.leases.append(grant(leases, address_of(payload), payload.nbytes))
+            if peer is not None:
+                lease = leases.grant(peer, payload)
+                if lease is None:
+                    raise Broken(f"memory is shared with {stream.place} no more")
+                header.lease.CopyFrom(lease)
                 await stream.write(encode_chunk(header, None))
-                header.ClearField("leases")
+                header.ClearField("lease")
                 self.counters["leased_bytes_out"] += payload.nbytes
             else:
                 await stream.write(encode_chunk(header, payload))
@@ -336,20 +349,22 @@ async def _reply(stream: Stream) -> Any:
     return reply
 
 
-def _read_leased(header: common_pb2.Chunk, t: Transfer, reader: LeaseReader) -> memoryview:
-    """Read leased bytes, into their place in the array where they need no conversion."""
+async def _copy_leased(header: common_pb2.Chunk, peer: HostPeer, out: Array, t: Transfer) -> int:
+    """Copy the elements of a leased range that are wanted to `out`; returns how many bytes that were."""
     position, numel = header.offset, header.numel
-    leases = [ReadLease.unpack(lease) for lease in header.leases]
-    size_bytes = sum(lease.size_bytes for lease in leases)
-    assert t.array is not None
-    if t.compressor is None and position >= t.begin and position + numel <= t.end:
-        out = t.array[position - t.begin : position - t.begin + numel]
-    elif size_bytes <= numel * MAX_ELEMENT_BYTES:
-        out = np.empty(size_bytes, np.uint8)
-    else:
-        raise InvalidRequest(f"a server leased {size_bytes} bytes, too many for {numel} elements")
-    reader.read(leases, out)
-    return out.view(np.uint8).data
+    leased = leases.view(peer, header.lease)
+    if leased.values.nbytes != numel * t.dtype.itemsize:
+        raise InvalidRequest(f"{numel} elements of {t.dtype.value} were leased as {leased.values.nbytes} bytes")
+    values = leased.values.view(out.dtype)
+    first, last = max(position, t.begin), min(position + numel, t.end)
+    step = MAX_LEASED_BYTES // t.dtype.itemsize
+    for begin in range(first, last, step):
+        end = min(begin + step, last)
+        out[begin - t.begin : end - t.begin] = values[begin - position : end - position]
+        if end < last:
+            await asyncio.sleep(0)  # others of this loop have their turn
+    leased.check()
+    return (last - first) * t.dtype.itemsize
 
 
 def _copy(header: common_pb2.Chunk, payload: memoryview, out: Array, t: Transfer) -> None:
@@ -362,9 +377,7 @@ def _copy(header: common_pb2.Chunk, payload: memoryview, out: Array, t: Transfer
         raise InvalidRequest(f"a chunk of {numel} elements of {t.dtype.value} has a payload of {payload.nbytes} bytes")
     values = np.frombuffer(payload, out.dtype)
     if position >= t.begin and position + numel <= t.end:
-        target = out[position - t.begin : position - t.begin + numel]
-        if address_of(target) != address_of(values):  # it was not read into its place
-            target[:] = values
+        out[position - t.begin : position - t.begin + numel] = values
     else:
         first, last = max(position, t.begin), min(position + numel, t.end)
         out[first - t.begin : last - t.begin] = values[first - position : last - position]

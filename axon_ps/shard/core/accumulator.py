@@ -9,6 +9,8 @@ replica r may be added exactly when `summed[i] == r` (asynchronous: when it is 0
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
 from axon_ps.compress import cast
@@ -16,6 +18,13 @@ from axon_ps.errors import InvalidRequest
 from axon_ps.shard.core.chunks import Chunks
 from axon_ps.sharding.precision import WirePrecision
 from axon_ps.types import Array
+
+Allocate = Callable[[int], Array]
+"""f32[numel] of zeros."""
+
+
+def _allocate(numel: int) -> Array:
+    return np.zeros(numel, np.float32)
 
 
 class Accumulator:
@@ -25,6 +34,7 @@ class Accumulator:
         chunks: of the slice.
         precision: what gradient chunks hold.
         trainable: whether there are gradients at all.
+        allocate: makes the memory of the sum, f32[numel] zeros; None = ordinary memory.
 
     Attributes:
         summed: per chunk, replicas added so far.
@@ -35,8 +45,11 @@ class Accumulator:
             Note: [Primary and backup].
     """
 
-    def __init__(self, chunks: Chunks, precision: WirePrecision, *, trainable: bool) -> None:
+    def __init__(
+        self, chunks: Chunks, precision: WirePrecision, *, trainable: bool, allocate: Allocate | None = None
+    ) -> None:
         self._chunks = chunks
+        self._allocate = allocate or _allocate
         self._count = len(chunks.bounds) if trainable else 0
         self._dtype = precision.grad
         self._compressor = precision.grad_compression
@@ -48,7 +61,7 @@ class Accumulator:
     def array(self) -> Array:
         """f32[slice_numel], the sum; allocated when it is first needed, and then reused."""
         if self._array is None:
-            self._array = np.zeros(self._chunks.numel, np.float32)
+            self._array = self._allocate(self._chunks.numel)
         return self._array
 
     @property

@@ -344,7 +344,7 @@ class ShardEngine:
         return owned.speculative.prepare(index, sums.array, self._expected[1], self.version + 1, scratch)
 
     def mappable(self, owned: OwnedSlice) -> bool:
-        """Whether workers of this host may map the wire copy of a slice: it must be all of its unit.
+        """Whether workers of this host may use the wire copy of a slice where it lies: it must be all of its unit.
 
         See `shard.same_host.shared_copy`, Note: [When a mapped unit may change].
         """

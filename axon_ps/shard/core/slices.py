@@ -31,9 +31,8 @@ from itertools import accumulate
 
 from axon_ps.compress import cast
 from axon_ps.errors import InvalidRequest, Misuse, SliceMoved
-from axon_ps.host.leases import ReadLeases
 from axon_ps.kernels.digest import combined, digest
-from axon_ps.shard.core.accumulator import Accumulator
+from axon_ps.shard.core.accumulator import Accumulator, Allocate
 from axon_ps.shard.core.chunks import Chunks
 from axon_ps.shard.core.master import Master, Update
 from axon_ps.shard.core.speculative import SpeculativeUpdate
@@ -56,6 +55,7 @@ class OwnedSlice:
         first_parameter: number of the unit's first parameter in the layout.
         chunk_numel: elements of a chunk.
         precision: what frames and pushed chunks hold.
+        allocate: makes the memory of sums; None = ordinary memory.
 
     Attributes:
         number: as given.
@@ -84,6 +84,7 @@ class OwnedSlice:
         first_parameter: int,
         chunk_numel: int,
         precision: WirePrecision,
+        allocate: Allocate | None = None,
     ) -> None:
         self.number = number
         self.primary = True
@@ -91,7 +92,8 @@ class OwnedSlice:
         self.chunks = Chunks(plan_slice, chunk_numel)
         self.trainable = unit.trainable
         self.master = Master(self.chunks, unit, first_parameter, precision.param)
-        self.accumulators = [Accumulator(self.chunks, precision, trainable=unit.trainable)]
+        self._allocate = allocate
+        self.accumulators = [Accumulator(self.chunks, precision, trainable=unit.trainable, allocate=allocate)]
         self.wire = WireCopy(self.chunks, precision, trainable=unit.trainable)
         self.speculative = SpeculativeUpdate(self.chunks, self.master, self.wire)
         self.reached = 0
@@ -153,7 +155,10 @@ class OwnedSlice:
     def set_accumulators(self, count: int) -> None:
         """Have `count` empty accumulators; the memory of those that are too many is freed."""
         more = count - len(self.accumulators)
-        made = [Accumulator(self.chunks, self._precision, trainable=self.trainable) for _ in range(more)]
+        made = [
+            Accumulator(self.chunks, self._precision, trainable=self.trainable, allocate=self._allocate)
+            for _ in range(more)
+        ]
         for each in made:
             each.rounds = self._rounds
         self.accumulators = self.accumulators[:count] + made
@@ -205,7 +210,7 @@ class OwnedSlice:
         self._stored = bytearray(self.lacking)
 
     def close(self) -> None:
-        """Revoke the leases and release the mapped memory; workers that have mapped it may go on reading it."""
+        """Release the mapped memory; workers that have mapped it may go on reading it."""
         self.withdraw()
         if self.wire.mapped is not None:
             self.wire.mapped.close()
@@ -221,11 +226,6 @@ class OwnedSlice:
     def encode(self, index: int, dtype: DType) -> bytes:
         """A frame of chunk `index` in a dtype that the job does not send by itself."""
         return self.wire.encode_as(dtype, index, self.changed, self.master.values[self.chunks.ranges[index]])
-
-    def leases_of(self, index: int, frame: bytes) -> ReadLeases:
-        """The leases for this frame of chunk `index`, which is served or prepared."""
-        prepared = self.speculative.has(index) and self.speculative.frames[index] is frame
-        return self.speculative.leases if prepared else self.wire.leases
 
     def map(self, memory: MappedMemory) -> None:
         """From now on the wire copy is in `memory`. Only while the slice has values and is not `applying`."""
@@ -320,7 +320,7 @@ class OwnedSlice:
 
     def finish(self) -> None:
         """Every chunk has been updated or copied: serve the new values."""
-        self.speculative.leases = self.wire.end_update(self.speculative.leases)
+        self.wire.end_update()
         self.reached = self.changed = self._next_version
         self.digest = combined(self._digests) if self._digests else None
         if self._update is None:
@@ -336,9 +336,11 @@ class OwnedSlices(dict[int, OwnedSlice]):
 
     Attributes:
         num_units: of the layout; None before `configure`.
+        allocate: makes the memory of sums that are forwarded; None = ordinary memory. The shell sets it.
     """
 
     num_units: int | None = None
+    allocate: Allocate | None = None
 
     def configure(self, spec: JobSpec, num_cuts: int) -> None:
         """Set what slices there can be: the plan's over `num_cuts` servers."""
@@ -350,7 +352,9 @@ class OwnedSlices(dict[int, OwnedSlice]):
         """Hold what a placement gives to `server`; returns the slices that are new, and those that are given up."""
         wanted = placement.slices_of(server)
         removed = [self.pop(number) for number in set(self).difference(wanted)]
-        added = [self._make(number) for number in wanted if number not in self]
+        added = [
+            self._make(number, copies=len(placement.holders[number].servers)) for number in wanted if number not in self
+        ]
         for owned in added:
             owned.copying = True
         if added:
@@ -367,10 +371,11 @@ class OwnedSlices(dict[int, OwnedSlice]):
             )
         return added, removed
 
-    def _make(self, number: int) -> OwnedSlice:
+    def _make(self, number: int, copies: int) -> OwnedSlice:
         s, spec = self._plan.numbered[number], self._spec
         unit, first_parameter = spec.layout.units[s.unit], self._first_parameter[s.unit]
-        return OwnedSlice(number, s, unit, first_parameter, spec.options.chunk_numel, spec.precision)
+        allocate = self.allocate if copies > 1 else None
+        return OwnedSlice(number, s, unit, first_parameter, spec.options.chunk_numel, spec.precision, allocate)
 
     def of(self, unit: int, offset: int) -> OwnedSlice:
         """The slice that element `offset` of `unit` is in.

@@ -10,7 +10,6 @@ Note: [Speculative update]
 
 from __future__ import annotations
 
-from axon_ps.host.leases import ReadLeases
 from axon_ps.shard.core.chunks import Chunks
 from axon_ps.shard.core.master import Master, Update
 from axon_ps.shard.core.wire_copy import WireCopy
@@ -27,12 +26,10 @@ class SpeculativeUpdate:
 
     Attributes:
         frames: per chunk, its frame if the undecided step commits as expected; b"" where not made, empty when none is.
-        leases: on `frames`; they stay valid when those become the frames of the wire copy.
     """
 
     def __init__(self, chunks: Chunks, master: Master, wire: WireCopy) -> None:
         self.frames: list[bytes] = []
-        self.leases = ReadLeases()
         self._chunks = chunks
         self._master = master
         self._wire = wire
@@ -64,5 +61,4 @@ class SpeculativeUpdate:
 
     def discard(self) -> None:
         """The step ends otherwise, or its gradient is gone."""
-        self.leases.revoke()
         self.frames = []

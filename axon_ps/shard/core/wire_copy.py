@@ -1,7 +1,6 @@
 """The values of one slice as they travel: encoded frames, or memory that workers of this host map. Pure.
 
-Owns: encoding and compression, the leases on frames, and the residual of compression. Creates no shared memory: the
-shell hands it in.
+Owns: encoding and compression, and the residual of compression. Creates no shared memory: the shell hands it in.
 
     shape legend: n = slice_numel, c = numel of one chunk
 
@@ -18,7 +17,7 @@ Note: [Compressed parameters]
 
 Note: [Mapped slices]
     Where workers of this host map the slice (`same_host.shared_copy`), its wire copy is the mapped one, and an update
-    makes no frames; they are encoded when somebody else asks, and are another wire copy then. What travels as f32 is
+    makes no frames; when somebody else asks they are made of it, and are another wire copy then. What travels as f32 is
     the master itself: the memory that workers map is the master's, and there is no copy at all.
 """
 
@@ -29,7 +28,6 @@ from typing import Protocol
 import numpy as np
 
 from axon_ps.compress import cast
-from axon_ps.host.leases import ReadLeases
 from axon_ps.shard.core.chunks import Chunks
 from axon_ps.sharding.precision import WirePrecision
 from axon_ps.types import Array, DType
@@ -51,10 +49,6 @@ class MappedMemory(Protocol):
     def nbytes(self) -> int:
         """Bytes of memory it takes."""
 
-    @property
-    def mapping(self) -> bytes:
-        """Where workers find it: the packed address of a segment."""
-
     def publish(self, version: int) -> None:
         """Mark `values` as those of a version."""
 
@@ -75,7 +69,6 @@ class WireCopy:
 
     Attributes:
         frames: per chunk, its encoded message; empty when they have to be encoded first.
-        leases: on `frames`, for processes of this host; revoked when those are dropped.
         mapped: the wire copy that workers of this host map; None while nobody does.
         residual: f32[n], the compression error of `frames`; None when parameters are not compressed, or frozen.
         is_cast: whether the values are cast for the wire: they travel neither as f32 nor compressed.
@@ -85,7 +78,6 @@ class WireCopy:
     def __init__(self, chunks: Chunks, precision: WirePrecision, *, trainable: bool) -> None:
         compression = precision.param_compression
         self.frames: tuple[bytes, ...] = ()
-        self.leases = ReadLeases()
         self.mapped: MappedMemory | None = None
         self.residual: Array | None = None
         if compression is not None and trainable:
@@ -137,7 +129,9 @@ class WireCopy:
         frames: list[bytes] = []
         for index, elements in enumerate(self._chunks.ranges):
             chunk, as_cast = values[elements], None
-            if self.is_cast:
+            if self.is_cast and self.mapped is not None:
+                as_cast = self.mapped.values[elements]
+            elif self.is_cast:
                 as_cast = scratch[: chunk.size]
                 cast.encode(chunk, as_cast, self._dtype)
             frames.append(self.encode(index, version, chunk, scratch, self._residual_of(elements), as_cast))
@@ -146,7 +140,6 @@ class WireCopy:
 
     def drop_frames(self) -> None:
         """Free the frames; they are encoded again if anybody asks."""
-        self.leases.revoke()
         self.frames = ()
 
     def _residual_of(self, elements: slice) -> Array | None:
@@ -228,16 +221,6 @@ class WireCopy:
             frame = self.encode(index, version, values[elements], scratch, residual, as_cast)
             self._next[index] = self._next[index] or frame
 
-    def end_update(self, leases: ReadLeases) -> ReadLeases:
-        """Serve the next frames.
-
-        Args:
-            leases: those on frames that were prepared; they stay valid.
-
-        Returns:
-            Leases for frames that are prepared from now on.
-        """
-        self.leases.revoke()
-        self.leases, unused = leases, self.leases
+    def end_update(self) -> None:
+        """Serve the next frames."""
         self.frames, self._next = tuple(self._next), []
-        return unused

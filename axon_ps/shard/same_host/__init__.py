@@ -1,1 +1,1 @@
-"""Workers and shard servers of one host read and map each other's memory: no chunk goes through a socket."""
+"""Workers and shard servers of one host pass each other shared memory: no chunk goes through a socket there."""

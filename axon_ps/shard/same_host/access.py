@@ -1,47 +1,45 @@
-"""Which workers and shard servers of one host read each other's memory, so that no chunk goes through a socket there.
+"""Which workers and shard servers of one host pass each other shared memory, so that no chunk goes through a socket.
 
 Owns: the handshake, on both sides (`SameHostServers` in a worker or another server, `SameHostCallers` in a server).
-Refuses: to decide what is leased; transfers and the servicer do. How memory is read and mapped is
-`host.process_memory`'s.
+Refuses: to decide what is leased; transfers and the servicer do. What is passed is `host.host_peer`'s.
+
+The RPC `Handshake`, which knows the caller as a member, gives it the name of a socket and a nonce, which is good for
+one connection. The caller connects, and sends the nonce. The server accepts whoever is there when it next needs that
+member; by the nonce it knows which member it is, and a connection without one is worth nothing. A connection ends with
+the membership of either side, and a new life of a process is another member.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from dataclasses import dataclass
+import secrets
 
 from axon_ps.aggregation.client.peers import MakeContext
-from axon_ps.errors import AxonError, Broken, InvalidRequest
-from axon_ps.host.process_memory import Handshake, LeaseReader, own_handshake
+from axon_ps.errors import AxonError, Broken, InvalidRequest, Unreachable
+from axon_ps.host.host_peer import HostPeer
+from axon_ps.host.peer_socket import Listener, PeerSocket
+from axon_ps.host.shared_memory import Access
 from axon_ps.rpc.service import Stub
 from axon_ps.types import Member, Membership
 from axon_ps.wire.v1 import shard_pb2
 
 MAX_LEASED_BYTES = 16 << 20
-"""Leased in one message. Reading it is one call, in which an event loop does nothing else: a few milliseconds."""
+"""Leased in one message, or copied at a time. An event loop does nothing else meanwhile: a few milliseconds."""
 
 MIN_LEASED_BYTES = 32 << 10
-"""Less is sent: reading a lease takes two system calls."""
+"""Less is sent: to find a lease in what was passed takes a system call."""
 
 MAX_ELEMENT_BYTES = 8
-"""A chunk that claims to be larger per element, compressed or not, is refused before memory is allocated."""
+"""A chunk that claims to be larger per element is refused."""
+
+NONCE_BYTES = 16
+
+MAX_STRANGERS = 16
+"""Connections that have presented no nonce yet; one that does takes a moment, and the oldest are hung up on."""
 
 _TIMEOUT_S = 5.0
 _logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Access:
-    """What a worker and a server can do with each other's memory.
-
-    Attributes:
-        reader: reads the server's; None when we cannot.
-        readable: whether the server can read ours.
-    """
-
-    reader: LeaseReader | None = None
-    readable: bool = False
 
 
 class SameHostServers:
@@ -55,29 +53,38 @@ class SameHostServers:
         self._node = node
         self._me = ""
         self._members: dict[int, Member] = {}
-        self._known: dict[str, asyncio.Future[Access]] = {}  # by the server's id
+        self._known: dict[str, asyncio.Future[HostPeer | None]] = {}  # by the server's id
+        self._peers: dict[str, HostPeer] = {}
 
     def set_members(self, membership: Membership, me: str) -> None:
         """Set the current shard servers, and our id as a member."""
         self._members = {m.rank: m for m in membership.shards if self._node and m.node == self._node}
         there = {m.id for m in self._members.values()} if me == self._me else set()
         self._known = {k: v for k, v in self._known.items() if k in there}
+        for gone in set(self._peers) - there:
+            self._peers.pop(gone).close()
         self._me = me
 
-    async def access(self, server: int, stub: Stub, context: MakeContext) -> Access:
-        """What can be done with a server's memory; one handshake per server."""
+    async def access(self, server: int, stub: Stub, context: MakeContext) -> HostPeer | None:
+        """A server that memory is shared with, None if it is not; one handshake per server."""
         member = self._members.get(server)
         if member is None:
-            return Access()
+            return None
         known = self._known.get(member.id)
         if known is None:
             known = self._known[member.id] = asyncio.ensure_future(self._handshake(member, stub, context))
         return await asyncio.shield(known)
 
+    def is_shared(self, server: int) -> bool:
+        """Whether memory is shared with a server, as far as this is known. Any thread."""
+        member = self._members.get(server)
+        return member is not None and member.id in self._peers
+
     def forget(self, server: int) -> None:
         """Drop what is known of a server, after a failure: the next `access` shakes hands again."""
         if (member := self._members.get(server)) is not None:
             self._known.pop(member.id, None)
+            self._peers.pop(member.id, None)  # calls under way go on with it
 
     @property
     def has_servers(self) -> bool:
@@ -85,56 +92,114 @@ class SameHostServers:
         return bool(self._members)
 
     def close(self) -> None:
-        """End the handshakes under way."""
+        """End the handshakes under way, and hang up."""
         for known in self._known.values():
             known.cancel()
-        self._known = {}
+        for peer in self._peers.values():
+            peer.close()
+        self._known, self._peers = {}, {}
 
-    async def _handshake(self, member: Member, stub: Stub, context: MakeContext) -> Access:
-        request = shard_pb2.HandshakeRequest(context=context(), handshake=own_handshake().pack())
+    async def _handshake(self, member: Member, stub: Stub, context: MakeContext) -> HostPeer | None:
         try:
-            reply = await stub.call("Handshake", request, timeout_s=_TIMEOUT_S)
+            reply = await stub.call("Handshake", shard_pb2.HandshakeRequest(context=context()), timeout_s=_TIMEOUT_S)
         except AxonError as error:  # the caller's own call will fail of the same, and be retried
             _logger.debug("shard server %d did not answer the handshake: %s", member.rank, error)
             self._known.pop(member.id, None)
-            return Access()
-        return Access(_lease_reader(reply.handshake), reply.readable)
+            return None
+        try:
+            peer = self._peers[member.id] = _connect(reply)
+            return peer
+        except AxonError as error:
+            _logger.debug("no memory is shared with shard server %d: %s", member.rank, error)
+            return None
+
+
+def _connect(reply: shard_pb2.HandshakeReply) -> HostPeer:
+    if not reply.socket:
+        raise Unreachable("it shares none")
+    connected = PeerSocket.connect(reply.socket)
+    if not connected.send(reply.nonce):
+        raise Unreachable("it accepts nobody")
+    return HostPeer(connected, Access.PRIVATE)
 
 
 class SameHostCallers:
-    """A server's view of the workers and other servers whose memory it can read, by their id as members."""
+    """A server's view of the workers and other servers that it shares memory with, by their id as members."""
 
     def __init__(self) -> None:
-        self._known: dict[str, LeaseReader] = {}
+        self._listener: Listener | None = None
+        self._nonces: dict[bytes, str] = {}
+        self._strangers: list[PeerSocket] = []
+        self._known: dict[str, HostPeer] = {}
 
     def set_members(self, membership: Membership) -> None:
-        """Drop those that are no members any more."""
+        """Hang up on those that are no members any more."""
         there = {m.id for m in (*membership.workers, *membership.shards)}
-        self._known = {k: v for k, v in self._known.items() if k in there}
+        for gone in set(self._known) - there:
+            self._known.pop(gone).close()
+        self._nonces = {nonce: member for nonce, member in self._nonces.items() if member in there}
 
-    def handshake(self, caller: str, handshake: bytes) -> shard_pb2.HandshakeReply:
-        """Store a caller's handshake, and return ours."""
-        reader = _lease_reader(handshake)
-        if reader is not None:
-            self._known[caller] = reader
-        return shard_pb2.HandshakeReply(handshake=own_handshake().pack(), readable=reader is not None)
+    def handshake(self, caller: str) -> shard_pb2.HandshakeReply:
+        """Where a caller connects to, and its nonce; those it got before are worth nothing any more."""
+        self._accept()
+        try:
+            listener = self._listener = self._listener or Listener()
+        except Unreachable as error:
+            _logger.debug("no memory is shared: %s", error)
+            return shard_pb2.HandshakeReply()
+        self._nonces = {nonce: member for nonce, member in self._nonces.items() if member != caller}
+        nonce = secrets.token_bytes(NONCE_BYTES)
+        self._nonces[nonce] = caller
+        return shard_pb2.HandshakeReply(socket=listener.name, nonce=nonce)
 
-    def reader(self, caller: str) -> LeaseReader:
-        """What reads a caller's memory, or maps it.
+    def find(self, caller: str) -> HostPeer | None:
+        """A caller that memory is shared with; None if it is not."""
+        if self._nonces or self._strangers:
+            self._accept()
+        return self._known.get(caller)
+
+    def peer(self, caller: str) -> HostPeer:
+        """A caller that memory is shared with.
 
         Raises:
-            Broken: there was no handshake with it.
+            Broken: it has not connected.
         """
-        reader = self._known.get(caller)
-        if reader is None:
-            raise Broken("this server cannot read the caller's memory; send the payload")
-        return reader
+        found = self.find(caller)
+        if found is None:
+            raise Broken("this server shares no memory with the caller; send the payload")
+        return found
 
+    def close(self) -> None:
+        """Hang up on all, and accept nobody any more."""
+        for each in (self._listener, *self._strangers, *self._known.values()):
+            if each is not None:
+                each.close()
+        self._listener, self._strangers, self._known, self._nonces = None, [], {}, {}
 
-def _lease_reader(handshake: bytes) -> LeaseReader | None:
-    """A reader of the process that sent the handshake; None when it cannot be read."""
-    try:
-        return LeaseReader(Handshake.unpack(handshake))
-    except (Broken, InvalidRequest) as error:
-        _logger.debug("%s", error)
-        return None
+    def _accept(self) -> None:
+        """Accept those that have connected, and find out by their nonces which members they are."""
+        while self._listener is not None and (stranger := self._listener.next_peer()) is not None:
+            self._strangers.append(stranger)
+        self._strangers = [stranger for stranger in self._strangers if self._is_stranger(stranger)]
+        for stranger in self._strangers[:-MAX_STRANGERS]:
+            stranger.close()
+        self._strangers = self._strangers[-MAX_STRANGERS:]
+
+    def _is_stranger(self, connected: PeerSocket) -> bool:
+        """Whether it is yet unknown whose connection this is, and it may still turn out."""
+        try:
+            found = connected.receive(descriptor=False)
+        except (Broken, InvalidRequest):
+            connected.close()
+            return False
+        if found is None:
+            return True
+        member = self._nonces.pop(found[0], "")
+        if not member:
+            _logger.warning("a process of this host (%d) presented no valid nonce", connected.pid)
+            connected.close()
+            return False
+        if (before := self._known.pop(member, None)) is not None:
+            before.close()
+        self._known[member] = HostPeer(connected, Access.READ)
+        return False

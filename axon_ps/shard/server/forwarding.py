@@ -5,7 +5,7 @@ turn, so what the decision has made pointless is dropped. A backup's `ready` is 
 before it has every chunk. After a broken stream, everything complete is queued again; the backup drops duplicates.
 Nothing is sent back: what is read is the end of the stream, or nobody would notice that what was written last is lost.
 The first chunk by each placement says which that is: a backup takes none before it has heard that it is one.
-On one host a chunk is not sent but leased, and the backup reads it from the accumulator (`host.leases`).
+On one host a chunk is not sent but leased, and the backup copies it from the accumulator (`same_host.leases`).
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from dataclasses import dataclass, field
 
 from axon_ps.compress import cast
 from axon_ps.errors import AxonError, Broken, GenerationChanged
-from axon_ps.host.leases import ReadLeases, address_of
-from axon_ps.host.process_memory import grant
+from axon_ps.host.host_peer import HostPeer
 from axon_ps.rpc.service import together
 from axon_ps.rpc.stream import Stream
 from axon_ps.shard.core.engine import ShardEngine
 from axon_ps.shard.core.slices import OwnedSlice
 from axon_ps.shard.same_host.access import MIN_LEASED_BYTES
+from axon_ps.shard.same_host.leases import SumLeases
 from axon_ps.shard.server.links import Links
 from axon_ps.types import DType
 from axon_ps.wire.codec import dtype_to_proto
@@ -70,7 +70,7 @@ class Forwarding:
         self._links = links
         self._followers: dict[int, _Follower] = {}
         self._followers_of: dict[int, tuple[int, ...]] = {}  # by slice
-        self._leases = ReadLeases()
+        self._leases = SumLeases()
         self._placed = 0  # number of the placement
 
     def place(self) -> None:
@@ -143,9 +143,9 @@ class Forwarding:
         while True:
             try:
                 stub = await self._links.stub(rank)
-                readable = leases and await self._links.reads_us(rank, stub, self._model)
+                peer = await self._links.peer(rank, stub, self._model) if leases else None
                 async with stub.open("Replicate") as stream:
-                    await together([self._send(stream, follower, readable), _read_end(stream)])
+                    await together([self._send(stream, follower, peer), _read_end(stream)])
             except Exception as error:
                 unforeseen = not isinstance(error, AxonError)
                 level = logging.ERROR if unforeseen else logging.INFO
@@ -165,7 +165,7 @@ class Forwarding:
         attempt, accumulator = attempts[item.number], self._engine.slices[item.slice].accumulators[item.number]
         return attempt.step == item.step and accumulator.is_complete(item.index, attempt.replicas)
 
-    async def _send(self, stream: Stream, follower: _Follower, readable: bool) -> None:
+    async def _send(self, stream: Stream, follower: _Follower, peer: HostPeer | None) -> None:
         engine, wire = self._engine, self._engine.precision.grad
         header, known = common_pb2.Chunk(), 0  # the placement that the follower knows we go by
         while True:
@@ -184,10 +184,13 @@ class Forwarding:
                 header.absent, header.dtype = not accumulator.present[item.index], dtype_to_proto(DType.F32)
                 total = None if header.absent else accumulator.array[elements]
                 nbytes = 0 if total is None else total.nbytes
-                if total is not None and readable and nbytes >= MIN_LEASED_BYTES:
-                    header.leases.append(grant(self._leases, address_of(total), nbytes))
+                lease = None
+                if total is not None and peer is not None and nbytes >= MIN_LEASED_BYTES:
+                    lease = self._leases.grant(peer, total, accumulator.array)
+                if lease is not None:
+                    header.lease.CopyFrom(lease)
                     await stream.write(encode_chunk(header, None))
-                    header.ClearField("leases")
+                    header.ClearField("lease")
                     engine.counters["leased_bytes_forwarded"] += nbytes
                 else:
                     if total is not None and accumulator.rounds and wire is not DType.F32:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from axon_ps.aggregation.client.peers import Peers
+from axon_ps.host.host_peer import HostPeer
 from axon_ps.rpc.deadlines import Deadline
 from axon_ps.rpc.security import Security
 from axon_ps.rpc.service import Stub
@@ -12,11 +13,11 @@ from axon_ps.wire.v1.common_pb2 import CallContext
 
 
 class Links:
-    """The other servers: how to reach them, and whose memory can be read.
+    """The other servers: how to reach them, and with which memory is shared.
 
     Args:
         security: TLS and token.
-        node: name of this host; "" = nobody's memory is read.
+        node: name of this host; "" = memory is shared with nobody.
         job: name of the job.
         incarnation: ours.
     """
@@ -49,12 +50,17 @@ class Links:
         """How to reach a server, once it is a member; whoever waits is cancelled when the generation ends."""
         return await self._peers.stub(rank, 0, Deadline(None))
 
-    async def reads_us(self, rank: int, stub: Stub, model: int) -> bool:
-        """Whether a server can read our memory."""
-        return (await self._same_host.access(rank, stub, lambda: self.context(model))).readable
+    @property
+    def has_neighbours(self) -> bool:
+        """Whether there are other servers on this host."""
+        return self._same_host.has_servers
+
+    async def peer(self, rank: int, stub: Stub, model: int) -> HostPeer | None:
+        """A server that memory is shared with; None if it is not."""
+        return await self._same_host.access(rank, stub, lambda: self.context(model))
 
     def forget(self, rank: int) -> None:
-        """After a failure: what is known of a server's memory is asked again."""
+        """After a failure: shake hands with a server again."""
         self._same_host.forget(rank)
 
     async def close(self) -> None:

@@ -10,8 +10,7 @@ Note: [Two kinds of first message]
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -19,26 +18,23 @@ import numpy as np
 from axon_ps.aggregation.server import servicer
 from axon_ps.compress import cast
 from axon_ps.errors import InvalidRequest, PermissionDenied
-from axon_ps.host.leases import ReadLease, ReadLeases, address_of
-from axon_ps.host.process_memory import grant
+from axon_ps.host.host_peer import HostPeer
+from axon_ps.host.leases import ReadLease
 from axon_ps.observe.tracing.span import Span, Value
 from axon_ps.rpc.service import ServerStream
 from axon_ps.rpc.stream import EOF
 from axon_ps.rpc.stream_pool import IdleStreams
 from axon_ps.shard.core.engine import ShardEngine
-from axon_ps.shard.same_host.access import (
-    MAX_ELEMENT_BYTES,
-    MAX_LEASED_BYTES,
-    MIN_LEASED_BYTES,
-)
+from axon_ps.shard.same_host import leases
+from axon_ps.shard.same_host.access import MAX_ELEMENT_BYTES, MIN_LEASED_BYTES
 from axon_ps.shard.server import copying, subscriptions
 from axon_ps.shard.server.mapped_units import map_unit
 from axon_ps.shard.server.model_shell import ModelShell
 from axon_ps.shard.server.shell import ShardShell
 from axon_ps.types import WIRE_DTYPES, Array, DType, Member
-from axon_ps.wire.codec import dtype_from_proto, hypers_from_proto
+from axon_ps.wire.codec import dtype_from_proto, dtype_to_proto, hypers_from_proto
 from axon_ps.wire.frames import decode_chunk, encode_chunk, payload_array
-from axon_ps.wire.v1 import common_pb2, shard_pb2
+from axon_ps.wire.v1 import common_pb2, lease_pb2, shard_pb2
 
 
 class ShardServicer:
@@ -77,15 +73,16 @@ class ShardServicer:
         if request.compressed and precision.param_compression is None:
             raise InvalidRequest(f"this job's parameters are not compressed; they travel as {precision.param.value}")
         if request.map:
-            await self._send_mapping(shell, context, request, dtype)
+            await self._send_mapping(shell, context, request, dtype, member)
             return
         with self._shell.pacer.gather():
             if dtype is precision.param and request.compressed == (precision.param_compression is not None):
-                frames = engine.parameters.frames(request.unit, request.begin, request.end)
-                leasing = request.accept_leases and not request.compressed
-                for some in _leased_together(frames) if leasing else zip(frames):
-                    leases = engine.slices.of(request.unit, request.begin).wire.leases
-                    await self._serve(engine, context, request, some, leases, span)
+                if leased := self._lease_to(member, engine, request, span):
+                    await context.write(leased)
+                    return
+                for frame in engine.parameters.frames(request.unit, request.begin, request.end):
+                    _count(engine, "out", len(frame), span)
+                    await context.write(frame)
             else:
                 chunks = engine.slices.of(request.unit, request.begin).chunks
                 for index in range(*chunks.range_of(request.begin, request.end)):
@@ -94,16 +91,30 @@ class ShardServicer:
                     await context.write(frame)
                     _count(engine, "out", len(frame), span)
 
+    def _lease_to(
+        self, member: Member, engine: ShardEngine, request: shard_pb2.AllGatherRequest, span: Span | None
+    ) -> bytes:
+        """The message that leases a range of the wire copy in place of its chunks; empty, if they must be sent."""
+        peer = self._shell.same_host.find(member.id) if request.accept_leases else None
+        return b"" if peer is None else _lease(engine, request, peer, span)
+
     async def _send_mapping(
-        self, shell: ModelShell, context: ServerStream, request: shard_pb2.AllGatherRequest, dtype: DType
+        self,
+        shell: ModelShell,
+        context: ServerStream,
+        request: shard_pb2.AllGatherRequest,
+        dtype: DType,
+        member: Member,
     ) -> None:
-        """Send where the caller can map the unit; without a mapping, if it must gather a copy."""
+        """Send a lease on the unit, to be used where it lies; none, if the caller must gather a copy."""
         engine = shell.engine
         owned = await shell.unchanging(request.unit, request.begin, request.context.generation)
-        memory = map_unit(engine, owned) if dtype is engine.precision.param else None
         header = common_pb2.Chunk(unit=request.unit, version=owned.changed, numel=owned.chunks.numel)
-        if memory is not None:
-            header.mapping = memory.mapping
+        peer = self._shell.same_host.find(member.id)
+        if peer is not None and dtype is engine.precision.param and engine.mappable(owned):
+            memory = map_unit(engine, owned)
+            if memory is not None and peer.offer(memory.segment):
+                header.lease.CopyFrom(_to_proto(memory.lease(0, owned.chunks.numel)))
         await context.write(encode_chunk(header, None))
 
     async def _gather_speculative(
@@ -121,29 +132,8 @@ class ShardServicer:
         owned = engine.slices.of(request.unit, request.begin)
         for index in range(*owned.chunks.range_of(request.begin, request.end)):
             frame = await shell.prepared(request.step, owned, index, hypers, request.context.generation)
-            leases = owned.leases_of(index, frame)
-            await self._serve(engine, context, request, (frame,), leases, span)
-
-    async def _serve(
-        self,
-        engine: ShardEngine,
-        context: ServerStream,
-        request: shard_pb2.AllGatherRequest,
-        frames: Sequence[bytes],
-        leases: ReadLeases,
-        span: Span | None,
-    ) -> None:
-        """Send a frame that the slice has, or lease the payloads of several to a caller that can read our memory."""
-        for frame in frames:
             _count(engine, "out", len(frame), span)
-        frame = frames[0]
-        if request.accept_leases and len(frame) >= MIN_LEASED_BYTES:
-            headers, payloads = zip(*map(decode_chunk, frames), strict=True)
-            header = headers[0]
-            header.numel = sum(h.numel for h in headers)
-            header.leases.extend(_grant(engine, leases, payload) for payload in payloads)
-            frame = encode_chunk(header, None)
-        await context.write(frame)
+            await context.write(frame)
 
     async def reduce_scatter(self, context: ServerStream) -> None:
         """Pushes, one after the other."""
@@ -185,7 +175,8 @@ class ShardServicer:
                 if header.absent:
                     summed += await shell.push_absent(step, unit, header.offset, header.numel, replica)
                 else:
-                    for one in self._leased_payloads(engine, member, header, span) if header.leases else (payload,):
+                    leased = header.HasField("lease")
+                    for one in self._leased_payloads(engine, member, header, span) if leased else (payload,):
                         dtype, grad = _gradient(engine, header, one)
                         summed += await shell.push(step, unit, header.offset, replica, dtype, grad)
                 message = None
@@ -226,7 +217,7 @@ class ShardServicer:
         async with shell.pushing(header.context.generation):
             while message is not EOF:
                 total, nbytes = None, payload.nbytes
-                if header.leases:
+                if header.HasField("lease"):
                     total = self._leased_sum(shell.engine, member, header)
                     nbytes = total.nbytes
                 elif not header.absent:
@@ -259,9 +250,9 @@ class ShardServicer:
         await subscriptions.serve(self._shell, self._idle, context)
 
     async def handshake(self, request: shard_pb2.HandshakeRequest, context: Any) -> shard_pb2.HandshakeReply:
-        """Whether this server and a worker or server of its host can read each other's memory."""
+        """Where a worker or server of this host connects to, so that memory can be shared."""
         member = await self._shell.fence_member(request.context)
-        return self._shell.same_host.handshake(member.id, request.handshake)
+        return self._shell.same_host.handshake(member.id)
 
     async def stats(self, request: shard_pb2.StatsRequest, context: Any) -> shard_pb2.StatsReply:
         """Counters of this server. An operator may ask, who is no worker."""
@@ -279,7 +270,7 @@ class ShardServicer:
 
         Raises:
             InvalidRequest: it is no chunk of ours.
-            Broken: the lease was revoked, or the primary is gone.
+            Broken: the lease was revoked, or memory is not shared with the primary any more.
         """
         assert engine.spec is not None
         if not 0 < header.numel <= engine.spec.options.chunk_numel:
@@ -287,40 +278,68 @@ class ShardServicer:
                 f"a sum of {header.numel} elements was leased; a chunk has at most {engine.spec.options}"
             )
         total = np.empty(header.numel, np.float32)
-        self._shell.same_host.reader(member.id).read([ReadLease.unpack(header.leases[0])], total)
+        leases.read(self._shell.same_host.peer(member.id), header.lease, total)
         return total
 
     def _leased_payloads(
         self, engine: ShardEngine, member: Member, header: common_pb2.Chunk, span: Span | None
     ) -> Iterator[memoryview]:
-        """Payloads of the chunks of a leased gradient, from its sender's memory; `header` becomes that of each."""
+        """Payloads of the chunks of a leased gradient, where its sender has them; `header` becomes that of each.
+
+        Raises:
+            InvalidRequest: it was leased otherwise than our clients do it.
+            Broken: memory is not shared with the caller, or not what it names.
+        """
         assert engine.spec is not None
-        chunk_numel = engine.spec.options.chunk_numel
-        lease = ReadLease.unpack(header.leases[0])
+        chunk_numel, lease = engine.spec.options.chunk_numel, header.lease
         element_bytes, rest = divmod(lease.size_bytes, max(1, header.numel))
-        if len(header.leases) > 1 or rest or element_bytes > MAX_ELEMENT_BYTES:
+        if header.compressed or rest or element_bytes > MAX_ELEMENT_BYTES:
             raise InvalidRequest(
-                f"{header.numel} elements were leased as {len(header.leases)} x {lease.size_bytes} bytes"
+                f"{header.numel} elements were leased as {lease.size_bytes} bytes"
+                f"{' of a compressed gradient, which must be sent' if header.compressed else ''}"
             )
         begin, end = header.offset, header.offset + header.numel
-        reader = self._shell.same_host.reader(member.id)
-        there = reader.view(lease)
+        there = leases.view(self._shell.same_host.peer(member.id), lease).values
         while header.offset < end:
             header.numel = min(chunk_numel, end - header.offset)
-            size_bytes = header.numel * element_bytes
             at = (header.offset - begin) * element_bytes
-            if there is None:
-                payload = np.empty(size_bytes, np.uint8)
-                reader.read([dataclasses.replace(lease, address=lease.address + at, size_bytes=size_bytes)], payload)
-            else:
-                payload = there[at : at + size_bytes]
-                engine.counters["mapped_bytes_in"] += size_bytes
-            engine.counters["leased_bytes_in"] += size_bytes
-            engine.counters["bytes_in"] += size_bytes
+            payload = there[at : at + header.numel * element_bytes]
+            for counter in ("mapped_bytes_in", "leased_bytes_in", "bytes_in"):
+                engine.counters[counter] += payload.nbytes
             if span is not None:
-                span.add("bytes", size_bytes)
+                span.add("bytes", payload.nbytes)
             yield payload.data
             header.offset += header.numel
+
+
+def _lease(engine: ShardEngine, request: shard_pb2.AllGatherRequest, peer: HostPeer, span: Span | None) -> bytes:
+    """See `ShardServicer._lease_to`."""
+    owned = engine.slices.of(request.unit, request.begin)
+    begin, end = request.begin - owned.chunks.begin, request.end - owned.chunks.begin
+    size_bytes = (end - begin) * engine.precision.param.itemsize
+    if request.compressed or owned.applying or size_bytes < MIN_LEASED_BYTES:
+        return b""
+    first, last = owned.chunks.range_of(request.begin, request.end)
+    memory = map_unit(engine, owned)
+    if memory is None or not peer.offer(memory.segment):
+        return b""
+    header = common_pb2.Chunk(
+        version=owned.changed,
+        unit=request.unit,
+        offset=request.begin,
+        numel=end - begin,
+        dtype=dtype_to_proto(engine.precision.param),
+        lease=_to_proto(memory.lease(begin, end)),
+    )
+    message = encode_chunk(header, None)
+    engine.counters["chunks_out"] += last - first - 1
+    engine.counters["leased_bytes_out"] += size_bytes
+    _count(engine, "out", size_bytes + len(message), span)
+    return message
+
+
+def _to_proto(lease: ReadLease) -> lease_pb2.Lease:
+    return lease_pb2.Lease(segment=lease.segment, offset=lease.offset, size_bytes=lease.size_bytes, tag=lease.tag)
 
 
 def _range_of(engine: ShardEngine, header: common_pb2.Chunk) -> tuple[int, int]:
@@ -345,11 +364,6 @@ def _gradient(engine: ShardEngine, header: common_pb2.Chunk, payload: memoryview
     return DType.U8 if header.compressed else dtype, payload_array(header, payload, header.numel, sizes)
 
 
-def _grant(engine: ShardEngine, leases: ReadLeases, payload: memoryview) -> bytes:
-    engine.counters["leased_bytes_out"] += payload.nbytes
-    return grant(leases, address_of(np.frombuffer(payload, np.uint8)), payload.nbytes)
-
-
 def _total(header: common_pb2.Chunk, payload: memoryview) -> Array:
     """The elements of a forwarded sum, f32; widened if it travelled as bf16 or f16."""
     dtype = dtype_from_proto(header.dtype)
@@ -363,21 +377,6 @@ def _count(engine: ShardEngine, direction: str, message_bytes: int, span: Span |
     engine.counters[f"bytes_{direction}"] += message_bytes
     if span is not None:
         span.add("bytes", message_bytes)
-
-
-def _leased_together(frames: Sequence[bytes]) -> Iterator[tuple[bytes, ...]]:
-    """Frames in groups that are leased in one message each; one that is too small to be leased is by itself."""
-    group: list[bytes] = []
-    group_bytes = 0
-    for frame in frames:
-        small = min(len(frame), len(group[0])) < MIN_LEASED_BYTES if group else False
-        if small or (group and group_bytes + len(frame) > MAX_LEASED_BYTES):
-            yield tuple(group)
-            group, group_bytes = [], 0
-        group.append(frame)
-        group_bytes += len(frame)
-    if group:
-        yield tuple(group)
 
 
 def _first(message: Any) -> tuple[common_pb2.Chunk, memoryview]:

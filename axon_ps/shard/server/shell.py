@@ -15,6 +15,8 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, Final
 
+import numpy as np
+
 from axon_ps.aggregation.server.shell import CollectiveShell
 from axon_ps.coordinator.core.events import Event, JobState, RestoreOrder, SessionLost, SnapshotFile, SnapshotOrder
 from axon_ps.errors import (
@@ -36,6 +38,7 @@ from axon_ps.shard.core.engine import ShardEngine
 from axon_ps.shard.same_host.access import SameHostCallers
 from axon_ps.shard.server.apply import Pin
 from axon_ps.shard.server.links import Links
+from axon_ps.shard.server.mapped_units import sum_memory
 from axon_ps.shard.server.model_shell import Averaging, ModelShell
 from axon_ps.shard.server.pacing import Pacer, SubscriberLimits
 from axon_ps.shard.server.reports import Reports
@@ -43,7 +46,7 @@ from axon_ps.shard.server.room import Room
 from axon_ps.shard.server.subscriptions import Subscriptions
 from axon_ps.shard.server.waiters import Waiters
 from axon_ps.storage.manifest import discard
-from axon_ps.types import Decision, Member, Membership, Outcome
+from axon_ps.types import Array, Decision, Member, Membership, Outcome
 from axon_ps.wire.v1.common_pb2 import CallContext
 
 _logger = logging.getLogger(__name__)
@@ -71,7 +74,7 @@ class ShardShell:
     Attributes:
         pacer: decides when subscribers get what they pull.
         collectives: what workers do together here; nothing of it concerns the parameters.
-        same_host: the workers whose memory this server can read.
+        same_host: the workers and servers that this one shares memory with.
         reports: the way to the coordinator; set before the first event.
         links: the way to the other shard servers; set before the first event, if there can be any.
         failure: set when this server cannot go on; the server ends with it.
@@ -123,6 +126,7 @@ class ShardShell:
             await model.close()
         if self.links is not None:
             await self.links.close()
+        self.same_host.close()
         await asyncio.to_thread(self._files.shutdown)
 
     # ------------------------------------------------------------------ the models
@@ -131,9 +135,15 @@ class ShardShell:
         """The model of a number; made when it is first named."""
         if number not in self._models:
             model = self._models[number] = ModelShell(number, self, self._threads, self._limits)
+            model.engine.slices.allocate = self._sum_memory
             if self._membership is not None:
                 model.on_event(self._membership)
         return self._models[number]
+
+    def _sum_memory(self, numel: int) -> Array:
+        """f32[numel] zeros for sums that are forwarded."""
+        near = self.links is not None and self.links.has_neighbours
+        return sum_memory(numel) if near else np.zeros(numel, np.float32)
 
     @property
     def engine(self) -> ShardEngine:

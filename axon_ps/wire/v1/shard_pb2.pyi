@@ -123,20 +123,18 @@ class UploadReply(_message.Message):
     def __init__(self, complete: bool = ...) -> None: ...
 
 class HandshakeRequest(_message.Message):
-    __slots__ = ("context", "handshake")
+    __slots__ = ("context",)
     CONTEXT_FIELD_NUMBER: _ClassVar[int]
-    HANDSHAKE_FIELD_NUMBER: _ClassVar[int]
     context: _common_pb2.CallContext
-    handshake: bytes
-    def __init__(self, context: _Optional[_Union[_common_pb2.CallContext, _Mapping]] = ..., handshake: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, context: _Optional[_Union[_common_pb2.CallContext, _Mapping]] = ...) -> None: ...
 
 class HandshakeReply(_message.Message):
-    __slots__ = ("handshake", "readable")
-    HANDSHAKE_FIELD_NUMBER: _ClassVar[int]
-    READABLE_FIELD_NUMBER: _ClassVar[int]
-    handshake: bytes
-    readable: bool
-    def __init__(self, handshake: _Optional[bytes] = ..., readable: bool = ...) -> None: ...
+    __slots__ = ("socket", "nonce")
+    SOCKET_FIELD_NUMBER: _ClassVar[int]
+    NONCE_FIELD_NUMBER: _ClassVar[int]
+    socket: str
+    nonce: bytes
+    def __init__(self, socket: _Optional[str] = ..., nonce: _Optional[bytes] = ...) -> None: ...
 
 class StatsRequest(_message.Message):
     __slots__ = ("context",)

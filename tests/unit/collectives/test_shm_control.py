@@ -8,16 +8,16 @@ import pytest
 
 from axon_ps.collectives.backends.shm.control import Control, ControlLayout
 from axon_ps.errors import MemberLost
-from axon_ps.host import futex
-from axon_ps.host.shared_memory import Segment
+from axon_ps.host import futex, shared_memory
 
 LONG_S = 20.0
 
 
 def test_an_abort_is_seen_by_all_ranks_before_one_raises_it(monkeypatch: pytest.MonkeyPatch) -> None:
     layout = ControlLayout(2)
-    segment = Segment.create(layout.size_bytes)
-    mine, peers = (Control(segment, layout, rank, (10, 11), "a group") for rank in range(2))
+    segment, memory = shared_memory.create(layout.size_bytes)
+    segment.close()
+    mine, peers = (Control(memory, layout, rank, (10, 11), "a group") for rank in range(2))
     publishing, go_on = threading.Event(), threading.Event()
 
     def settle() -> None:

@@ -9,13 +9,20 @@ import numpy as np
 import pytest
 
 from axon_ps.errors import Busy
-from axon_ps.host.shared_arrays import MAX_RELEASED, SharedArrays
-from axon_ps.host.shared_memory import Segment
+from axon_ps.host import shared_memory
+from axon_ps.host.leases import address_of
+from axon_ps.host.shared_arrays import SharedArray, SharedArrays
+from axon_ps.host.shared_memory import Access
 from axon_ps.types import Array, DType
 
 
 def address(array: Array) -> int:
     return int(array.__array_interface__["data"][0])
+
+
+def elsewhere(shared: SharedArray) -> Array:
+    """i32[...]: as another process has mapped it."""
+    return shared_memory.receive(os.dup(shared.segment.fd), Access.WRITE).view(np.int32)
 
 
 @pytest.mark.parametrize("shape", [(), (0,), (7,), (3, 5)])
@@ -43,15 +50,15 @@ def test_it_is_freed_with_its_last_view() -> None:
     array = shared.empty((4, 4), DType.I64)
     found = shared.find(address(array), 8)
     assert found is not None
-    inode, fd = found.address.inode, found.address.fd
+    fd = found.segment.fd
     view = array.reshape(-1)[3:]
     del array
     gc.collect()
-    assert shared.released(0) == (0, [])
+    assert shared.find(found.base, 8) is found
     del view
     gc.collect()
-    assert shared.released(0) == (1, [inode])
     assert shared.find(found.base, 8) is None
+    assert found.segment.fd == -1
     with pytest.raises(OSError):
         os.fstat(fd)
 
@@ -60,30 +67,16 @@ def test_revoked_memory_cannot_be_written_by_processes_that_had_mapped_it() -> N
     shared = SharedArrays()
     array = shared.empty((100,), DType.I32)
     array[:] = 4
-    before = shared.find(address(array), 400)
-    assert before is not None
-    old = before.address
-    other = np.frombuffer(Segment.open(old).memory, np.int32)
+    found = shared.find(address(array), 400)
+    assert found is not None
+    old, other = found.segment, elsewhere(found)
     shared.revoke(address(array), 400)
     other[:] = 9
     assert (array == 4).all()
-    after = shared.find(address(array), 400)
-    assert after is not None
-    assert after.address.inode != old.inode
-    assert (np.frombuffer(Segment.open(after.address).memory, np.int32)[:100] == 4).all()
-    assert shared.released(0) == (1, [old.inode])
+    assert old.fd == -1
+    assert shared.find(address(array), 400) is found
+    assert (elsewhere(found)[:100] == 4).all()
     shared.revoke(address(np.zeros(3)), 12)  # not registered: nothing to do
-
-
-def test_memory_that_is_freed_is_returned_at_once() -> None:
-    shared = SharedArrays()
-    array = shared.empty((10,), DType.F32)
-    found = shared.find(address(array), 40)
-    assert found is not None
-    del array
-    gc.collect()
-    with pytest.raises(OSError):
-        os.fstat(found.address.fd)
 
 
 def test_a_detached_array_is_ordinary_memory_with_its_values() -> None:
@@ -92,29 +85,37 @@ def test_a_detached_array_is_ordinary_memory_with_its_values() -> None:
     array[:] = 4
     found = shared.find(address(array), 400)
     assert found is not None
-    other = np.frombuffer(Segment.open(found.address).memory, np.int32)[:100]
+    other = elsewhere(found)[:100]
     shared.detach(address(array) + 40)
     assert shared.find(address(array), 4) is None
-    assert shared.released(0) == (1, [found.address.inode])
+    assert found.segment.fd == -1
     array[:50] = 5
     assert (array[50:] == 4).all()
     assert (other == 4).all()
+    shared.detach(address(array))  # harmless when repeated
     del array
     gc.collect()
-    assert shared.released(0) == (1, [found.address.inode])
 
 
-def test_of_many_released_segments_the_last_are_known() -> None:
-    shared, inodes = SharedArrays(), []
-    for _ in range(MAX_RELEASED + 6):
-        array = shared.empty((10,), DType.F32)
-        found = shared.find(address(array), 40)
-        assert found is not None
-        inodes.append(found.address.inode)
-        del array
-    assert shared.released(0) == (MAX_RELEASED + 6, inodes[6:])
-    assert shared.released(MAX_RELEASED + 4) == (MAX_RELEASED + 6, inodes[-2:])
-    assert shared.released(MAX_RELEASED + 6) == (MAX_RELEASED + 6, [])
+def test_other_memory_is_in_no_buffer() -> None:
+    shared = SharedArrays()
+    buffer, other = shared.buffer(10_000), np.zeros(10_000, np.uint8)
+    assert (buffer.shape, buffer.dtype) == ((10_000,), np.uint8)
+    assert shared.find(address_of(other), 10_000) is None
+    assert shared.find(address_of(buffer) + 10_000, 10_000) is None
+    shared.detach(address_of(other))
+    assert shared.find(address_of(buffer), 10_000) is not None
+
+
+def test_without_shared_memory_a_buffer_is_ordinary(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(size_bytes: int) -> object:
+        raise Busy(f"a shared-memory segment needs {size_bytes} bytes")
+
+    monkeypatch.setattr(shared_memory, "create", full)
+    shared = SharedArrays()
+    buffer = shared.buffer(1000)
+    assert buffer.shape == (1000,)
+    assert shared.find(address_of(buffer), 1000) is None
 
 
 def test_too_much_is_refused_with_the_numbers() -> None:

@@ -98,6 +98,9 @@ class FakeSteps:
         _tensor(out).fill_(float("nan"))
         return FakeWork(lambda: _tensor(out).copy_(self.values[unit]))
 
+    def is_near(self, unit: int) -> bool:
+        return False
+
     def gather_speculative(
         self,
         unit: int,

@@ -48,6 +48,9 @@ class ShardSteps(FakeSteps):
         self.log.append(("gather", unit))
         return FakeWork(lambda: np.copyto(out, self.values[unit][begin:end].numpy()))
 
+    def is_near(self, unit: int) -> bool:
+        return False
+
     def gather_speculative(
         self, unit: int, out: Array, ticket: Any, hyper: Any, *, begin: int = 0, end: int | None = None
     ) -> FakeWork:

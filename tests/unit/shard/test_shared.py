@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from axon_ps.compress import Int8
-from axon_ps.errors import Busy, Unreachable
-from axon_ps.host.shared_memory import PAGE_BYTES
+from axon_ps.errors import Busy, InvalidRequest
+from axon_ps.host import shared_memory
+from axon_ps.host.leases import address_of
+from axon_ps.host.shared_arrays import shared_arrays
+from axon_ps.host.shared_memory import PAGE_BYTES, Access, Segment
 from axon_ps.shard.core.engine import ShardEngine
 from axon_ps.shard.same_host.shared_copy import MappedCopy, SharedCopy
 from axon_ps.shard.server import mapped_units
-from axon_ps.shard.server.mapped_units import map_unit
+from axon_ps.shard.server.mapped_units import map_unit, sum_memory
 from axon_ps.sharding.policy import BoundedStaleness
 from axon_ps.sharding.precision import WirePrecision
 from axon_ps.types import Array, DType, Outcome
@@ -34,7 +38,13 @@ def servers(param: DType = DType.F32, num_servers: int = 1) -> Servers:
 def mapped(engine: ShardEngine, unit: int = 0) -> MappedCopy:
     shared = map_unit(engine, engine.slices[unit])
     assert shared is not None
-    return MappedCopy(shared.mapping, LAYOUT.units[unit].numel, engine.precision.param)
+    return mapping_of(shared, LAYOUT.units[unit].numel, engine.precision.param)
+
+
+def mapping_of(shared: SharedCopy, numel: int, dtype: DType) -> MappedCopy:
+    """As a worker maps what it was passed."""
+    memory = shared_memory.receive(os.dup(shared.segment.fd), Access.PRIVATE)
+    return MappedCopy(memory, numel, dtype)
 
 
 def grad(seed: int) -> Array:
@@ -156,37 +166,75 @@ def test_values_that_replace_others_are_seen_when_all_are_there() -> None:
     np.testing.assert_array_equal(copy.values, other)
 
 
-def test_what_cannot_be_mapped_is_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
-    halves = [(engine, owned) for engine in servers(num_servers=2).engines for owned in engine.slices.values()]
-    assert [map_unit(engine, owned) for engine, owned in halves if owned.chunks.unit == 0] == [None, None]
-    for spec in (
-        replace(job_of(LAYOUT), precision=WirePrecision(param_compression=Int8())),
-        replace(job_of(LAYOUT), policy=BoundedStaleness(max_staleness=2)),
-    ):
-        other = Servers(spec)
-        other.upload([np.ones(u.numel, np.float32) for u in LAYOUT.units])
-        assert map_unit(other.engines[0], other.engines[0].slices[0]) is None
+def test_only_all_of_a_unit_is_used_where_it_lies() -> None:
+    for engine in servers(num_servers=2).engines:
+        (owned,) = (owned for owned in engine.slices.values() if owned.chunks.unit == 0)
+        assert not engine.mappable(owned)
+        shared = map_unit(engine, owned)  # to be copied by others
+        assert shared is not None
+        np.testing.assert_array_equal(shared.values, owned.master.values)
+    spec = replace(job_of(LAYOUT), policy=BoundedStaleness(max_staleness=2))
+    other = Servers(spec)
+    other.upload([np.ones(u.numel, np.float32) for u in LAYOUT.units])
+    assert not other.engines[0].mappable(other.engines[0].slices[0])
 
-    monkeypatch.setattr(mapped_units, "MAX_MAPPED_UNITS", 1)
+
+def test_what_cannot_be_mapped_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = replace(job_of(LAYOUT), precision=WirePrecision(param_compression=Int8()))
+    other = Servers(spec)
+    other.upload([np.ones(u.numel, np.float32) for u in LAYOUT.units])
+    assert map_unit(other.engines[0], other.engines[0].slices[0]) is None
+
     crowded = servers().engines[0]
+    monkeypatch.setattr(mapped_units, "MAX_SEGMENTS", Segment.open + 1)
     assert map_unit(crowded, crowded.slices[0]) is not None
     assert map_unit(crowded, crowded.slices[1]) is None
     assert map_unit(crowded, crowded.slices[0]) is not None
+    assert not shared_arrays.find(address_of(sum_memory(10_000)), 40_000)
+    monkeypatch.undo()
 
     def no_room(*_: object) -> SharedCopy:
         raise Busy("a shared-memory segment needs more than there is")
 
     monkeypatch.setattr(mapped_units, "SharedCopy", no_room)
+    monkeypatch.setattr(mapped_units, "allocate_sum", no_room)
     full = servers()
     assert map_unit(full.engines[0], full.engines[0].slices[0]) is None
     assert len(full.engines[0].parameters.frames(0, 0, N)) == len(full.engines[0].slices[0].chunks.bounds)
+    assert not sum_memory(10_000).any()
+
+
+@pytest.mark.parametrize("param", WIRE)
+def test_frames_for_those_who_share_no_memory_are_those_that_were_sent_before(param: DType) -> None:
+    made, plain = servers(param), servers(param)
+    (engine,) = made.engines
+    mapped(engine)
+    for step in range(2):
+        assert engine.parameters.frames(0, 0, N) == plain.engines[0].parameters.frames(0, 0, N)
+        for one in (made, plain):
+            one.train_step([[grad(step), None]])
+    assert engine.parameters.frames(0, 0, N) == plain.engines[0].parameters.frames(0, 0, N)
+
+
+def test_a_lease_holds_until_the_values_change_even_to_the_same_version() -> None:
+    shared = SharedCopy(5000, DType.BF16)
+    shared.publish(7)
+    before = shared.lease(10, 60)
+    assert (before.segment, before.offset, before.size_bytes) == (shared.segment.number, PAGE_BYTES + 20, 100)
+    copy = mapping_of(shared, 5000, DType.BF16)
+    assert copy.is_at(7)
+    shared.withdraw()
+    assert not copy.is_at(7)
+    shared.publish(7)  # after a restore
+    assert copy.is_at(7)
+    assert shared.lease(10, 60).tag != before.tag
 
 
 def test_what_a_worker_writes_it_alone_sees_until_it_forgets() -> None:
     shared = SharedCopy(5000, DType.F32)
     shared.values[:] = 1.0
     shared.publish(0)
-    ours, theirs = (MappedCopy(shared.mapping, 5000, DType.F32) for _ in range(2))
+    ours, theirs = (mapping_of(shared, 5000, DType.F32) for _ in range(2))
     ours.values[3000] = 5.0
     assert (ours.values[3000], theirs.values[3000], shared.values[3000]) == (5.0, 1.0, 1.0)
     shared.values[:] = 2.0
@@ -199,11 +247,17 @@ def test_what_a_worker_writes_it_alone_sees_until_it_forgets() -> None:
     assert np.all(theirs.values == 2.0)  # what is mapped stays
 
 
-def test_what_is_not_there_or_too_small_is_not_mapped() -> None:
+def test_what_is_too_small_is_not_mapped() -> None:
     shared = SharedCopy(10, DType.F32)
-    with pytest.raises(Unreachable, match="2000 f32 are not in a segment"):
-        MappedCopy(shared.mapping, 2000, DType.F32)
-    gone = shared.mapping
-    shared.close()
-    with pytest.raises(Unreachable):
-        MappedCopy(gone, 10, DType.F32)
+    with pytest.raises(InvalidRequest, match="2000 f32 are not in a segment"):
+        mapping_of(shared, 2000, DType.F32)
+
+
+def test_no_worker_can_change_what_the_server_serves() -> None:
+    shared = SharedCopy(5000, DType.F32)
+    with pytest.raises(Busy, match="not permitted"):
+        shared_memory.receive(os.dup(shared.segment.fd), Access.WRITE)
+    with pytest.raises(PermissionError):
+        os.pwrite(shared.segment.fd, b"1234", PAGE_BYTES)
+    with pytest.raises(PermissionError):
+        os.ftruncate(shared.segment.fd, 0)

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
-
 import numpy as np
 import pytest
 
-from axon_ps.errors import Broken, InvalidRequest, Misuse, StepAborted
-from axon_ps.host.leases import address_of
-from axon_ps.host.process_memory import LeaseReader, own_handshake
+from axon_ps.errors import InvalidRequest, Misuse, StepAborted
 from axon_ps.shard.core.engine import ShardEngine
 from axon_ps.types import Array, DType, Hyper, Outcome
 from axon_ps.wire.frames import decode_chunk
@@ -97,29 +93,6 @@ def test_a_step_that_ends_otherwise_leaves_no_trace(how: str) -> None:
         assert engine.parameters.frames(0, 0, N) == before  # encoded again
     with pytest.raises(StepAborted, match="did not commit as expected"):
         prepare(engine, step=step)
-
-
-@pytest.mark.parametrize("as_expected", [True, False])
-def test_leases_on_speculative_frames_stay_valid_when_they_are_committed(as_expected: bool) -> None:
-    made = servers()
-    (engine,) = made.engines
-    frame_before = engine.parameters.frames(0, 0, N)[0]
-    before = engine.slices[0].wire.leases.grant(address_of(np.frombuffer(frame_before, np.uint8)), len(frame_before))
-    made.push(0, 0, grad(0))
-    made.push(0, 1, grad(1))
-    owned, frames = engine.slices[0], [f for f in prepare(engine) if f is not None]
-    leases = [owned.leases_of(i, f).grant(address_of(np.frombuffer(f, np.uint8)), len(f)) for i, f in enumerate(frames)]
-    if as_expected:
-        made.commit([ADAMW])
-    else:
-        made.end(Outcome.ABORT)
-    here, wanted = LeaseReader(own_handshake()), np.frombuffer(b"".join(frames), np.uint8)
-    out = np.zeros_like(wanted)
-    with contextlib.nullcontext() if as_expected else pytest.raises(Broken, match="revoked the lease"):
-        here.read(leases, out)
-        np.testing.assert_array_equal(out, wanted)
-    with pytest.raises(Broken, match="revoked the lease"):
-        here.read([before], np.zeros(len(frame_before), np.uint8))
 
 
 def test_there_is_one_wire_copy_all_the_same() -> None:

@@ -36,7 +36,7 @@ class Agreement:
     Args:
         context: the group.
         control: its control segment.
-        peer_memory: describes how the peers can read an array.
+        peer_memory: describes where the peers find an array.
     """
 
     def __init__(self, context: GroupContext, control: Control, peer_memory: PeerMemory) -> None:
@@ -62,7 +62,6 @@ class Agreement:
         pairs: tuple[int, ...] = (),
         large: bool = False,
         source: Array | None = None,
-        result: Array | None = None,
     ) -> int:
         """Publish our header, wait for all others, and check that all ranks make the same call.
 
@@ -71,9 +70,8 @@ class Agreement:
             inline: data to put beside the header, unless it is too large.
             deadline: of the call.
             pairs: counts that need not be equal on all ranks.
-            large: whether the header describes an array that the peers read where it is.
+            large: whether the header describes an array that the peers read.
             source: that array; None = they read nothing from this rank.
-            result: where our partition of the result will lie, if not in `source`.
 
         Returns:
             The buffer index of the headers, which are valid until the next call but one.
@@ -97,7 +95,7 @@ class Agreement:
         memory[mine : mine + len(head)] = head
         memory[mine + COUNTS : mine + COUNTS + len(numbers)] = numbers
         if large:
-            self._peer_memory.describe(source, result, mine)
+            self._peer_memory.describe(source, mine)
         if inline is not None and inline.nbytes <= INLINE_BYTES:
             self.bytes_inline += inline.nbytes
             if inline.size:

@@ -1,11 +1,12 @@
 """`SharedMemoryBackend`: the collectives of processes on one host.
 
 Owns: the group's memory from its making to its end, and which way a call goes. Refuses: what calls do with the ranks'
-arrays (`small`, `large`), how ranks wait for each other (`control`), open each other's memory (`rendezvous`), read each
-other's arrays (`exchange`), and send and receive (`mailbox`).
+arrays (`small`, `large`), how ranks wait for each other (`control`), meet (`rendezvous`), find each other's arrays
+(`exchange`), and send and receive (`mailbox`).
 
 Every call begins with an exchange of headers, which is a barrier: all ranks check that they make the same call
-(`agreement`). Up to INLINE_BYTES of a rank travel beside its header (`small`); all else is read where it is (`large`).
+(`agreement`). Up to INLINE_BYTES of a rank travel beside its header (`small`); all else is read where it is, or from a
+copy in shared memory (`large`).
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from axon_ps.host.shared_arrays import shared_arrays
 from axon_ps.types import Array, DType
 
 SLOT_BYTES = 1 << 20
-
+_MIN_WINDOW_BYTES = 128 << 10  # of a rank's partition in a slot: in smaller windows ranks wait more than they copy
 _MIN_SLOT_BYTES = -(-max(dtype.itemsize for dtype in DType) // 64) * 64
 """The part of a slot that a rank needs at least: an element of any dtype, in full cache lines."""
 
@@ -39,10 +40,8 @@ class SharedMemoryBackend(Backend):
 
     Args:
         context: the group. `context.store` is used while making it only, under `shm/NAME/...`, and left empty.
-        slot_bytes: size of a slot; every rank has two, if arrays cannot be read directly.
-        direct: whether peers may read this rank's arrays where they are.
-        directory: a tmpfs to take shared memory from, such as /dev/shm; "" = the kernel's own, which has no limit but
-            memory itself.
+        slot_bytes: size of a slot, of which every rank has two once an array that is not shared is exchanged; 0 = as
+            the number of ranks demands.
 
     Raises:
         Unreachable: a rank is on another host, or in another container, or the machine lacks what this needs.
@@ -54,21 +53,18 @@ class SharedMemoryBackend(Backend):
     name = "shm"
     buffers_messages = True
 
-    def __init__(
-        self, context: GroupContext, *, slot_bytes: int = SLOT_BYTES, direct: bool = True, directory: str = ""
-    ) -> None:
+    def __init__(self, context: GroupContext, *, slot_bytes: int = 0) -> None:
         super().__init__(context)
-        if slot_bytes < _MIN_SLOT_BYTES * len(context.ranks):
-            raise InvalidRequest(f"slot_bytes is {slot_bytes}; {len(context.ranks)} ranks need {_MIN_SLOT_BYTES} each")
-        self._control, self.direct = rendezvous(context, direct=direct, directory=directory)
-        self._directory = directory
-        self._peer_memory = PeerMemory(self._control, self.direct, slot_bytes // 64 * 64, directory)
-        self._mailbox = ShmMailbox(self._control, self.direct)
+        n = len(context.ranks)
+        if slot_bytes and slot_bytes < _MIN_SLOT_BYTES * n:
+            raise InvalidRequest(f"slot_bytes is {slot_bytes}; {n} ranks need {_MIN_SLOT_BYTES} each")
+        slot_bytes = slot_bytes or max(SLOT_BYTES, n * _MIN_WINDOW_BYTES)
+        self._control, peers = rendezvous(context)
+        self._peer_memory = PeerMemory(self._control, peers, slot_bytes // 64 * 64)
+        self._mailbox = ShmMailbox(self._control, self._peer_memory)
         self._closed = False
         self._agreement = Agreement(context, self._control, self._peer_memory)
         self._large = LargeCalls(self._control, self._peer_memory, self._agreement)
-        if not self.direct:
-            self._peer_memory.slots(time.monotonic() + context.timeout_s)  # so that a lack of memory is found now
 
     def empty_shared(self, shape: Sequence[int], dtype: DType) -> Array:
         """An array of zeros in memory that the other ranks map: collectives never copy it. Not collective.
@@ -82,7 +78,7 @@ class SharedMemoryBackend(Backend):
         Raises:
             Busy: there is not enough memory; the message has the bytes needed and available.
         """
-        return shared_arrays.empty(tuple(shape), dtype, directory=self._directory)
+        return shared_arrays.empty(tuple(shape), dtype)
 
     def run(self, request: Request, timeout_s: float) -> None:
         """See `Backend.run`."""
@@ -135,11 +131,11 @@ class SharedMemoryBackend(Backend):
             self._peer_memory.close()
 
     def statistics(self) -> dict[str, float]:
-        """Bytes that went inline, were read from other processes, sent and received; waits at barriers, and sleeps."""
+        """Bytes that went inline, were found in shared arrays, sent and received; waits at barriers, and sleeps."""
         return {
             "calls": self._agreement.calls,
             "bytes_inline": self._agreement.bytes_inline,
-            "bytes_read": self._peer_memory.bytes_read,
+            "bytes_mapped": self._peer_memory.bytes_mapped,
             "bytes_sent": self._mailbox.bytes_sent,
             "bytes_received": self._mailbox.bytes_received,
             "waits": self._control.waits,

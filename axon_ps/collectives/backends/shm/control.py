@@ -5,7 +5,7 @@ which collectives the ranks run.
 
     layout: head | n records | n x 2 headers | n x 2 inline buffers | n x n message rings
     head:   shared by all ranks: the futex word of the barrier, whether the group was aborted, where the slots are
-    record: what one rank publishes: barriers and windows it has come to, its process, why it aborted
+    record: what one rank publishes: barriers and windows it has come to, where it is met, why it aborted
 
 Note: [Single writer]
     Every number has one writer, so no atomic operation is needed, which Python does not have. The exceptions only ever
@@ -35,12 +35,9 @@ from collections.abc import Callable, Sequence
 
 from axon_ps import errors
 from axon_ps.errors import AxonError, Broken, MemberLost, Timeout
-from axon_ps.host import futex, process_memory
-from axon_ps.host.leases import address_of
+from axon_ps.host import futex
 from axon_ps.host.peer_process import PeerProcess
-from axon_ps.host.process_memory import HANDSHAKE_BYTES
-from axon_ps.host.shared_arrays import MAX_RELEASED
-from axon_ps.host.shared_memory import ADDRESS_BYTES, Segment, pack_text, unpack_text
+from axon_ps.host.shared_memory import base_of, pack_text, unpack_text
 from axon_ps.types import Array
 
 INLINE_BYTES = 64 << 10
@@ -54,9 +51,7 @@ _HEAD_BYTES = 4096
 _RECORD_BYTES = 2048
 _SPIN_S = 50e-6
 _SLICE_S = 0.1  # how often a sleeper checks that the ranks it waits for are alive
-_DYING_S = 0.3  # how long a process may take to end after its memory became unreadable
 _MESSAGE_RINGS_BUDGET_BYTES = 8 << 20
-_PULL_BYTES = 4 << 20  # how much is copied between two checks for an abort
 _MASK = 0xFFFFFFFF
 
 
@@ -65,17 +60,15 @@ def _up(size_bytes: int, to: int = _LINE) -> int:
 
 
 # Offsets in bytes: in the head,
-NONCE, BARRIER, ABORTED, STATE, SLOT_STATE, SLOTS, FAILURE = 0, 64, 128, 192, 196, 200, 1024
+BARRIER, ABORTED, SLOT_STATE, SLOTS, FAILURE = 64, 128, 192, 200, 1024
 # and in a record.
 ARRIVED, SLEEPS, PROGRESS, PROGRESS_DOORBELL, MESSAGE_DOORBELL = 0, 8, 64, 72, 128
-READABLE, CLOSED, RELEASED_COUNT = 224, 228, 232
-ABORT_FLAG, ABORT_KIND, ABORT_TEXT, HANDSHAKE, RELEASED_RING = 256, 260, 320, 1344, 1536
+CLOSED, SENT = 224, 232
+ABORT_FLAG, ABORT_KIND, ABORT_TEXT, SOCKET = 256, 260, 320, 1344
 # A header: the call, the descriptor of its array, counts, and the call as text when the ranks disagree.
 DESCRIPTOR = 32
-COUNTS = _up(DESCRIPTOR + 36 + ADDRESS_BYTES)  # a descriptor has numbers of 36 bytes and an address
-
-assert SLOTS + ADDRESS_BYTES <= FAILURE
-assert HANDSHAKE + HANDSHAKE_BYTES <= RELEASED_RING <= _RECORD_BYTES - 8 * MAX_RELEASED
+DESCRIPTOR_BYTES = 32
+COUNTS = _up(DESCRIPTOR + DESCRIPTOR_BYTES)
 
 # Errors that mean the same on every rank; the peers get any other error as Broken.
 _KINDS: tuple[type[AxonError], ...] = (
@@ -127,7 +120,7 @@ class Control:
     One thread at a time, except for `abort`, `check` and `notify`, which any thread may call.
 
     Args:
-        segment: mapped.
+        memory: u8[layout.size_bytes], the segment.
         layout: of it.
         rank: ours.
         ranks: world ranks by position, for messages.
@@ -137,7 +130,7 @@ class Control:
 
     def __init__(
         self,
-        segment: Segment,
+        memory: Array,
         layout: ControlLayout,
         rank: int,
         ranks: Sequence[int],
@@ -145,18 +138,16 @@ class Control:
         ended: Callable[[], AxonError | None] = lambda: None,
     ) -> None:
         self._ended = ended
-        self.segment = segment
         self.layout = layout
         self.rank = rank
         self.ranks = tuple(ranks)
         self.name = name
-        self.memory = memoryview(segment.memory)
-        self.bytes: Array = segment.bytes()
+        self.memory = memoryview(memory)  # type: ignore[arg-type]
+        self.bytes: Array = memory
         self.u64 = self.memory.cast("Q")
         self.u32 = self.memory.cast("I")
-        self.base = segment.base()
+        self.base = base_of(memory)
         self.peers: list[PeerProcess | None] = [None] * layout.world_size
-        self.pids = [os.getpid()] * layout.world_size  # of all ranks, once they have exchanged them
         self.waits = 0
         self.sleeps = 0
         n = layout.world_size
@@ -303,31 +294,6 @@ class Control:
             f"{peer.pid if peer else ''} ended in the middle of what the group does"
         )
 
-    def read(self, rank: int, address: int, out: Array) -> None:
-        """out becomes the bytes at an address in the memory of a rank (position).
-
-        Raises:
-            MemberLost: the rank died.
-            AxonError: the group was aborted.
-        """
-        local, left = address_of(out), out.nbytes
-        while left:
-            self.check()
-            size = min(left, _PULL_BYTES)
-            try:
-                process_memory.read(self.pids[rank], address, local, size)
-            except Broken as error:
-                raise self._unreadable(rank, error) from error
-            address, local, left = address + size, local + size, left - size
-
-    def _unreadable(self, rank: int, error: Broken) -> AxonError:
-        """The error when the memory of a rank (position) cannot be read: the group was aborted, or the rank died."""
-        if self._error is None and not self.u32[ABORTED // 4]:
-            peer = self.peers[rank]
-            if peer is not None and peer.ends(_DYING_S):
-                return self.fail(self.lost(rank))
-        return self.fail(Broken(f"rank {self.ranks[rank]} gave up its array in the middle of a call: {error}"))
-
     def departed(self, rank: int) -> Broken:
         """The error for a rank (position) that closed the group while we wait for it."""
         return Broken(f"rank {self.ranks[rank]} closed group {self.name!r} while others still wait for it in a call")
@@ -399,12 +365,11 @@ class Control:
         return self._error or error
 
     def close(self) -> None:
-        """Publish that this rank has closed the group, and unmap the segment."""
+        """Publish that this rank has closed the group."""
         self.u32[(self.layout.record(self.rank) + CLOSED) // 4] = 1
         for peer in self.peers:
             if peer is not None:
                 peer.close()
-        self.segment.close()
 
     def _set_error(self, error: AxonError) -> None:
         with self._abort_lock:

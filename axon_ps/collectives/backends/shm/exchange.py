@@ -1,15 +1,11 @@
 """How the ranks of one host read each other's arrays in a large collective.
 
-Owns: the three ways, and which one a call uses. Refuses: to know what is done with the bytes.
+Owns: the two ways, and which one a call uses. Refuses: to know what is done with the bytes.
 
     mapped   the array is shared (`host.shared_arrays`): the peers map it and compute on it where it is
     slots    every rank copies what the peers need of its array into its slot of a shared segment, one window after the
-             other, and the peers work on it there, in the cache. Used for all other arrays, whether the kernel lets us
-             read them or not (another security context, memory of devices)
-    read     the peers copy from the array where it is with one system call (process_vm_readv), once. The kernel looks
-             up every page, so with pages of 4 KiB that takes as long as two copies through slots, and longer the more
-             ranks read. Used where one rank would fill the slots for all (scatter), or where a slot would hold so many
-             partitions that the ranks spend their time waiting for each other
+             other, and the peers work on it there, in the cache. Used where an array is in ordinary memory, or in that
+             of a device
 
 All ranks of a call use slots, or none does: every rank sees all descriptors and decides the same.
 
@@ -18,9 +14,9 @@ Note: [Two windows]
     window in between, and its barrier; a rank comes to that barrier only after it has finished the window before. So no
     rank still reads a slot when its owner writes the next window into it.
 
-Private memory is only ever read by the peer that needs it, never written: a rank that gives up a call may use its
-arrays at once, however late a stopped peer wakes up. Shared arrays are written by peers in an all-reduce, when all
-ranks have one; a rank that gives up such a call first revokes the peers' access (`SharedArrays.revoke`).
+Nobody touches private memory of another rank: one that gives up a call may use its arrays at once, however late a
+stopped peer wakes up. Shared arrays are written by peers in an all-reduce or a reduce, when all ranks have one; a rank
+that gives up such a call first revokes the peers' access (`SharedArrays.revoke`).
 
     terms: a rank's source is the array that its peers read, partitions one after the other (one for each rank, or a
     single one); positions are elements of a partition
@@ -29,6 +25,7 @@ ranks have one; a rank that gives up such a call first revokes the peers' access
 from __future__ import annotations
 
 import struct
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -36,76 +33,107 @@ import numpy as np
 
 from axon_ps.collectives.backends.shm.control import (
     DESCRIPTOR,
+    DESCRIPTOR_BYTES,
     FAILURE,
-    RELEASED_COUNT,
-    RELEASED_RING,
+    SENT,
     SLOT_STATE,
     SLOTS,
     Control,
 )
 from axon_ps.errors import AxonError, Broken, Busy
-from axon_ps.host import process_memory
+from axon_ps.host import shared_memory
+from axon_ps.host.host_peer import HostPeer
 from axon_ps.host.leases import address_of
-from axon_ps.host.shared_arrays import MAX_RELEASED, MappedArrays, shared_arrays
-from axon_ps.host.shared_memory import ADDRESS_BYTES, Segment, SegmentAddress
+from axon_ps.host.shared_arrays import shared_arrays
+from axon_ps.host.shared_memory import Segment
 from axon_ps.types import Array, DType
 
 Copy = Callable[[Array, Array], object]
 """out: T[n] becomes data: T[n]."""
 
-_NO_SOURCE, _PRIVATE, _SHARED, _UNREADABLE = range(4)
-_DESCRIPTOR = struct.Struct(f"<IQQQQ{ADDRESS_BYTES}s")  # kind, addresses of source and result, size, offset, segment
-_MIN_WINDOW_BYTES = 128 << 10  # of a partition; smaller windows cost more in waiting than reading by the kernel does
+_NO_SOURCE, _PRIVATE, _SHARED = range(3)
+_DESCRIPTOR = struct.Struct("<IQQQ")  # kind, segment, offset, size
 _MADE, _FAILED = 1, 2
+
+assert _DESCRIPTOR.size <= DESCRIPTOR_BYTES
 
 
 class Descriptor(NamedTuple):
-    """How peers can read one rank's source, as published in its header."""
+    """Where one rank's source is, as published in its header."""
 
     kind: int
-    address: int
-    result_address: int
-    size_bytes: int
+    segment: int
     offset: int
-    segment: bytes
+    size_bytes: int
 
 
 class PeerMemory:
     """Access to the arrays of the other ranks; lives as long as the backend.
 
+    `offer`, `place` and `mapped` may be called by any thread, the rest by one at a time.
+
     Args:
         control: of the group.
-        direct: whether all ranks can read each other's memory.
+        peers: the other ranks, by position.
         slot_bytes: bytes of a slot; every rank has two.
-        directory: a tmpfs to take the slots from; "" = the kernel's own memory.
     """
 
-    def __init__(self, control: Control, direct: bool, slot_bytes: int, directory: str) -> None:
+    def __init__(self, control: Control, peers: Sequence[HostPeer | None], slot_bytes: int) -> None:
         self.control = control
-        self.direct = direct
         self.slot_bytes = slot_bytes
-        self.bytes_read = 0
-        self._directory = directory
+        self.bytes_mapped = 0
+        self._peers = peers
+        self._others = [peer for peer in peers if peer is not None]
+        self._lock = threading.Lock()
         self._slots: list[list[Array]] | None = None  # by buffer index and rank
-        self._mapped = [MappedArrays(pid) for pid in control.pids]
-        self._unmapped = [0] * len(control.pids)
-        self._published = 0
+        self._record = control.layout.record(control.rank) + SENT
+        self._closed_seen = Segment.closed
+        self._taken = [0] * len(peers)
 
-    def describe(self, source: Array | None, result: Array | None, header: int) -> None:
-        """Write into our header how peers read `source`, and `result` if our partition of it lies elsewhere."""
-        self._publish_released()
-        kind, address, result_address, size_bytes, offset, segment = _NO_SOURCE, 0, 0, 0, 0, b""
+    # ------------------------------------------------------------------ ours
+
+    def describe(self, source: Array | None, header: int) -> None:
+        """Write into our header where peers find `source`."""
+        self._forget_closed()
+        values = _NO_SOURCE, 0, 0, 0
         if source is not None:
-            address, size_bytes = address_of(source), source.nbytes
-            result_address = address_of(result) if result is not None else 0
-            shared = shared_arrays.find(address, size_bytes)
-            if shared is not None:
-                kind, offset, segment = _SHARED, address - shared.base, shared.segment
-            else:
-                # No process can read memory of devices in this way, not even its owner.
-                kind = _PRIVATE if self.direct and process_memory.readable(address, size_bytes) else _UNREADABLE
-        values = kind, address, result_address, size_bytes, offset, segment
+            place = self.place(source, self._others)
+            values = (_PRIVATE, 0, 0, source.nbytes) if place is None else (_SHARED, *place, source.nbytes)
         _DESCRIPTOR.pack_into(self.control.memory, header + DESCRIPTOR, *values)
+
+    def place(self, array: Array, peers: Sequence[HostPeer]) -> tuple[int, int] | None:
+        """Segment and offset where these peers find an array; None: they do not, so it must be copied for them."""
+        address = address_of(array)
+        shared = shared_arrays.find(address, array.nbytes)
+        if shared is None or not self._offer(shared.segment, peers):
+            return None
+        return shared.segment.number, address - shared.base
+
+    def place_for(self, rank: int, array: Array) -> tuple[int, int] | None:
+        """The same for one rank."""
+        peer = self._peers[rank]
+        return None if peer is None else self.place(array, [peer])
+
+    def _offer(self, segment: Segment, peers: Sequence[HostPeer]) -> bool:
+        with self._lock:
+            offered = all(peer.offer(segment) for peer in peers)
+            self._publish_sent()
+        return offered
+
+    def _forget_closed(self) -> None:
+        shared_arrays.sweep()
+        if self._closed_seen != Segment.closed:
+            with self._lock:
+                self._closed_seen = Segment.closed
+                for peer in self._others:
+                    peer.forget_closed()
+                self._publish_sent()
+
+    def _publish_sent(self) -> None:
+        """Publish how many messages there were to peers: at another number they look for what was passed or closed."""
+        self.control.u64[self._record // 8] = sum(peer.messages for peer in self._others)
+
+    # ------------------------------------------------------------------ the other ranks'
 
     def descriptors(self, buffer_index: int) -> list[Descriptor]:
         """The descriptors of all ranks."""
@@ -115,71 +143,60 @@ class PeerMemory:
             for r in range(layout.world_size)
         ]
 
-    def choose_slots(
-        self, descriptors: Sequence[Descriptor], deadline: float, *, results: bool, partitions: int
-    ) -> list[list[Array]] | None:
-        """The slots, if this call uses them.
+    def choose_slots(self, descriptors: Sequence[Descriptor], deadline: float) -> list[list[Array]] | None:
+        """The slots, if this call uses them: an array is in no shared memory."""
+        return self.slots(deadline) if any(d.kind == _PRIVATE for d in descriptors) else None
+
+    def view(self, rank: int, descriptor: Descriptor, dtype: DType, own: Array | None) -> Array | None:
+        """A rank's source that is a shared array, mapped here: T[]; None: it has none.
 
         Args:
-            descriptors: of all ranks.
-            deadline: of the call.
-            results: whether results lie apart from the arrays, so not in shared arrays.
-            partitions: how many partitions of an array a slot holds at a time; 0 = one rank fills the slots for all.
-        """
-        kinds = {d.kind for d in descriptors}
-        required = _UNREADABLE in kinds or (not self.direct and (_PRIVATE in kinds or results))
-        pays = partitions and self.slot_bytes // partitions >= _MIN_WINDOW_BYTES
-        if required or (pays and _PRIVATE in kinds):
-            return self.slots(deadline, required)
-        return None
-
-    def view(self, rank: int, descriptor: Descriptor, dtype: DType, required: bool) -> Array | None:
-        """A rank's source that is a shared array, mapped here: T[].
-
-        None: it is not shared, or cannot be mapped and mapping is not `required`; read it.
+            rank: whose (position).
+            descriptor: what it published.
+            dtype: of the elements.
+            own: ours.
         """
         if descriptor.kind != _SHARED:
             return None
-        try:
-            view = self._mapped[rank].view(descriptor.segment, descriptor.offset, descriptor.size_bytes)
-        except AxonError as error:
-            if not required:
-                return None
-            raise self.control.fail(Broken(f"shared array of rank {self.control.ranks[rank]}: {error}")) from error
+        if rank == self.control.rank:
+            return own
+        view = self.mapped(rank, descriptor.segment, descriptor.offset, descriptor.size_bytes)
+        self.bytes_mapped += view.nbytes
         return view.view(dtype.numpy)
 
-    def unmap_released(self) -> None:
-        """Unmap the segments that their owners have released."""
-        for rank, mapped in enumerate(self._mapped):
-            record = self.control.layout.record(rank)
-            (count,) = self.control.numbers(record + RELEASED_COUNT, "<Q")
-            if (seen := self._unmapped[rank]) == count:
-                continue
-            if count - seen >= MAX_RELEASED:
-                mapped.clear()
-            else:
-                for i in range(seen, count):
-                    mapped.drop(*self.control.numbers(record + RELEASED_RING + 8 * (i % MAX_RELEASED), "<Q"))
-            self._unmapped[rank] = count
+    def mapped(self, rank: int, segment: int, offset: int, size_bytes: int) -> Array:
+        """u8[size_bytes]: bytes of a segment of a rank (position), where they lie."""
+        peer = self._peers[rank]
+        assert peer is not None, "our own arrays are not looked up"
+        try:
+            with self._lock:
+                return peer.view(segment, offset, size_bytes)
+        except AxonError as error:
+            raise self.control.fail(Broken(f"shared array of rank {self.control.ranks[rank]}: {error}")) from error
 
-    def slots(self, deadline: float, required: bool = True) -> list[list[Array]] | None:
+    def unmap_closed(self) -> None:
+        """Unmap the segments that their owners have closed."""
+        u64, layout = self.control.u64, self.control.layout
+        for rank, peer in enumerate(self._peers):
+            passed = u64[(layout.record(rank) + SENT) // 8]
+            if peer is not None and passed != self._taken[rank]:
+                self._taken[rank] = passed
+                try:
+                    with self._lock:
+                        peer.take()
+                except AxonError as error:
+                    raise self.control.fail(Broken(f"rank {self.control.ranks[rank]}: {error}")) from error
+
+    def slots(self, deadline: float) -> list[list[Array]]:
         """All ranks' slots, u8[slot_bytes] by buffer index and rank; the first rank makes them when first needed.
 
         Collective: every rank has to call this.
 
-        Returns:
-            None, on every rank: there is not enough memory, and slots are not `required`.
-
         Raises:
             Busy: there is not enough memory, on every rank.
         """
-        if self._slots is None and (required or self.control.u32[SLOT_STATE // 4] != _FAILED):
-            segment = self._make_slots(deadline, required)
-            if segment is None:
-                return None
-            n, size = self.control.layout.world_size, self.slot_bytes
-            memory = segment.bytes()
-            segment.close()  # the mapping lives as long as the arrays
+        if self._slots is None:
+            memory, n, size = self._make_slots(deadline), self.control.layout.world_size, self.slot_bytes
             self._slots = [
                 [memory[(buffer_index * n + r) * size : (buffer_index * n + r + 1) * size] for r in range(n)]
                 for buffer_index in (0, 1)
@@ -187,43 +204,41 @@ class PeerMemory:
         return self._slots
 
     def close(self) -> None:
-        """Unmap everything."""
+        """Unmap everything, and hang up."""
         self._slots = None
-        for mapped in self._mapped:
-            mapped.clear()
+        for peer in self._others:
+            peer.close()
 
-    def _make_slots(self, deadline: float, required: bool) -> Segment | None:
-        control = self.control
-        segment = None
+    def _make_slots(self, deadline: float) -> Array:
+        """u8[...]: the memory of all slots."""
+        control, size_bytes = self.control, 2 * self.control.layout.world_size * self.slot_bytes
+        segment: Segment | None = None
         if control.rank == 0:
             try:
-                segment = Segment.create(2 * control.layout.world_size * self.slot_bytes, directory=self._directory)
-                control.memory[SLOTS : SLOTS + ADDRESS_BYTES] = segment.address.pack()
-                control.u32[SLOT_STATE // 4] = _MADE
+                segment, memory = shared_memory.create(size_bytes)
+                self._publish_slots(segment)
             except AxonError as error:
                 control.put_text(FAILURE, str(error))
                 control.u32[SLOT_STATE // 4] = _FAILED
         control.barrier(deadline)
         if control.u32[SLOT_STATE // 4] == _FAILED:
-            if required:
-                raise control.fail(Busy(control.text(FAILURE)))
-            return None
+            lacking = Busy(control.text(FAILURE))
+            control.fail(lacking)
+            raise lacking
         if segment is None:
-            try:
-                segment = Segment.open(SegmentAddress.unpack(bytes(control.memory[SLOTS : SLOTS + ADDRESS_BYTES])))
-            except AxonError as error:
-                raise control.fail(error) from error
+            (number,) = control.numbers(SLOTS, "<Q")
+            memory = self.mapped(0, number, 0, size_bytes)
         control.barrier(deadline)
-        return segment
+        if segment is not None:
+            segment.close()  # all have mapped it
+        return memory
 
-    def _publish_released(self) -> None:
-        count, inodes = shared_arrays.released(self._published)
-        if inodes:
-            record = self.control.layout.record(self.control.rank)
-            for i, inode in enumerate(inodes, count - len(inodes)):
-                self.control.put_numbers(record + RELEASED_RING + 8 * (i % MAX_RELEASED), "<Q", inode)
-            self.control.put_numbers(record + RELEASED_COUNT, "<Q", count)
-            self._published = count
+    def _publish_slots(self, segment: Segment) -> None:
+        if not self._offer(segment, self._others):
+            segment.close()
+            raise Busy("a rank takes nothing that it is passed: it is stopped, or has gone")
+        self.control.put_numbers(SLOTS, "<Q", segment.number)
+        self.control.u32[SLOT_STATE // 4] = _MADE
 
 
 class Exchange:
@@ -240,6 +255,7 @@ class Exchange:
         starts: by rank, where the partitions of its source begin; None: it has no source.
         longest: elements of the longest partition of any rank.
         slots: the slots, if this call uses them.
+        own: our source, if we have one.
     """
 
     def __init__(
@@ -250,19 +266,18 @@ class Exchange:
         starts: Sequence[Sequence[int] | None],
         longest: int,
         slots: list[list[Array]] | None,
+        own: Array | None,
     ) -> None:
         self.slots = slots is not None
         self.mapped = False
         self._peer_memory = peer_memory
-        self._descriptors = descriptors
         self._dtype = dtype
         self._starts = starts
         self._longest = longest
         self._views: list[Array | None] = []
         if slots is None:
             self.mapped = all(d.kind == _SHARED for d in descriptors)
-            required = self.mapped or not peer_memory.direct
-            self._views = [peer_memory.view(r, d, dtype, required) for r, d in enumerate(descriptors)]
+            self._views = [peer_memory.view(r, d, dtype, own) for r, d in enumerate(descriptors)]
         else:
             self._window = self._window_numel(max(len(b) for b in starts if b is not None))
             usable_bytes = peer_memory.slot_bytes // dtype.itemsize * dtype.itemsize
@@ -304,36 +319,16 @@ class Exchange:
         if self.slots and hi > lo:
             np.copyto(self._in_slot(self._peer_memory.control.rank, partition, lo, hi), data)
 
-    def peek(self, rank: int, partition: int, lo: int, hi: int, scratch: Array) -> Array:
-        """[lo, hi) of a partition of a rank's source: where it is, or copied to scratch: T[>= hi - lo]."""
+    def peek(self, rank: int, partition: int, lo: int, hi: int) -> Array:
+        """[lo, hi) of a partition of a rank's source, where it is."""
         if self.slots:
             return self._in_slot(rank, partition, lo, hi)
         view, starts = self._views[rank], self._starts[rank]
-        if view is not None and starts is not None and not self._lies_apart(rank, partition):
-            return view[starts[partition] + lo : starts[partition] + hi]
-        scratch = scratch[: hi - lo]
-        self._read(rank, partition, lo, scratch)
-        return scratch
+        assert view is not None, "only ranks with a source are read"
+        assert starts is not None
+        return view[starts[partition] + lo : starts[partition] + hi]
 
     def pull(self, rank: int, partition: int, lo: int, hi: int, out: Array, copy: Copy = np.copyto) -> None:
-        """out: T[hi - lo] becomes [lo, hi) of a partition of a rank's source, by `copy` if it is mapped here."""
-        if hi <= lo:
-            return
-        if self.slots or (self._views[rank] is not None and not self._lies_apart(rank, partition)):
-            copy(out, self.peek(rank, partition, lo, hi, out))
-        else:
-            self._read(rank, partition, lo, out)
-
-    def _lies_apart(self, rank: int, partition: int) -> bool:
-        """Whether that partition is a rank's own result, which lies apart from its source."""
-        return partition == rank and self._descriptors[rank].result_address != 0
-
-    def _read(self, rank: int, partition: int, lo: int, out: Array) -> None:
-        starts, descriptor, peer_memory = self._starts[rank], self._descriptors[rank], self._peer_memory
-        assert starts is not None, "only ranks with a source are read"
-        if self._lies_apart(rank, partition):
-            address = descriptor.result_address + lo * self._dtype.itemsize
-        else:
-            address = descriptor.address + (starts[partition] + lo) * self._dtype.itemsize
-        peer_memory.bytes_read += out.nbytes
-        peer_memory.control.read(rank, address, out)
+        """out: T[hi - lo] becomes [lo, hi) of a partition of a rank's source, by `copy`."""
+        if hi > lo:
+            copy(out, self.peek(rank, partition, lo, hi))

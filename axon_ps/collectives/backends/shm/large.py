@@ -1,4 +1,4 @@
-"""Large calls on one host: the ranks read each other's arrays, see `exchange`.
+"""Large calls on one host: the ranks read each other's arrays, or copies of them; see `exchange`.
 
     n = world_size, T = call.dtype.numpy, a partition = one of n nearly equal ranges of an array
 
@@ -26,7 +26,6 @@ from axon_ps.types import Array
 
 _CACHE_BYTES = 1 << 20  # of blocks of all ranks that are combined at a time
 _MIN_BLOCK_BYTES, _MAX_BLOCK_BYTES = 64 << 10, 512 << 10
-_MIN_WINDOW_BYTES, _MAX_WINDOW_BYTES = 256 << 10, 2 << 20
 _GATHER_WINDOW_BYTES = 2 << 20  # of every rank; ranks that copy it at about the same time read it from memory once
 _STREAM_BYTES = 8 << 20  # larger results are written past the caches, since they would evict the sources
 
@@ -57,16 +56,15 @@ class LargeCalls:
         blocks = _CACHE_BYTES // max(1, self._world_size - 1)
         block_bytes = 1 << blocks.bit_length() - 1  # a power of two; windows are multiples of it
         self._block_bytes = min(_MAX_BLOCK_BYTES, max(_MIN_BLOCK_BYTES, block_bytes))
-        self._scratch: list[Array] = []
 
     def run(self, request: Request, deadline: float) -> None:
         """Make a large call, of any operation but ALL_TO_ALL; see `Backend.run`."""
         call, data = request.call, request.data
         match call.operation:
             case Operation.ALL_REDUCE:
-                self._all_reduce(call, required(data), deadline)
+                self._reduce_to(call, required(data), data, range(self._world_size), deadline)
             case Operation.REDUCE:
-                self._reduce_partitions(call, required(data), request.target(self._rank), (call.root,), deadline)
+                self._reduce_to(call, required(data), request.target(self._rank), (call.root,), deadline)
             case Operation.BROADCAST:
                 self._broadcast(call, required(data), deadline)
             case Operation.REDUCE_SCATTER:
@@ -111,9 +109,8 @@ class LargeCalls:
         n, rank, output, data = self._world_size, self._rank, required(request.output), required(request.data)
         targets, sources = partition_starts(request.output_counts), partition_starts(request.input_counts)
         longest = max(map(max, inputs))
-        exchange = self._open_exchange(
-            request.call, index, [partition_starts(row) for row in inputs], longest, deadline
-        )
+        starts = [partition_starts(row) for row in inputs]
+        exchange = self._open_exchange(request.call, index, data, starts, longest, deadline)
         for lo, hi in exchange.windows():
             self._publish_partitions(exchange, data, sources, request.input_counts, lo, hi, but=rank)
             self._await_published(exchange, deadline)
@@ -165,13 +162,17 @@ class LargeCalls:
 
     # --- reductions
 
-    def _all_reduce(self, call: Call, data: Array, deadline: float) -> None:
+    def _reduce_to(
+        self, call: Call, data: Array, output: Array | None, readers: Sequence[int], deadline: float
+    ) -> None:
+        """As `_reduce_partitions`. After an error no peer can write into `data` any more."""
         try:
-            self._reduce_partitions(call, data, data, range(self._world_size), deadline)
+            self._reduce_partitions(call, data, output, readers, deadline)
         except Disagreement:
             raise
         except BaseException:
-            shared_arrays.revoke(address_of(data), data.nbytes)  # peers may still write into it
+            if output is not None:
+                shared_arrays.revoke(address_of(data), data.nbytes)
             raise
 
     def _reduce_scatter(self, call: Call, output: Array, data: Array, deadline: float) -> None:
@@ -208,14 +209,10 @@ class LargeCalls:
             [starts] * n,
             counts[0],
             deadline,
-            result=None if output is not None else result,
-            results=len(readers) < n,
         )
-        if exchange.mapped and len(readers) == n:
-            self._push_partition(exchange, call, data, starts[rank], counts[rank], deadline)
+        if exchange.mapped:
+            self._push_partition(exchange, call, data, (starts[rank], counts[rank]), readers, deadline)
             return
-        partition_bytes = counts[0] * call.dtype.itemsize
-        window_bytes = min(_MAX_WINDOW_BYTES, max(_MIN_WINDOW_BYTES, partition_bytes // 8))
         done = self._control.progress
         previous: tuple[int, int] | None = None
 
@@ -226,35 +223,40 @@ class LargeCalls:
                 done += 1
                 self._pull_partitions(exchange, output, starts, counts, *previous, done, deadline)
 
-        for lo, hi in exchange.windows(window_bytes):
+        for lo, hi in exchange.windows():
             self._publish_partitions(exchange, data, starts, counts, lo, hi, but=rank)
-            if exchange.slots:
-                follow()
-                self._control.barrier(deadline)
+            follow()
+            self._control.barrier(deadline)
             end = min(hi, counts[rank])
             self._reduce_window(exchange, call, own, result, lo, end)
             exchange.publish(rank, lo, end, result[lo:end])
             self._control.advance()
-            if not exchange.slots:
-                follow()
             previous = (lo, hi)
         follow()
         self._finish(exchange, deadline)
 
     def _push_partition(
-        self, exchange: Exchange, call: Call, data: Array, begin: int, count: int, deadline: float
+        self,
+        exchange: Exchange,
+        call: Call,
+        data: Array,
+        partition: tuple[int, int],
+        readers: Sequence[int],
+        deadline: float,
     ) -> None:
-        """Reduce our partition of shared arrays, and write it into all of them."""
+        """Reduce our partition, [begin, begin + count), of shared arrays, and write it into those of the readers."""
         n, rank, dtype, op = self._world_size, self._rank, call.dtype, call.op
+        (begin, count), target = partition, rank if rank in readers else readers[0]
         assert op is not None
         block = max(1, self._block_bytes // 2 // dtype.itemsize)
         for lo in range(begin, begin + count, block):
             hi = min(lo + block, begin + count)
             arrays = [data[lo:hi] if r == rank else exchange.view(r, lo, hi) for r in range(n)]
-            ops.reduce_into(arrays[rank], arrays, op, dtype)
+            ops.reduce_into(arrays[target], arrays, op, dtype)
             self._control.check()
             for r in range(1, n):
-                np.copyto(arrays[(rank + r) % n], arrays[rank])
+                if (other := (rank + r) % n) in readers and other != target:
+                    np.copyto(arrays[other], arrays[target])
         self._finish(exchange, deadline)
 
     def _pull_partitions(
@@ -280,19 +282,10 @@ class LargeCalls:
         n, rank, dtype, op = self._world_size, self._rank, call.dtype, call.op
         assert op is not None
         block = max(1, self._block_bytes // dtype.itemsize)
-        scratch = [s[: block * dtype.itemsize].view(dtype.numpy) for s in self._scratches()]
         for begin in range(lo, hi, block):
             end = min(begin + block, hi)
-            sources = [
-                own[begin:end] if r == rank else exchange.peek(r, rank, begin, end, scratch[r]) for r in range(n)
-            ]
+            sources = [own[begin:end] if r == rank else exchange.peek(r, rank, begin, end) for r in range(n)]
             ops.reduce_into(out[begin:end], sources, op, dtype)
-
-    def _scratches(self) -> list[Array]:
-        """u8[block] by rank, for blocks that are read from other processes."""
-        if not self._scratch:
-            self._scratch = [np.empty(self._block_bytes, np.uint8) for _ in range(self._world_size)]
-        return self._scratch
 
     # --- how arrays are read
 
@@ -303,28 +296,25 @@ class LargeCalls:
         starts: Sequence[Sequence[int] | None],
         longest: int,
         deadline: float,
-        result: Array | None = None,
-        results: bool = False,
     ) -> Exchange:
         """Exchange headers, and find out how all arrays can be read."""
-        buffer_index = self._agreement.exchange_headers(call, None, deadline, large=True, source=source, result=result)
-        return self._open_exchange(call, buffer_index, starts, longest, deadline, results)
+        buffer_index = self._agreement.exchange_headers(call, None, deadline, large=True, source=source)
+        return self._open_exchange(call, buffer_index, source, starts, longest, deadline)
 
     def _open_exchange(
         self,
         call: Call,
         buffer_index: int,
+        own: Array | None,
         starts: Sequence[Sequence[int] | None],
         longest: int,
         deadline: float,
-        results: bool = False,
     ) -> Exchange:
         peer_memory = self._peer_memory
-        peer_memory.unmap_released()
+        peer_memory.unmap_closed()
         descriptors = peer_memory.descriptors(buffer_index)
-        partitions = 0 if call.operation is Operation.SCATTER else max(len(b) for b in starts if b is not None)
-        slots = peer_memory.choose_slots(descriptors, deadline, results=results, partitions=partitions)
-        return Exchange(peer_memory, descriptors, call.dtype, starts, longest, slots)
+        slots = peer_memory.choose_slots(descriptors, deadline)
+        return Exchange(peer_memory, descriptors, call.dtype, starts, longest, slots, own)
 
     def _await_published(self, exchange: Exchange, deadline: float) -> None:
         """Wait until a window of all ranks can be pulled; without slots it can since the headers were exchanged."""

@@ -3,8 +3,10 @@
 Owns: a ring buffer of entries for every ordered pair of ranks, in the control segment. Refuses: collectives.
 
     small array   one EAGER entry with the bytes; the sender goes on
-    large array   READY_TO_SEND -> the receiver copies it from the sender's memory -> FINISHED
-                  or, if the kernel refuses that: READY_TO_SEND -> CLEAR_TO_SEND -> FRAGMENT ... FRAGMENT
+    shared array  READY_TO_SEND -> the receiver copies it from where it lies -> FINISHED
+    large array   READY_TO_SEND -> CLEAR_TO_SEND -> FRAGMENT ... FRAGMENT, each in one of a few windows of shared
+                  memory, which is used again once the ring's reader has passed the fragment before; or in the ring,
+                  where there is none or another message is in them
     mismatch      READY_TO_SEND -> REJECTED with the reason
 
 A thread that waits in a send or recv empties all rings that lead to its rank, whatever is in them: messages that no
@@ -25,17 +27,19 @@ from typing import TypeVar
 import numpy as np
 
 from axon_ps.collectives.backends.shm.control import ENTRY_HEADER_BYTES, RING_ENTRIES, Control
+from axon_ps.collectives.backends.shm.exchange import PeerMemory
 from axon_ps.errors import Disagreement
-from axon_ps.host import futex, process_memory
-from axon_ps.host.leases import address_of
+from axon_ps.host import futex
+from axon_ps.host.shared_arrays import shared_arrays
 from axon_ps.types import Array, DType
 
 _EAGER, _READY_TO_SEND, _FINISHED, _CLEAR_TO_SEND, _FRAGMENT, _REJECTED = range(6)
-_ENTRY = struct.Struct("<IIqQQQQ")  # kind, dtype, tag, id of the transfer, bytes here, bytes in all, address
+_ENTRY = struct.Struct("<IIqQQQQQ")  # kind, dtype, tag, id of the transfer, bytes here, bytes in all, segment, offset
 _DTYPES = list(DType)
 _SPIN_S = 30e-6
 _SLICE_S = 0.1
 _TAIL = 64
+_WINDOW_BYTES, _WINDOWS = 512 << 10, 4
 
 T = TypeVar("T")
 
@@ -49,7 +53,8 @@ class _Message:
     dtype: DType
     size_bytes: int
     transfer: int
-    address: int  # 0: it comes in fragments
+    segment: int  # 0: it comes in fragments
+    offset: int
     payload: bytes | None  # None: an announcement
 
 
@@ -66,12 +71,12 @@ class ShmMailbox:
 
     Args:
         control: of the group.
-        direct: whether all ranks can read each other's memory.
+        peer_memory: finds shared arrays.
     """
 
-    def __init__(self, control: Control, direct: bool) -> None:
+    def __init__(self, control: Control, peer_memory: PeerMemory) -> None:
         self._control = control
-        self._direct = direct
+        self._peer_memory = peer_memory
         layout, me = control.layout, control.rank
         self._out = [layout.message_ring(me, r) for r in range(layout.world_size)]
         self._in = [layout.message_ring(r, me) for r in range(layout.world_size)]
@@ -82,6 +87,8 @@ class ShmMailbox:
         self._replies: dict[int, tuple[int, str]] = {}  # by transfer: kind and text
         self._reassemblies: dict[tuple[int, int], _Reassembly] = {}  # by source and transfer
         self._transfers = 0
+        self._windows: Array | None = None
+        self._windows_used = threading.Lock()  # by one message at a time
         self.bytes_sent = 0
         self.bytes_received = 0
 
@@ -93,23 +100,49 @@ class ShmMailbox:
         self.bytes_sent += raw.nbytes
         kind = _DTYPES.index(dtype)
         if raw.nbytes <= self._control.layout.payload_bytes:
-            self._enqueue(to, deadline, raw, _EAGER, kind, tag, 0, raw.nbytes, raw.nbytes, 0)
+            self._enqueue(to, deadline, raw, _EAGER, kind, tag, 0, raw.nbytes, raw.nbytes, 0, 0)
             return
         with self._lock:
             self._transfers += 1
             transfer = self._transfers
-        address = address_of(data)
-        if not (self._direct and process_memory.readable(address, raw.nbytes)):
-            address = 0
-        self._enqueue(to, deadline, None, _READY_TO_SEND, kind, tag, transfer, 0, raw.nbytes, address)
+        place = self._peer_memory.place_for(to, data) or (0, 0)
+        self._enqueue(to, deadline, None, _READY_TO_SEND, kind, tag, transfer, 0, raw.nbytes, *place)
         reply, text = self._wait(lambda: self._replies.pop(transfer, None), {to}, deadline)
         if reply == _REJECTED:
             raise Disagreement(text)
-        if reply == _CLEAR_TO_SEND:
+        if reply == _CLEAR_TO_SEND and not self._send_in_windows(to, deadline, raw, transfer):
             step = self._control.layout.payload_bytes
             for begin in range(0, raw.nbytes, step):
                 fragment = raw[begin : begin + step]
-                self._enqueue(to, deadline, fragment, _FRAGMENT, kind, tag, transfer, fragment.nbytes, raw.nbytes, 0)
+                self._enqueue(to, deadline, fragment, _FRAGMENT, 0, 0, transfer, fragment.nbytes, raw.nbytes, 0, 0)
+
+    def _send_in_windows(self, to: int, deadline: float, raw: memoryview, transfer: int) -> bool:
+        """Send the fragments of a message through shared memory; False: there is none, or it is in use."""
+        if not self._windows_used.acquire(timeout=0):
+            return False
+        try:
+            if self._windows is None:
+                self._windows = shared_arrays.buffer(_WINDOWS * _WINDOW_BYTES)
+            windows = self._windows
+            if (place := self._peer_memory.place_for(to, windows)) is None:
+                return False
+            ring, ends = self._out[to], [0] * _WINDOWS  # where the ring's reader is once it needs the window no more
+            for i, begin in enumerate(range(0, raw.nbytes, _WINDOW_BYTES)):
+                self._await_reader(to, ring, ends[i % _WINDOWS], deadline)
+                fragment, at = raw[begin : begin + _WINDOW_BYTES], i % _WINDOWS * _WINDOW_BYTES
+                windows[at : at + fragment.nbytes] = fragment
+                sizes = fragment.nbytes, raw.nbytes
+                self._enqueue(to, deadline, None, _FRAGMENT, 0, 0, transfer, *sizes, place[0], place[1] + at)
+                ends[i % _WINDOWS] = self._control.u64[ring // 8]
+            self._await_reader(to, ring, max(ends), deadline)
+        finally:
+            self._windows_used.release()
+        return True
+
+    def _await_reader(self, to: int, ring: int, position: int, deadline: float) -> None:
+        """Wait until a ring's reader has passed a position."""
+        u64, tail = self._control.u64, (ring + _TAIL) // 8
+        self._wait(lambda: u64[tail] >= position or None, {to}, deadline)
 
     def recv(self, data: Array, dtype: DType, source: int, tag: int, timeout_s: float) -> int:
         """See `Backend.recv`."""
@@ -122,8 +155,10 @@ class ShmMailbox:
         self.bytes_received += data.nbytes
         if message.payload is not None:
             data.view(np.uint8)[:] = np.frombuffer(message.payload, np.uint8)
-        elif message.address:
-            self._control.read(message.source, message.address, data)
+        elif message.segment:
+            place = message.segment, message.offset, message.size_bytes
+            np.copyto(data.view(np.uint8), self._peer_memory.mapped(message.source, *place))
+            self._control.check()  # a sender that has given up does so before it uses its array again
             self._reply(message, _FINISHED, "", deadline)
         else:
             key = message.source, message.transfer
@@ -156,7 +191,7 @@ class ShmMailbox:
 
     def _reply(self, message: _Message, kind: int, text: str, deadline: float) -> None:
         raw = memoryview(text.encode()[: self._control.layout.payload_bytes])
-        self._enqueue(message.source, deadline, raw, kind, 0, 0, message.transfer, raw.nbytes, raw.nbytes, 0)
+        self._enqueue(message.source, deadline, raw, kind, 0, 0, message.transfer, raw.nbytes, raw.nbytes, 0, 0)
 
     # --- rings
 
@@ -199,30 +234,37 @@ class ShmMailbox:
                 continue
             found = True
             futex.settle()
-            for position in range(tail, head):
+            entries = [
                 self._accept(source, ring + 2 * _TAIL + position % RING_ENTRIES * control.layout.entry_bytes)
+                for position in range(tail, head)
+            ]
             futex.settle()
             control.u64[(ring + _TAIL) // 8] = head
             futex.fence()
-            if control.u64[ring // 8] - tail >= RING_ENTRIES // 2:  # its writer may wait for room
+            if any(entries) or control.u64[ring // 8] - tail >= RING_ENTRIES // 2:  # its writer may wait for room
                 control.notify(control.doorbell(source))
         return found
 
-    def _accept(self, source: int, at: int) -> None:
+    def _accept(self, source: int, at: int) -> bool:
+        """Take one entry; whether its writer waits for that."""
         memory = self._control.memory
-        kind, dtype, tag, transfer, size_bytes, total_bytes, address = _ENTRY.unpack_from(memory, at)
+        kind, dtype, tag, transfer, size_bytes, total_bytes, segment, offset = _ENTRY.unpack_from(memory, at)
         payload = memory[at + ENTRY_HEADER_BYTES : at + ENTRY_HEADER_BYTES + size_bytes]
         if kind in (_EAGER, _READY_TO_SEND):
             copied = bytes(payload) if kind == _EAGER else None
-            message = _Message(source, tag, _DTYPES[dtype], total_bytes, transfer, address, copied)
+            message = _Message(source, tag, _DTYPES[dtype], total_bytes, transfer, segment, offset, copied)
             self._unmatched.append(message)
         elif kind == _FRAGMENT:
             reassembly = self._reassemblies.get((source, transfer))
             if reassembly is not None:  # else the receiver gave up
+                if segment:
+                    payload = self._peer_memory.mapped(source, segment, offset, size_bytes).data
                 reassembly.into[reassembly.have_bytes : reassembly.have_bytes + size_bytes] = payload
                 reassembly.have_bytes += size_bytes
+            return bool(segment)
         else:
             self._replies[transfer] = kind, bytes(payload).decode(errors="replace")
+        return False
 
     def _wait(self, ready: Callable[[], T | None], ranks: set[int], deadline: float) -> T:
         """Empty rings until `ready`, called with the lock, returns a result; `ranks` are those it depends on."""

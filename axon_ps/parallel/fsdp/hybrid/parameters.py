@@ -220,7 +220,7 @@ class NodeParameters:
         """Behind its push, begin to pull our shard as the step is expected to leave it, over the old values."""
         shard = self.shards[unit]
         with self._pulling:
-            if self.expected is not None and shard.end > shard.begin:
+            if self.expected is not None and shard.end > shard.begin and not self._own.is_near(unit):
                 shard.drop()
                 self._free_on_device(shard)
                 shard.speculative = True

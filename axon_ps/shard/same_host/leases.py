@@ -1,0 +1,124 @@
+"""Leases on shared memory in messages: granting them, and using those that came. See `host.leases`."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+
+import numpy as np
+
+from axon_ps.errors import Broken, Busy, InvalidRequest
+from axon_ps.host.host_peer import HostPeer
+from axon_ps.host.leases import TAG_BYTES, address_of, tag_of
+from axon_ps.host.shared_arrays import shared_arrays
+from axon_ps.host.shared_memory import PAGE_BYTES
+from axon_ps.types import Array, DType
+from axon_ps.wire.v1 import lease_pb2
+
+
+def grant(peer: HostPeer, array: Array) -> lease_pb2.Lease | None:
+    """A lease on an array that does not change before the call is over; None: it must be sent."""
+    address = address_of(array)
+    shared = shared_arrays.find(address, array.nbytes)
+    if shared is None or not peer.offer(shared.segment):
+        return None
+    return lease_pb2.Lease(segment=shared.segment.number, offset=address - shared.base, size_bytes=array.nbytes)
+
+
+@dataclass(frozen=True, slots=True)
+class Leased:
+    """Leased bytes, where they lie.
+
+    Attributes:
+        values: u8[size_bytes].
+    """
+
+    values: Array
+    _tag: Array | None
+    _expected: int
+
+    def check(self) -> None:
+        """Return if the lease still holds, after copying the values.
+
+        Raises:
+            Broken: it was revoked meanwhile.
+        """
+        if self._tag is not None and int(self._tag[0]) != self._expected:
+            raise Broken("the lease was revoked before everything was read")
+
+
+def view(peer: HostPeer, lease: lease_pb2.Lease) -> Leased:
+    """What was leased.
+
+    Raises:
+        InvalidRequest: the lease is not of bytes in the segment, or what the peer passed is refused.
+        Broken: the peer has not passed the segment, or has closed it, or has gone.
+    """
+    try:
+        peer.take()  # so what it has closed is not retained
+        values = peer.view(lease.segment, lease.offset, lease.size_bytes)
+        tag = tag_of(peer.view(lease.segment, 0, TAG_BYTES)) if lease.tag else None
+    except Busy as error:
+        raise Broken(str(error)) from error
+    return Leased(values, tag, lease.tag)
+
+
+def read(peer: HostPeer, lease: lease_pb2.Lease, out: Array) -> None:
+    """Copy leased bytes. Raises as `view` does.
+
+    Raises:
+        InvalidRequest: `out` is of another size.
+        Broken: the lease was revoked meanwhile.
+
+    After an error: `out` holds anything.
+    """
+    if out.nbytes != lease.size_bytes:
+        raise InvalidRequest(f"{lease.size_bytes} bytes are leased; the array for them has {out.nbytes}")
+    leased = view(peer, lease)
+    out.view(np.uint8)[:] = leased.values
+    leased.check()
+
+
+# ---------------------------------------------------------------------- sums that are forwarded
+
+
+def allocate_sum(numel: int) -> Array:
+    """f32[numel]: zeros in shared memory, behind a page with a tag.
+
+    Raises:
+        Busy: there is not enough memory.
+    """
+    memory = shared_arrays.empty((PAGE_BYTES + 4 * numel,), DType.U8)
+    tag_of(memory)[0] = 1
+    return memory[PAGE_BYTES:].view(np.float32)
+
+
+class SumLeases:
+    """Grants leases on sums from `allocate_sum`, and revokes all of them at once."""
+
+    def __init__(self) -> None:
+        self._granted: dict[
+            int, tuple[Array, ctypes.c_uint64]
+        ] = {}  # by segment: the sum, which lives as long; its tag
+
+    def grant(self, peer: HostPeer, array: Array, total: Array) -> lease_pb2.Lease | None:
+        """A lease on elements that do not change before `revoke`; None: they must be sent.
+
+        Args:
+            peer: who reads them.
+            array: f32[c], part of `total`.
+            total: f32[n], from `allocate_sum`, or in ordinary memory.
+        """
+        lease = grant(peer, array)
+        if lease is None:
+            return None
+        if lease.segment not in self._granted:
+            self._granted[lease.segment] = total, ctypes.c_uint64.from_address(address_of(total) - PAGE_BYTES)
+        lease.tag = self._granted[lease.segment][1].value
+        return lease
+
+    def revoke(self) -> None:
+        """End every lease. Call it before any of the memory changes."""
+        for _, tag in self._granted.values():
+            tag.value += 1
+        self._granted.clear()
