@@ -89,7 +89,7 @@ def coordinator(
         tls_ca=tls_ca, tls_cert=tls_cert, tls_key=tls_key, tls_mutual=tls_mutual, insecure=insecure, log=log,
         log_level=log_level, http_port=http_port, trace_every=trace_every,
     )  # fmt: skip
-    security = _security(settings, host)
+    security = _security(settings, host, "coordinator")
     http = _http(settings, host, security)
     from axon_ps.coordinator.core.checkpoints.schedule import CheckpointPolicy
     from axon_ps.coordinator.core.config import CoordinatorConfig
@@ -173,7 +173,7 @@ def shard(
         tls_mutual=tls_mutual, insecure=insecure, log=log, log_level=log_level, http_port=http_port,
         trace_every=trace_every,
     )  # fmt: skip
-    security = _security(settings, host)
+    security = _security(settings, host, "shard")
     http = _http(settings, host, security)
     if not settings.coordinator:
         raise ConfigurationError("a shard server needs its coordinator: --coordinator host:port or AXON_PS_COORDINATOR")
@@ -213,15 +213,11 @@ def _settings(config: Path | None, **flags: Any) -> Settings:
     return load(config, **flags)
 
 
-def _security(settings: Settings, host: str) -> Security:
-    from axon_ps.rpc.security import is_loopback
+def _security(settings: Settings, host: str, role: str) -> Security:
+    from axon_ps.rpc.auth.identity import Principal
 
-    security = settings.security()
-    if not (security.insecure or is_loopback(host) or (security.cert_file and security.token)):
-        raise ConfigurationError(
-            f"--host {host} can be reached from other machines, which needs TLS and a token: give --tls-cert, "
-            "--tls-key and --token-file (or AXON_PS_TOKEN), or --insecure to listen without"
-        )
+    security = settings.security().acting(Principal(role), settings.job)
+    security.check_bind(host)
     return security
 
 

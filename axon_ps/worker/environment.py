@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 from axon_ps.errors import ConfigurationError
 from axon_ps.observe.tracing.tracer import NO_TRACES, TracePolicy
+from axon_ps.rpc.auth.identity import Principal
 from axon_ps.rpc.security import Security
 
 DEFAULT_JOB = "default"
@@ -169,6 +170,9 @@ class WorkerConfig:
     http_port: int | None = None
     http_host: str = "127.0.0.1"
     tracing: TracePolicy = NO_TRACES
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "security", self.security.acting(Principal.WORKER, self.job))
 
 
 def worker_config(env: Mapping[str, str]) -> WorkerConfig:

@@ -126,7 +126,14 @@ class SessionRestored:
     """To our own process: the stream is up again, and all missed events have been delivered."""
 
 
-ServerEvent = Welcome | Membership | JobState | Decision | SnapshotOrder | RestoreOrder | TraceOrder
+@dataclass(frozen=True, kw_only=True)
+class RevokedNames:
+    """Everything that is revoked: ids of tokens, certificates and processes, and why."""
+
+    reasons: Mapping[str, str]
+
+
+ServerEvent = Welcome | Membership | JobState | Decision | SnapshotOrder | RestoreOrder | TraceOrder | RevokedNames
 """What the coordinator pushes."""
 
 Event = Membership | JobState | Decision | SnapshotOrder | RestoreOrder | SessionLost | SessionRestored
@@ -154,6 +161,8 @@ class JoinRequest:
         world_size: worker: how many workers the job starts with; 0 = as the coordinator is configured.
         standby: worker: only to replace one that the job has lost.
         known: shard server: what it can make; None = it does not list it, and nothing is checked.
+        credentials: ids of the certificate and token that it has shown; by one of these it would be revoked.
+        makes_itself: whether it holds the job's secret, and so can make itself other credentials.
     """
 
     job: str
@@ -164,6 +173,8 @@ class JoinRequest:
     world_size: int = 0
     standby: bool = False
     known: KnownNames | None = None
+    credentials: tuple[str, ...] = ()
+    makes_itself: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -273,6 +284,21 @@ class Registered:
     upload: bool
     generation: int = 0
     model: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class RevokeReply:
+    """What a revocation has done.
+
+    Attributes:
+        names: the ids and serial numbers that are revoked.
+        members: the members that were ended, by name.
+        holds_secret: whether one of them can make itself other credentials.
+    """
+
+    names: tuple[str, ...]
+    members: tuple[str, ...]
+    holds_secret: bool
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -33,6 +33,8 @@ class RosterEntry:
         session: its stream, if it has one.
         metrics: those of its newest heartbeat.
         known: the optimizers and compressors of a shard server, if it lists them.
+        credentials: ids of what it has shown when it joined.
+        makes_itself: whether it can make itself other credentials.
         asked_s: when another process first requested its rank, recently.
     """
 
@@ -41,7 +43,13 @@ class RosterEntry:
     session: int | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
     known: KnownNames | None = None
+    credentials: tuple[str, ...] = ()
+    makes_itself: bool = False
     asked_s: float = -math.inf
+
+    def joined_with(self, request: JoinRequest) -> None:
+        """Note what it has said and shown when it joined."""
+        self.known, self.credentials, self.makes_itself = request.known, request.credentials, request.makes_itself
 
     @property
     def name(self) -> str:
