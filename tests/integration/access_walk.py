@@ -175,8 +175,12 @@ async def _first_reply(channel: Any, row: str, method: MethodDescriptor, metadat
     options: dict[str, Any] = {"request_serializer": lambda m: m.SerializeToString(), "response_deserializer": bytes}
     if method.client_streaming:
         call = channel.stream_stream(row, **options)(timeout=LIMIT_S, metadata=metadata)
-        await call.write(request)
-        await call.read()
+        try:
+            await call.write(request)
+            await call.read()
+        except grpc.aio.AioRpcError:  # perhaps of a write to a call that was refused before; the status has the reason
+            none = grpc.aio.Metadata()
+            raise grpc.aio.AioRpcError(await call.code(), none, none, details=await call.details()) from None
         call.cancel()
     elif method.server_streaming:
         call = channel.unary_stream(row, **options)(request, timeout=LIMIT_S, metadata=metadata)
