@@ -47,6 +47,9 @@ JOB: Final = "walked"
 LIMIT_S: Final = 10.0
 _ROLE_MAY_NOT: Final = "the role of these credentials is "
 _NOT_REACHED: Final = (grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.UNIMPLEMENTED)
+_WRITE_FAILED: Final = "Internal error from Core"
+"""What gRPC makes of the status when a stream is refused just while a message is written to it: it is asked again."""
+
 _DESCRIPTORS: Final = [
     coordinator_pb2.DESCRIPTOR.services_by_name["Coordinator"],
     shard_pb2.DESCRIPTOR.services_by_name["Shard"],
@@ -162,6 +165,8 @@ async def _called(job: Job, service: str, row: str, shown: Shown) -> bool:
                 return False
             if error.code() is grpc.StatusCode.UNAVAILABLE and "failed to connect" in (error.details() or ""):
                 return False
+            if error.details() == _WRITE_FAILED:
+                return await _called(job, service, row, shown)
             if error.code() in _NOT_REACHED:
                 raise
     return True
@@ -175,12 +180,9 @@ async def _first_reply(channel: Any, row: str, method: MethodDescriptor, metadat
     options: dict[str, Any] = {"request_serializer": lambda m: m.SerializeToString(), "response_deserializer": bytes}
     if method.client_streaming:
         call = channel.stream_stream(row, **options)(timeout=LIMIT_S, metadata=metadata)
-        try:
+        with contextlib.suppress(grpc.aio.AioRpcError):  # the read has the reason
             await call.write(request)
-            await call.read()
-        except grpc.aio.AioRpcError:  # perhaps of a write to a call that was refused before; the status has the reason
-            none = grpc.aio.Metadata()
-            raise grpc.aio.AioRpcError(await call.code(), none, none, details=await call.details()) from None
+        await call.read()
         call.cancel()
     elif method.server_streaming:
         call = channel.unary_stream(row, **options)(request, timeout=LIMIT_S, metadata=metadata)
