@@ -76,6 +76,8 @@ def coordinator(
     tls_ca: o.TlsCa = None,
     tls_cert: o.TlsCert = None,
     tls_key: o.TlsKey = None,
+    tls_dir: o.TlsDir = None,
+    tls: o.Tls = None,
     tls_mutual: o.TlsMutual = None,
     insecure: o.Insecure = None,
     config: o.Config = None,
@@ -86,7 +88,8 @@ def coordinator(
     """Serve a job's coordinator: its membership, and the decisions on its steps."""
     settings = _settings(
         config, job=job, plugins=plugins, token=token, token_file=token_file, observer_token_file=observer_token_file,
-        tls_ca=tls_ca, tls_cert=tls_cert, tls_key=tls_key, tls_mutual=tls_mutual, insecure=insecure, log=log,
+        tls_ca=tls_ca, tls_cert=tls_cert, tls_key=tls_key, tls_dir=tls_dir, tls=tls,
+        tls_mutual=tls_mutual, insecure=insecure, log=log,
         log_level=log_level, http_port=http_port, trace_every=trace_every,
     )  # fmt: skip
     security = _security(settings, host, "coordinator")
@@ -159,6 +162,8 @@ def shard(
     tls_ca: o.TlsCa = None,
     tls_cert: o.TlsCert = None,
     tls_key: o.TlsKey = None,
+    tls_dir: o.TlsDir = None,
+    tls: o.Tls = None,
     tls_mutual: o.TlsMutual = None,
     insecure: o.Insecure = None,
     config: o.Config = None,
@@ -170,6 +175,7 @@ def shard(
     settings = _settings(
         config, coordinator=coordinator, node=node, job=job, plugins=plugins, token=token, token_file=token_file,
         observer_token_file=observer_token_file, tls_ca=tls_ca, tls_cert=tls_cert, tls_key=tls_key,
+        tls_dir=tls_dir, tls=tls,
         tls_mutual=tls_mutual, insecure=insecure, log=log, log_level=log_level, http_port=http_port,
         trace_every=trace_every,
     )  # fmt: skip

@@ -41,8 +41,8 @@ class ClusterConfig:
         join_timeout_s: seconds that the job waits for lost workers when fewer than `min_workers` are left.
         step_timeout_s: seconds that a step waits for a worker that takes no part in it.
         start_timeout_s: seconds that Ray may take to place and start everything.
-        security: TLS files, found by these paths on every node, and the token (empty = a random one). Nodes on several
-            hosts need certificates, or `insecure=True`: the network is trusted.
+        security: the job's secret (empty = a random one), by which nodes on several hosts use mutual TLS; or TLS files,
+            found by these paths on every node; or `insecure=True`: the network is trusted.
         plugins: modules that the services import; see docs/extending.md.
         log_level: the lowest level that the services log; Ray shows it in the driver.
 

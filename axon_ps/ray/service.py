@@ -127,8 +127,8 @@ class ServiceActor(ABC):
         if self._config.ip not in ("", here):
             raise ConfigurationError(
                 f"the {self._name} was placed on {here}, and the job's services listen on the loopback of "
-                f"{self._config.ip}: all nodes were on one host when it began. Give the services certificates, or "
-                "Security(insecure=True), and start the job when nodes of both hosts are there"
+                f"{self._config.ip}: all nodes were on one host when it began. Start the job "
+                "when nodes of both hosts are there"
             )
         plugins.load(self._config.plugins)
         await self._serve(self._on_ready, self._stop)

@@ -17,12 +17,12 @@ import ipaddress
 import logging
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Final
+from typing import Any, Final
 
 import grpc
 
 from axon_ps.errors import ConfigurationError
-from axon_ps.rpc.auth.certificates import LIFETIME_S, AuthoritySource, Chain, ChainSource, FileSource
+from axon_ps.rpc.auth.certificates import LIFETIME_S, AuthoritySource, Chain, ChainSource, FileSource, files_in
 from axon_ps.rpc.auth.identity import ANY_SERVICE, Identity, Principal, server_name
 from axon_ps.rpc.auth.tokens import check_strong, is_strong
 from axon_ps.rpc.auth.watched_file import lines_of
@@ -217,6 +217,19 @@ class Security:
             raise ConfigurationError("mutual TLS needs to know who this process is: see Security.acting")
         check_strong(self._first_token(), "mutual TLS by the job's own authority")
         return _from_authority(self)
+
+
+def in_directory(directory: str, files: dict[str, Any]) -> dict[str, Any]:
+    """The attributes that say where certificates are: those of a directory in SPIRE's layout, else the `files`.
+
+    Raises:
+        ConfigurationError: a file of the directory is missing, or both are given.
+    """
+    if not directory:
+        return files
+    if any(files.values()):
+        raise ConfigurationError("--tls-dir (AXON_PS_TLS_DIR) names all certificate files; leave out the others")
+    return {**files_in(directory), "mutual": True, "spiffe": True}
 
 
 def credentials_of(chain: Chain) -> grpc.ChannelCredentials:

@@ -88,6 +88,8 @@ def run(
     tls_ca: o.TlsCa = None,
     tls_cert: o.TlsCert = None,
     tls_key: o.TlsKey = None,
+    tls_dir: o.TlsDir = None,
+    tls: o.Tls = None,
     insecure: o.Insecure = None,
     config: o.Config = None,
     log: o.Log = None,
@@ -99,8 +101,8 @@ def run(
 
     settings = load(
         config, coordinator=coordinator, checkpoint_dir=checkpoint_dir, job=job, plugins=plugins, token=token,
-        token_file=token_file, tls_ca=tls_ca, tls_cert=tls_cert, tls_key=tls_key, insecure=insecure, log=log,
-        log_level=log_level, http_port=http_port, trace_every=trace_every,
+        token_file=token_file, tls_ca=tls_ca, tls_cert=tls_cert, tls_key=tls_key, tls_dir=tls_dir, tls=tls,
+        insecure=insecure, log=log, log_level=log_level, http_port=http_port, trace_every=trace_every,
     )  # fmt: skip
     embedded = not settings.coordinator
     if node_rank is None:
