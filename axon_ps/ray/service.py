@@ -30,7 +30,8 @@ from axon_ps.coordinator.core.config import CoordinatorConfig
 from axon_ps.coordinator.server import server as coordinator_server
 from axon_ps.errors import Broken, ConfigurationError, Timeout
 from axon_ps.observe.logging import LogStyle, configure
-from axon_ps.rpc.security import Security, is_loopback
+from axon_ps.rpc.auth.loopback import is_loopback
+from axon_ps.rpc.security import Security
 from axon_ps.shard.server import server as shard_server
 from axon_ps.shard.server.server import ShardConfig
 from axon_ps.storage.state_store import open_state

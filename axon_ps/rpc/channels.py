@@ -22,9 +22,10 @@ from axon_ps.errors import ConfigurationError, Unreachable
 from axon_ps.host import fork
 from axon_ps.rpc.auth.certificates import Chain
 from axon_ps.rpc.auth.identity import Principal
+from axon_ps.rpc.auth.loopback import is_loopback
 from axon_ps.rpc.in_process import InProcessChannel, is_in_process
 from axon_ps.rpc.renewed_channel import RenewedChannel
-from axon_ps.rpc.security import Security, credentials_of, is_loopback
+from axon_ps.rpc.security import Security, credentials_of
 
 MAX_MESSAGE_BYTES: Final = 64 << 20
 """Longest message accepted. Chunks are 1 to 4 MiB; a layout of a hundred thousand parameters is about 10 MiB."""

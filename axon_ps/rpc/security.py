@@ -13,7 +13,6 @@ message.
 from __future__ import annotations
 
 import dataclasses
-import ipaddress
 import logging
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -24,6 +23,7 @@ import grpc
 from axon_ps.errors import ConfigurationError
 from axon_ps.rpc.auth.certificates import LIFETIME_S, AuthoritySource, Chain, ChainSource, FileSource, files_in
 from axon_ps.rpc.auth.identity import ANY_SERVICE, Identity, Principal, server_name
+from axon_ps.rpc.auth.loopback import is_loopback
 from axon_ps.rpc.auth.tokens import check_strong, is_strong
 from axon_ps.rpc.auth.watched_file import lines_of
 
@@ -235,17 +235,6 @@ def in_directory(directory: str, files: dict[str, Any]) -> dict[str, Any]:
 def credentials_of(chain: Chain) -> grpc.ChannelCredentials:
     """gRPC's credentials of a client that proves itself by `chain`."""
     return grpc.ssl_channel_credentials(chain.roots, chain.key or None, chain.certificate or None)
-
-
-def is_loopback(host: str) -> bool:
-    """Whether listening on `host` is reachable from this machine only."""
-    name = host.strip("[]")
-    if name.lower() == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(name).is_loopback
-    except ValueError:
-        return False
 
 
 @lru_cache(maxsize=64)

@@ -49,14 +49,12 @@ def until(condition: Callable[[], Any]) -> Any:
 
 
 def serial_at(address: str, secret: str) -> int:
-    """The serial number of the certificate that a server shows to a new connection."""
+    """The serial number of the certificate that a server shows to a new connection, before it asks for ours."""
     context = ssl.create_default_context(cadata=authority_of(secret).certificate.decode())
     host, _, port = address.rpartition(":")
     with (
         socket.create_connection((host, int(port)), timeout=5) as plain_socket,
-        context.wrap_socket(
-            plain_socket, server_hostname=host
-        ) as connection,  # TLS 1.3: it is refused for want of a certificate later
+        context.wrap_socket(plain_socket, server_hostname=host) as connection,
     ):
         der = connection.getpeercert(binary_form=True)
     assert der is not None

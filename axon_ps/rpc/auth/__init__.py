@@ -5,6 +5,7 @@ tokens        the job's secret, and the tokens of roles that are made from it
 authority     certificates that are made from it
 certificates  this process's, renewed while it runs; a peer's, read
 watched_file  files that are replaced while a job runs
+loopback      which addresses need none of it
 credentials   the caller of one call, and what is revoked
 interceptor   refuses calls before a servicer gets them
 

@@ -8,7 +8,6 @@ Owns: the processes. Refuses: to announce them to the other workers; the caller 
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import signal
 import sys
@@ -37,7 +36,7 @@ class EmbeddedServices:
         coordinator: "host:port" of the job's coordinator, if it runs elsewhere; empty = start it, too.
         host: address to listen on; beyond loopback, `security` must allow it.
         advertise: the name by which other hosts reach this one; empty = `host`.
-        security: certificates of the services, and the token; without a token a random one.
+        security: of the services; None = by a random secret.
         environment: of this process; the services get it, with changes.
         start_timeout_s: seconds that starting may take.
 
@@ -64,8 +63,7 @@ class EmbeddedServices:
         environment: Mapping[str, str],
         start_timeout_s: float = 60.0,
     ) -> None:
-        given = security or Security()
-        self.security = given if given.tokens() else dataclasses.replace(given, token=new_secret())
+        self.security = security or Security(token=new_secret())
         self.security.check_bind(host)
         self.address = coordinator
         self._environment = {k: v for k, v in environment.items() if k not in _DROPPED}

@@ -9,8 +9,9 @@ import pytest
 
 from axon_ps.errors import ConfigurationError
 from axon_ps.rpc import channels
+from axon_ps.rpc.auth.loopback import is_loopback
 from axon_ps.rpc.channels import connect
-from axon_ps.rpc.security import Security, is_loopback
+from axon_ps.rpc.security import Security
 from rpc_fakes import run, serving
 
 TOKEN = "very-secret-token"
