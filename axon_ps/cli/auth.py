@@ -46,6 +46,7 @@ def init(
     add: Annotated[
         bool, typer.Option("--add", help="Add a second secret to a file that has one, to rotate it.")
     ] = False,
+    keep: Annotated[bool, typer.Option("--keep", help="Leave a file that is there already as it is.")] = False,
     authority: Annotated[
         Path | None,
         typer.Option(help="Write the certificate of the job's authority here, for browsers and Prometheus."),
@@ -55,6 +56,9 @@ def init(
     from axon_ps.rpc.auth.authority import JobAuthority
     from axon_ps.rpc.auth.tokens import new_secret
 
+    if keep and file.exists():
+        print(f"{file} is there already")
+        return
     secret = new_secret()
     if file.exists() != add:
         hint = "there is no such file to add to" if add else "it is there already: another name, or --add to rotate it"

@@ -233,10 +233,10 @@ def security_of(env: Mapping[str, str]) -> Security:
         "cert_file": env.get("AXON_PS_TLS_CERT", ""),
         "key_file": env.get("AXON_PS_TLS_KEY", ""),
     }
-    token_file = env.get("AXON_PS_TOKEN_FILE", "")
+    token = env.get("AXON_PS_TOKEN", "")
     return Security(
-        token="" if token_file else env.get("AXON_PS_TOKEN", ""),
-        token_file=token_file,
+        token=token,
+        token_file="" if token else env.get("AXON_PS_TOKEN_FILE", ""),
         spiffe_pattern=env.get("AXON_PS_SPIFFE_PATTERN", ""),
         tls=env.get("AXON_PS_TLS", "").lower() in _TRUE,
         lifetime_s=_seconds(env, "AXON_PS_TLS_LIFETIME_S", LIFETIME_S),
