@@ -46,7 +46,9 @@ def init(
     add: Annotated[
         bool, typer.Option("--add", help="Add a second secret to a file that has one, to rotate it.")
     ] = False,
-    keep: Annotated[bool, typer.Option("--keep", help="Leave a file that is there already as it is.")] = False,
+    if_missing: Annotated[
+        bool, typer.Option("--if-missing", help="Leave a file that is there already as it is.")
+    ] = False,
     authority: Annotated[
         Path | None,
         typer.Option(help="Write the certificate of the job's authority here, for browsers and Prometheus."),
@@ -56,7 +58,7 @@ def init(
     from axon_ps.rpc.auth.authority import JobAuthority
     from axon_ps.rpc.auth.tokens import new_secret
 
-    if keep and file.exists():
+    if if_missing and file.exists():
         print(f"{file} is there already")
         return
     secret = new_secret()
@@ -170,7 +172,7 @@ def revoke(
         print(f"revoked {', '.join(reply.names)}")
         for member in reply.members:
             print(f"{member} was ended")
-        if reply.holds_secret:
+        if reply.has_secret:
             print(
                 "it holds the job's secret, and can make itself other credentials when it is started again: rotate the "
                 "secret (axon-ps auth init --add)",
@@ -195,11 +197,11 @@ def table(as_json: o.Json = False) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    shown = Table("call", *(p.value for p in Principal), box=None)
+    printed = Table("call", *(p.value for p in Principal), box=None)
     for row, may in roles.items():
-        cells = ["anybody"] * len(Principal) if may is None else ["yes" if p.value in may else "" for p in Principal]
-        shown.add_row(row, *cells)
-    Console().print(shown)
+        columns = ["anybody"] * len(Principal) if may is None else ["yes" if p.value in may else "" for p in Principal]
+        printed.add_row(row, *columns)
+    Console().print(printed)
 
 
 def _secret(tokens: tuple[str, ...]) -> str:

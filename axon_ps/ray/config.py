@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from axon_ps.coordinator.core.checkpoints.schedule import CheckpointPolicy
 from axon_ps.coordinator.core.config import CoordinatorConfig
 from axon_ps.errors import ConfigurationError
+from axon_ps.rpc.auth.tokens import new_secret
 from axon_ps.rpc.security import Security
 from axon_ps.storage.files import absolute
 
@@ -104,6 +105,6 @@ class ClusterConfig:
 
     def named(self) -> ClusterConfig:
         """The same with a name of the job and a token, random ones where none are given."""
-        token = self.security.token or secrets.token_urlsafe(24)
-        security = dataclasses.replace(self.security, token=token)
+        token = next(iter(self.security.tokens()), "") or new_secret()
+        security = dataclasses.replace(self.security, token=token, token_file="")  # which other nodes may not have
         return dataclasses.replace(self, job=self.job or f"ray-{secrets.token_hex(4)}", security=security)

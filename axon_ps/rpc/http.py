@@ -83,7 +83,7 @@ class HttpServer:
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)
         return f"{'https' if self._security.server_chain(self.host) else 'http'}://{join_address(host, self.port)}/"
 
-    def share(self, revocations: Revocations) -> None:
+    def refuse(self, revocations: Revocations) -> None:
         """Refuse what another server of this process refuses; before it is started."""
         self._guard.revocations = revocations
 

@@ -80,7 +80,8 @@ class Security:
             raise ConfigurationError("certificates with SPIFFE IDs need ca_file, cert_file and key_file")
         if not 1.0 <= self.lifetime_s <= 366 * 86400:
             raise ConfigurationError(f"a certificate for {self.lifetime_s:g} s; it must be 1 s to a year")
-        for name, token in (("token", self.token), ("observer's token", self.observer_token)):
+        named = [("token", token) for token in self.tokens()] + [("observer's token", self.observer_token)]
+        for name, token in named:
             if not _can_be_sent(token):
                 raise ConfigurationError(f"the {name} cannot be sent; use printable ASCII characters without spaces")
 

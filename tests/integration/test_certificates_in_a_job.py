@@ -122,7 +122,7 @@ def test_a_worker_whose_certificate_is_revoked_is_ended_and_the_job_goes_on(
         reply = asyncio.run(revoke(cluster, "worker/1"))
         assert len(reply.names) == 2  # the id of its process, and the serial number of its certificate
         assert [name.partition(" (")[0] for name in reply.members] == ["worker 1"]
-        assert not reply.holds_secret
+        assert not reply.has_secret
         members = until(lambda: [m.rank for m in cluster.status().membership.workers] == [0] and time.monotonic())
         with pytest.raises(WorkerFailed, match="revoked: the laptop was stolen"):
             results_of(theirs, timeout_s=SOON_S, check=True)

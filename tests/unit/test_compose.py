@@ -54,7 +54,7 @@ def test_the_secret_is_made_first_and_everybody_gets_it() -> None:
     maker = COMPOSE["services"][MAKES_SECRET]
     program, *arguments = maker["entrypoint"]
     asked = understood(arguments)
-    assert (program, asked["keep"]) == ("axon-ps", True)
+    assert (program, asked["if_missing"]) == ("axon-ps", True)
     (mounted,) = maker["volumes"]
     assert str(asked["file"]).startswith(mounted.partition(":")[2] + "/")
     assert "-m 700 /secret" in dockerfile(image_of(maker))  # a new volume is as the image has it
@@ -111,13 +111,14 @@ def test_cpu_is_what_one_gets_and_cuda_a_profile() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(JOB))
-def test_every_variable_is_read_by_somebody(name: str) -> None:
+def test_every_variable_is_read_by_somebody(name: str, tmp_path: Path) -> None:
     ours = {f"{PREFIX}{field.upper()}" for field in Settings.model_fields}
     for variable in COMPOSE["services"][name]["environment"]:
         assert variable in ours or not variable.startswith(PREFIX)
     environment = {k: interpolated(str(v)) for k, v in COMPOSE["services"][name]["environment"].items()}
-    config = worker_config(environment)
-    assert config.security.token_file
+    (tmp_path / "token").write_text("the-secret\n")
+    config = worker_config(environment | {"AXON_PS_TOKEN_FILE": str(tmp_path / "token")})
+    assert config.security.tokens() == ("the-secret",)
     assert config.job == environment["AXON_PS_JOB"]
 
 

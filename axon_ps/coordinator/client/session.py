@@ -179,8 +179,7 @@ class CoordinatorClient(Calls):
         self.measure: Callable[[], Mapping[str, float]] = dict
         self.log: LogBuffer | None = None
         self.tracer = Tracer()
-        self.state_id = ""
-        self.revocations = auth.Revocations()
+        self.state_id, self.revocations = "", auth.Revocations()
         self._listen_address = listen_address
         self._requested_rank = requested_rank
         self._standby = standby

@@ -293,12 +293,12 @@ class RevokeReply:
     Attributes:
         names: the ids and serial numbers that are revoked.
         members: the members that were ended, by name.
-        holds_secret: whether one of them can make itself other credentials.
+        has_secret: whether one of them can make itself other credentials.
     """
 
     names: tuple[str, ...]
     members: tuple[str, ...]
-    holds_secret: bool
+    has_secret: bool
 
 
 @dataclass(frozen=True, kw_only=True)

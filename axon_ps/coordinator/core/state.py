@@ -97,7 +97,7 @@ class CoordinatorState:
         self._restores = Restores(
             self._assembly, self._models, self._members, self._snapshots, self._out, config.copies
         )
-        self._revocations = RevocationList(self._assembly, self._members, self._out)
+        self.revocations = RevocationList(self._assembly, self._members, self._out)
         self.isolation = Isolation(self._assembly, config.lease_s, now)
         self.history = History(now, {model.number: model.step for model in self._models})
         self._out.persist([self._assembly.job_record(), *self._assembly.records()])
@@ -341,17 +341,6 @@ class CoordinatorState:
         self._out.reply(call, self._members.drain(rank, now))
         return self._out.take()
 
-    def revoke(self, call: int, caller: Caller, target: str, reason: str, now: float) -> list[Action]:
-        """Revoke credentials, or those of a member; `call` gets a `Revoked`.
-
-        Raises:
-            InvalidRequest: there is no such member, or it has shown nothing that can be revoked.
-            Busy: too much is revoked.
-        """
-        self.check_caller(caller)
-        self._out.reply(call, self._revocations.revoke(target, reason, now))
-        return self._out.take()
-
     # ------------------------------------------------------------------ checkpoints
 
     def save(self, call: int, caller: Caller, uri: str, *, background: bool = False) -> list[Action]:
@@ -535,16 +524,6 @@ class CoordinatorState:
     def members_by_session(self) -> dict[int, Member]:
         """The members that have a session, workers and shard servers in rank order."""
         return {entry.session: entry.member for entry in self._assembly.roster if entry.session is not None}
-
-    @property
-    def revoked(self) -> Mapping[str, str]:
-        """What is revoked, by name, and why."""
-        return self._assembly.revoked
-
-    def rank_held_by(self, incarnation: str) -> int | None:
-        """The rank that a process has already, or has a right to: a member's, a shard server's with its slices."""
-        entry = self._assembly.roster.get(incarnation)
-        return self._models.rank_held_by(incarnation) if entry is None else entry.member.rank
 
     def rank_of(self, session: int) -> int:
         """The rank of the member that a session belongs to; -1 = of none."""

@@ -87,7 +87,7 @@ async def serve(
     log = collect(security.secrets())
     try:
         if http is not None:
-            http.share(server.revocations)
+            http.refuse(server.revocations)
             metrics = _metrics(config.job, switch)
             http.add(healthz(lambda: switch.servicer is not None), metrics, *page_routes(switch))
             await http.start()

@@ -82,7 +82,7 @@ class CoordinatorServicer:
     def __init__(self, shell: Shell, feed: Feed, revocations: auth.Revocations | None = None) -> None:
         self._shell = shell
         self._revocations = revocations or auth.Revocations()
-        self._revocations.set(shell.state.revoked)
+        self._revocations.set(shell.state.revocations.reasons)
         self.feed = feed
         self._registering = asyncio.Lock()
         self._saves = SharedCalls[CheckpointReply]()
@@ -164,11 +164,11 @@ class CoordinatorServicer:
         Raises:
             PermissionDenied: they name the rank of another one.
         """
-        caller, shown = _caller(context), auth.calling()
-        if caller.incarnation and shown.rank is not None:
-            rank = self._shell.state.rank_held_by(caller.incarnation)
-            if rank not in (None, shown.rank):
-                raise PermissionDenied(f"{shown.text} may not call as the member of rank {rank}")
+        caller, credentials = _caller(context), auth.calling()
+        if caller.incarnation and credentials.rank is not None:
+            rank = _rank_of(caller.incarnation, self._shell.state)
+            if rank not in (None, credentials.rank):
+                raise PermissionDenied(f"{credentials.text} may not call as the member of rank {rank}")
         return caller
 
     async def barrier(self, request: coordinator_pb2.BarrierRequest, context: Any) -> coordinator_pb2.BarrierReply:
@@ -285,7 +285,7 @@ class CoordinatorServicer:
     async def drain(self, request: placement_pb2.DrainRequest, context: Any) -> placement_pb2.DrainReply:
         """Have a shard server give up what it holds."""
         caller = self._caller(request.context)
-        by_itself = self._shell.state.rank_held_by(caller.incarnation) == request.rank
+        by_itself = _rank_of(caller.incarnation, self._shell.state) == request.rank
         if Principal.OPERATOR not in auth.calling().roles and not by_itself:
             raise PermissionDenied(f"{auth.calling().text} may drain only itself, not shard server {request.rank}")
         return placement_pb2.DrainReply(slices=await self.drain_server(caller, request.rank))
@@ -299,11 +299,12 @@ class CoordinatorServicer:
     async def revoke(self, request: revocation_pb2.RevokeRequest, context: Any) -> revocation_pb2.RevokeReply:
         """Have credentials hold no more."""
         caller, state = self._caller(request.context), self._shell.state
+        state.check_caller(caller)
         done: RevokeReply = await self._shell.call(
-            lambda call: state.revoke(call, caller, request.target, request.reason, self._shell.now())
+            lambda call: state.revocations.revoke(call, request.target, request.reason, self._shell.now())
         )
-        self._revocations.set(state.revoked)
-        return revocation_pb2.RevokeReply(names=done.names, members=done.members, holds_secret=done.holds_secret)
+        self._revocations.set(state.revocations.reasons)
+        return revocation_pb2.RevokeReply(names=done.names, members=done.members, has_secret=done.has_secret)
 
     async def describe(self, request: coordinator_pb2.DescribeRequest, context: Any) -> coordinator_pb2.DescribeReply:
         """A model, where its slices are, and the members."""
@@ -377,14 +378,20 @@ def _with_credentials(role: Role, request: JoinRequest, state: CoordinatorState)
         PermissionDenied: they do not allow it to join in this role or with this rank.
     """
     caller = auth.calling()
-    held = state.rank_held_by(request.incarnation)
+    held = _rank_of(request.incarnation, state)
     rank = caller.check_join(Principal(role.value), request.requested_rank if held is None else held)
     return dataclasses.replace(
         request,
         requested_rank=rank if held is None else request.requested_rank,
         credentials=caller.names,
-        makes_itself=caller.holds_secret and bool(caller.names),
+        makes_itself=caller.has_secret and bool(caller.names),
     )
+
+
+def _rank_of(incarnation: str, state: CoordinatorState) -> int | None:
+    """The rank that a process has; None = it is no member."""
+    members = (*state.membership.workers, *state.membership.shards)
+    return next((member.rank for member in members if member.incarnation == incarnation), None)
 
 
 async def _first(context: ServerStream, what: str) -> Any:

@@ -40,14 +40,14 @@ class Credentials:
         roles: the roles that it may act in.
         rank: the only rank that it may have; None = any.
         names: what it would be revoked by: ids of its token, its certificate, its process; empty = by nothing.
-        holds_secret: whether it holds the job's secret, so that it can make itself other credentials.
+        has_secret: whether it holds the job's secret, so that it can make itself other credentials.
         text: who it is, for messages.
     """
 
     roles: frozenset[Principal] = EVERY_ROLE
     rank: int | None = None
     names: tuple[str, ...] = ()
-    holds_secret: bool = True
+    has_secret: bool = True
     text: str = "a caller of this process, or without credentials"
 
     def check_join(self, role: Principal, rank: int) -> int:
@@ -253,6 +253,6 @@ def _both(one: Credentials | None, other: Credentials | None) -> Credentials | N
         one.roles & other.roles,
         next(iter(ranks), None),
         (*one.names, *other.names),
-        one.holds_secret or other.holds_secret,
+        one.has_secret or other.has_secret,
         f"{one.text} (by its token, {other.text})" if one.text != other.text else one.text,
     )

@@ -113,8 +113,8 @@ def role_of(name: str, where: str) -> Principal:
 
 @cache
 def _expression(pattern: str) -> re.Pattern[str]:
-    parts = re.split(r"\{(\w*)\}", pattern)
-    names = parts[1::2]
+    literals_and_names = re.split(r"\{(\w*)\}", pattern)
+    names = literals_and_names[1::2]
     if (
         not pattern.startswith(SCHEME)
         or "role" not in names
@@ -125,5 +125,7 @@ def _expression(pattern: str) -> re.Pattern[str]:
             f"the SPIFFE pattern {pattern!r} must begin with {SCHEME} and have {{role}} once, and may have {{job}}, "
             "{rank} and {domain} once"
         )
-    text = "".join(f"(?P<{p}>{_FIELDS[p]})" if i % 2 else re.escape(p) for i, p in enumerate(parts))
+    text = "".join(
+        f"(?P<{each}>{_FIELDS[each]})" if i % 2 else re.escape(each) for i, each in enumerate(literals_and_names)
+    )
     return re.compile(text + ("" if "rank" in names else r"(?:/rank/(?P<rank>0|[1-9][0-9]{0,6}))?"))

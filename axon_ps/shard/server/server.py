@@ -137,7 +137,7 @@ async def serve(
         _logger.info("shard server %d of job %r at %s", session.rank, config.job, _advertised(config, port))
         health = asyncio.create_task(_report_health(server, watch))
         if http is not None:
-            http.share(server.revocations)
+            http.refuse(server.revocations)
             http.add(healthz(lambda: watch.safe), _metrics(config.job, session.rank, node, shell))
             await http.start()
         ready(port)

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from axon_ps.wire.v1 import common_pb2 as axon__ps_dot_wire_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n axon_ps/wire/v1/revocation.proto\x12\x0f\x61xon_ps.wire.v1\x1a\x1c\x61xon_ps/wire/v1/common.proto\"^\n\rRevokeRequest\x12-\n\x07\x63ontext\x18\x01 \x01(\x0b\x32\x1c.axon_ps.wire.v1.CallContext\x12\x0e\n\x06target\x18\x02 \x01(\t\x12\x0e\n\x06reason\x18\x03 \x01(\t\"C\n\x0bRevokeReply\x12\r\n\x05names\x18\x01 \x03(\t\x12\x0f\n\x07members\x18\x02 \x03(\t\x12\x14\n\x0cholds_secret\x18\x03 \x01(\x08\"\x83\x01\n\x10RevocationsEvent\x12?\n\x07reasons\x18\x01 \x03(\x0b\x32..axon_ps.wire.v1.RevocationsEvent.ReasonsEntry\x1a.\n\x0cReasonsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n axon_ps/wire/v1/revocation.proto\x12\x0f\x61xon_ps.wire.v1\x1a\x1c\x61xon_ps/wire/v1/common.proto\"^\n\rRevokeRequest\x12-\n\x07\x63ontext\x18\x01 \x01(\x0b\x32\x1c.axon_ps.wire.v1.CallContext\x12\x0e\n\x06target\x18\x02 \x01(\t\x12\x0e\n\x06reason\x18\x03 \x01(\t\"A\n\x0bRevokeReply\x12\r\n\x05names\x18\x01 \x03(\t\x12\x0f\n\x07members\x18\x02 \x03(\t\x12\x12\n\nhas_secret\x18\x03 \x01(\x08\"\x83\x01\n\x10RevocationsEvent\x12?\n\x07reasons\x18\x01 \x03(\x0b\x32..axon_ps.wire.v1.RevocationsEvent.ReasonsEntry\x1a.\n\x0cReasonsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -37,9 +37,9 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_REVOKEREQUEST']._serialized_start=83
   _globals['_REVOKEREQUEST']._serialized_end=177
   _globals['_REVOKEREPLY']._serialized_start=179
-  _globals['_REVOKEREPLY']._serialized_end=246
-  _globals['_REVOCATIONSEVENT']._serialized_start=249
-  _globals['_REVOCATIONSEVENT']._serialized_end=380
-  _globals['_REVOCATIONSEVENT_REASONSENTRY']._serialized_start=334
-  _globals['_REVOCATIONSEVENT_REASONSENTRY']._serialized_end=380
+  _globals['_REVOKEREPLY']._serialized_end=244
+  _globals['_REVOCATIONSEVENT']._serialized_start=247
+  _globals['_REVOCATIONSEVENT']._serialized_end=378
+  _globals['_REVOCATIONSEVENT_REASONSENTRY']._serialized_start=332
+  _globals['_REVOCATIONSEVENT_REASONSENTRY']._serialized_end=378
 # @@protoc_insertion_point(module_scope)

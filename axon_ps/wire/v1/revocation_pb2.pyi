@@ -18,14 +18,14 @@ class RevokeRequest(_message.Message):
     def __init__(self, context: _Optional[_Union[_common_pb2.CallContext, _Mapping]] = ..., target: _Optional[str] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class RevokeReply(_message.Message):
-    __slots__ = ("names", "members", "holds_secret")
+    __slots__ = ("names", "members", "has_secret")
     NAMES_FIELD_NUMBER: _ClassVar[int]
     MEMBERS_FIELD_NUMBER: _ClassVar[int]
-    HOLDS_SECRET_FIELD_NUMBER: _ClassVar[int]
+    HAS_SECRET_FIELD_NUMBER: _ClassVar[int]
     names: _containers.RepeatedScalarFieldContainer[str]
     members: _containers.RepeatedScalarFieldContainer[str]
-    holds_secret: bool
-    def __init__(self, names: _Optional[_Iterable[str]] = ..., members: _Optional[_Iterable[str]] = ..., holds_secret: bool = ...) -> None: ...
+    has_secret: bool
+    def __init__(self, names: _Optional[_Iterable[str]] = ..., members: _Optional[_Iterable[str]] = ..., has_secret: bool = ...) -> None: ...
 
 class RevocationsEvent(_message.Message):
     __slots__ = ("reasons",)

@@ -6,10 +6,11 @@ Every member learns what is revoked, since every process with a server refuses i
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Final
 
 from axon_ps.coordinator.core import records
-from axon_ps.coordinator.core.actions import Outbox
+from axon_ps.coordinator.core.actions import Action, Outbox
 from axon_ps.coordinator.core.assembly import Assembly
 from axon_ps.coordinator.core.events import RevokedNames, RevokeReply
 from axon_ps.coordinator.core.members import Members
@@ -41,8 +42,13 @@ class RevocationList:
         self._members = members
         self._out = out
 
-    def revoke(self, target: str, reason: str, now: float) -> RevokeReply:
-        """Revoke a name, or everything that a member has shown; its members are lost.
+    @property
+    def reasons(self) -> Mapping[str, str]:
+        """What is revoked, by name, and why."""
+        return self._assembly.revoked
+
+    def revoke(self, call: int, target: str, reason: str, now: float) -> list[Action]:
+        """Revoke a name, or everything that a member has shown; its members are lost. `call` gets a `RevokeReply`.
 
         Raises:
             InvalidRequest: there is no such member, it has shown nothing of its own, or name or reason are malformed.
@@ -63,11 +69,9 @@ class RevocationList:
             named = " and ".join(entry.name for entry in lost)
             self._members.lose(lost, f"{named} was revoked{why}", now, kind="revoked")
         self._out.push(self._assembly.roster.sessions(), RevokedNames(reasons=dict(self._assembly.revoked)))
-        return RevokeReply(
-            names=tuple(names),
-            members=tuple(entry.name for entry in lost),
-            holds_secret=any(entry.makes_itself for entry in lost),
-        )
+        members, has_secret = tuple(entry.name for entry in lost), any(entry.makes_itself for entry in lost)
+        self._out.reply(call, RevokeReply(names=tuple(names), members=members, has_secret=has_secret))
+        return self._out.take()
 
     def _names(self, target: str) -> list[str]:
         if (match := _MEMBER.fullmatch(target)) is None:
