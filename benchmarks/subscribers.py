@@ -348,7 +348,7 @@ def statistics_of(cluster: LocalCluster) -> list[dict[str, float]]:
         channel = connect(address, Security())
         try:
             request = shard_pb2.StatsRequest(context=common_pb2.CallContext(job=cluster.job))
-            stub = Stub(channel, shard_pb2.DESCRIPTOR.services_by_name["Shard"], cluster.observer_token)
+            stub = Stub(channel, shard_pb2.DESCRIPTOR.services_by_name["Shard"], Security(token=cluster.observer_token))
             return dict((await stub.call("Stats", request, timeout_s=10.0)).values)
         finally:
             await channel.close()

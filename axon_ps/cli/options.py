@@ -29,13 +29,14 @@ Job = Annotated[str | None, typer.Option(help="Name of the job \\[env: AXON_PS_J
 Token = Annotated[
     str | None,
     typer.Option(
-        help="The job's token \\[env: AXON_PS_TOKEN, which other users of the host cannot see].",
+        help="The job's secret, or a token of a role \\[env: AXON_PS_TOKEN, which other users of the host cannot see].",
         show_default=False,
         rich_help_panel=_SECURITY,
     ),
 ]
 TokenFile = Annotated[
-    Path | None, typer.Option(help="File that holds the token.", show_default=False, rich_help_panel=_SECURITY)
+    Path | None,
+    typer.Option(help="File that holds it; read again when it changes.", show_default=False, rich_help_panel=_SECURITY),
 ]
 ObserverTokenFile = Annotated[
     Path | None,
@@ -54,6 +55,23 @@ TlsCert = Annotated[
     typer.Option(help="Our certificate chain (PEM).", show_default=False, rich_help_panel=_SECURITY),
 ]
 TlsKey = Annotated[str | None, typer.Option(help="Its key (PEM).", show_default=False, rich_help_panel=_SECURITY)]
+TlsDir = Annotated[
+    str | None,
+    typer.Option(
+        help="Directory with svid.pem, svid.key and bundle.pem, as `axon-ps auth issue` and SPIRE's helper write them.",
+        show_default=False,
+        rich_help_panel=_SECURITY,
+    ),
+]
+Tls = Annotated[
+    bool | None,
+    typer.Option(
+        "--tls",
+        help="TLS by the job's own authority on loopback, too \\[env: AXON_PS_TLS].",
+        show_default=False,
+        rich_help_panel=_SECURITY,
+    ),
+]
 TlsMutual = Annotated[
     bool | None,
     typer.Option(
@@ -64,7 +82,7 @@ Insecure = Annotated[
     bool | None,
     typer.Option(
         "--insecure",
-        help="Bind beyond loopback without TLS or token.",
+        help="Listen, and connect, beyond loopback without TLS or token.",
         show_default=False,
         rich_help_panel=_SECURITY,
     ),
@@ -144,7 +162,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 _OF_A_JOB: Final[dict[str, Any]] = {
     "coordinator": Coordinator, "job": Job, "token": Token, "token_file": TokenFile, "tls_ca": TlsCa,
-    "tls_cert": TlsCert, "tls_key": TlsKey, "config": Config,
+    "tls_cert": TlsCert, "tls_key": TlsKey, "tls_dir": TlsDir, "tls": Tls, "insecure": Insecure, "config": Config,
 }  # fmt: skip
 
 

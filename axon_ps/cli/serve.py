@@ -81,6 +81,8 @@ def coordinator(
     tls_ca: o.TlsCa = None,
     tls_cert: o.TlsCert = None,
     tls_key: o.TlsKey = None,
+    tls_dir: o.TlsDir = None,
+    tls: o.Tls = None,
     tls_mutual: o.TlsMutual = None,
     insecure: o.Insecure = None,
     config: o.Config = None,
@@ -91,10 +93,11 @@ def coordinator(
     """Serve a job's coordinator: its membership, and the decisions on its steps."""
     settings = _settings(
         config, job=job, plugins=plugins, token=token, token_file=token_file, observer_token_file=observer_token_file,
-        tls_ca=tls_ca, tls_cert=tls_cert, tls_key=tls_key, tls_mutual=tls_mutual, insecure=insecure, log=log,
-        log_level=log_level, http_port=http_port, trace_every=trace_every, checkpoint_key_file=checkpoint_key_file,
+        tls_ca=tls_ca, tls_cert=tls_cert, tls_key=tls_key, tls_dir=tls_dir, tls=tls, tls_mutual=tls_mutual,
+        insecure=insecure, log=log, log_level=log_level, http_port=http_port, trace_every=trace_every,
+        checkpoint_key_file=checkpoint_key_file,
     )  # fmt: skip
-    security = _security(settings, host)
+    security = _security(settings, host, "coordinator")
     http = _http(settings, host, security)
     from axon_ps.coordinator.core.checkpoints.schedule import CheckpointPolicy
     from axon_ps.coordinator.core.config import CoordinatorConfig
@@ -172,6 +175,8 @@ def shard(
     tls_ca: o.TlsCa = None,
     tls_cert: o.TlsCert = None,
     tls_key: o.TlsKey = None,
+    tls_dir: o.TlsDir = None,
+    tls: o.Tls = None,
     tls_mutual: o.TlsMutual = None,
     insecure: o.Insecure = None,
     config: o.Config = None,
@@ -183,10 +188,11 @@ def shard(
     settings = _settings(
         config, coordinator=coordinator, node=node, job=job, plugins=plugins, token=token, token_file=token_file,
         observer_token_file=observer_token_file, tls_ca=tls_ca, tls_cert=tls_cert, tls_key=tls_key,
+        tls_dir=tls_dir, tls=tls,
         tls_mutual=tls_mutual, insecure=insecure, log=log, log_level=log_level, http_port=http_port,
         trace_every=trace_every, memory_gb=memory_gb,
     )  # fmt: skip
-    security = _security(settings, host)
+    security = _security(settings, host, "shard")
     http = _http(settings, host, security)
     if not settings.coordinator:
         raise ConfigurationError("a shard server needs its coordinator: --coordinator host:port or AXON_PS_COORDINATOR")
@@ -227,15 +233,11 @@ def _settings(config: Path | None, **flags: Any) -> Settings:
     return load(config, **flags)
 
 
-def _security(settings: Settings, host: str) -> Security:
-    from axon_ps.rpc.security import is_loopback
+def _security(settings: Settings, host: str, role: str) -> Security:
+    from axon_ps.rpc.auth.identity import Principal
 
-    security = settings.security()
-    if not (security.insecure or is_loopback(host) or (security.cert_file and security.token)):
-        raise ConfigurationError(
-            f"--host {host} can be reached from other machines, which needs TLS and a token: give --tls-cert, "
-            "--tls-key and --token-file (or AXON_PS_TOKEN), or --insecure to listen without"
-        )
+    security = settings.security().acting(Principal(role), settings.job)
+    security.check_bind(host)
     return security
 
 

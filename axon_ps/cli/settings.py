@@ -39,13 +39,17 @@ class Settings(BaseSettings):
     Attributes:
         coordinator: "host:port" of the coordinator; of several, of which one leads, with commas between them.
         job: name of the job.
-        token: the job's token; whoever holds it may join.
-        token_file: a file that holds the token, when `token` is empty.
+        token: the job's secret, or a token of a role; whoever holds the secret may do everything.
+        token_file: a file that holds it, when `token` is empty; of several lines the first is sent, each is accepted.
         observer_token: services: a second token, whose holder may only read.
         observer_token_file: a file that holds it, when `observer_token` is empty.
         tls_ca: certificates of the trusted authorities (PEM); on a client it switches TLS on.
         tls_cert: this process's certificate chain (PEM).
         tls_key: its private key (PEM).
+        tls_dir: a directory with all three of these, in SPIRE's layout, whose certificates name roles.
+        tls: use TLS by the job's own authority on loopback, too.
+        tls_lifetime_s: how long a certificate of the job's own authority holds.
+        spiffe_pattern: the form of the names in these certificates, if another authority than ours made them.
         tls_mutual: servers: ask every client for a certificate of `tls_ca`.
         insecure: bind beyond loopback without TLS or without a token.
         node: name of this host, if it should not be the host name.
@@ -74,6 +78,10 @@ class Settings(BaseSettings):
     tls_ca: str = ""
     tls_cert: str = ""
     tls_key: str = ""
+    tls_dir: str = ""
+    tls: bool = False
+    tls_lifetime_s: float = Field(default=86400.0, ge=1, le=366 * 86400)
+    spiffe_pattern: str = ""
     tls_mutual: bool = False
     insecure: bool = False
     node: str = ""
@@ -178,16 +186,18 @@ class Settings(BaseSettings):
         Raises:
             ConfigurationError: they do not go together.
         """
-        from axon_ps.rpc.security import Security  # imports gRPC, which `run` does not need
+        from axon_ps.rpc.security import Security, in_directory  # imports gRPC, which `run` does not need
 
+        files = {"ca_file": self.tls_ca, "cert_file": self.tls_cert, "key_file": self.tls_key}
         return Security(
-            token=self.resolved_token,
+            token=self.token.get_secret_value(),
+            token_file="" if self.token_file is None else str(self.token_file),
             observer_token=self.resolved_observer_token,
-            ca_file=self.tls_ca,
-            cert_file=self.tls_cert,
-            key_file=self.tls_key,
-            mutual=self.tls_mutual,
+            spiffe_pattern=self.spiffe_pattern,
+            tls=self.tls,
+            lifetime_s=self.tls_lifetime_s,
             insecure=self.insecure,
+            **in_directory(self.tls_dir, files | {"mutual": self.tls_mutual}),
         )
 
     def tracing(self) -> TracePolicy:
@@ -202,12 +212,15 @@ class Settings(BaseSettings):
         """The variables that pass these settings to a child process."""
         values = {
             "JOB": self.job,
-            "TOKEN": token,
             "OBSERVER_TOKEN": self.resolved_observer_token,
             "TLS_CA": self.tls_ca,
             "TLS_CERT": self.tls_cert,
             "TLS_KEY": self.tls_key,
             "MEMORY_GB": f"{self.memory_gb:g}" if self.memory_gb else "",
+            "TLS_DIR": self.tls_dir,
+            "TLS": "1" if self.tls else "",
+            "TLS_LIFETIME_S": "" if self.tls_lifetime_s == 86400.0 else str(self.tls_lifetime_s),
+            "SPIFFE_PATTERN": self.spiffe_pattern,
             "CHECKPOINT_DIR": self.checkpoint_dir,
             "CHECKPOINT_ROOTS": self.checkpoint_roots,
             "CHECKPOINT_KEY_FILE": str(self.checkpoint_key_file or ""),
@@ -215,6 +228,10 @@ class Settings(BaseSettings):
             "NODE": self.node,
             "TRACE_EVERY": str(self.trace_every or ""),
         }
+        if self.token_file is not None and not self.token.get_secret_value():
+            values["TOKEN_FILE"] = str(self.token_file.absolute())  # the child reads it again when it changes
+        else:
+            values["TOKEN"] = token
         return {f"{PREFIX}{name}": value for name, value in values.items() if value}
 
 
@@ -246,7 +263,7 @@ def _secret(value: SecretStr, file: Path | None) -> str:
     if value.get_secret_value() or file is None:
         return value.get_secret_value()
     try:
-        token = file.read_text(encoding="utf-8").strip()
+        token = next(iter(file.read_text(encoding="utf-8").split()), "")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not text"
         raise ConfigurationError(f"the token file {file} cannot be read: {reason}") from error

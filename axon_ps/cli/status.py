@@ -84,16 +84,30 @@ def health(
     tls_ca: o.TlsCa = None,
     tls_cert: o.TlsCert = None,
     tls_key: o.TlsKey = None,
+    tls_dir: o.TlsDir = None,
+    tls: o.Tls = None,
+    token_file: o.TokenFile = None,
     config: o.Config = None,
 ) -> None:
     """Ask a service for its health; exit code 0 when it is serving."""
     from axon_ps.cli.settings import load
-    from axon_ps.errors import AxonError
+    from axon_ps.errors import AxonError, Unreachable
+    from axon_ps.rpc.auth.identity import Principal
+    from axon_ps.rpc.auth.tokens import is_strong
     from axon_ps.rpc.health import SERVING, health_of
 
+    async def healthy(address: str) -> str:
+        try:
+            return await health_of(address, security, service=service, timeout_s=timeout_s)
+        except Unreachable:  # in a container one asks at 127.0.0.1 what listens for the network, by TLS
+            if security.tls or security.ca_file or not any(map(is_strong, security.tokens()[:1])):
+                raise
+            by_tls = dataclasses.replace(security, tls=True)
+            return await health_of(address, by_tls, service=service, timeout_s=timeout_s)
+
     async def ask() -> str:
-        security, addresses = settings.security(), address.split(",")
-        asked = (health_of(each.strip(), security, service=service, timeout_s=timeout_s) for each in addresses)
+        addresses = address.split(",")
+        asked = (healthy(each.strip()) for each in addresses)
         answers = await asyncio.gather(*asked, return_exceptions=True)
         states = [answer for answer in answers if isinstance(answer, str)]
         for error in answers:
@@ -101,7 +115,10 @@ def health(
                 raise error
         return SERVING if SERVING in states else states[0]
 
-    settings = load(config, tls_ca=tls_ca, tls_cert=tls_cert, tls_key=tls_key, token="")
+    settings = load(
+        config, tls_ca=tls_ca, tls_cert=tls_cert, tls_key=tls_key, tls_dir=tls_dir, tls=tls, token_file=token_file
+    )
+    security = settings.security().acting(Principal.OPERATOR, settings.job)
     state = asyncio.run(ask())
     print(state)
     leave(0 if state == SERVING else 1)

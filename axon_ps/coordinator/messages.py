@@ -19,6 +19,7 @@ from axon_ps.coordinator.core.events import (
     ModelStatus,
     Ready,
     RestoreOrder,
+    RevokedNames,
     ServerEvent,
     ServerMemory,
     SnapshotFile,
@@ -37,7 +38,7 @@ from axon_ps.observe.tracing.span import TraceOrder
 from axon_ps.rpc.status import error_from_detail, error_to_detail
 from axon_ps.types import Decision, Membership, Role
 from axon_ps.wire import codec
-from axon_ps.wire.v1 import checkpoint_pb2, logs_pb2, placement_pb2, session_pb2, status_pb2
+from axon_ps.wire.v1 import checkpoint_pb2, logs_pb2, placement_pb2, revocation_pb2, session_pb2, status_pb2
 
 MAX_SNAPSHOT_FILES = 1 << 16
 """Most files that one shard server may report for one checkpoint."""
@@ -311,6 +312,8 @@ def event_to_proto(event: ServerEvent) -> session_pb2.SessionEvent:
         return session_pb2.SessionEvent(restore=restore_to_proto(event))
     if isinstance(event, TraceOrder):
         return session_pb2.SessionEvent(trace=order_to_proto(event))
+    if isinstance(event, RevokedNames):
+        return session_pb2.SessionEvent(revocations=revocation_pb2.RevocationsEvent(reasons=event.reasons))
     return session_pb2.SessionEvent(
         welcome=session_pb2.Welcome(
             rank=event.rank,
@@ -344,6 +347,8 @@ def event_from_proto(message: session_pb2.SessionEvent) -> ServerEvent | None:
         )
     if kind == "restore":
         return restore_from_proto(message.restore)
+    if kind == "revocations":
+        return RevokedNames(reasons=dict(message.revocations.reasons))
     if kind == "trace":
         return order_from_proto(message.trace)
     if kind == "welcome":

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from axon_ps.coordinator.core.checkpoints.schedule import CheckpointPolicy
 from axon_ps.coordinator.core.config import CoordinatorConfig
 from axon_ps.errors import ConfigurationError
+from axon_ps.rpc.auth.tokens import new_secret
 from axon_ps.rpc.security import Security
 from axon_ps.storage.files import absolute
 
@@ -41,8 +42,8 @@ class ClusterConfig:
         join_timeout_s: seconds that the job waits for lost workers when fewer than `min_workers` are left.
         step_timeout_s: seconds that a step waits for a worker that takes no part in it.
         start_timeout_s: seconds that Ray may take to place and start everything.
-        security: TLS files, found by these paths on every node, and the token (empty = a random one). Nodes on several
-            hosts need certificates, or `insecure=True`: the network is trusted.
+        security: the job's secret (empty = a random one), by which nodes on several hosts use mutual TLS; or TLS files,
+            found by these paths on every node; or `insecure=True`: the network is trusted.
         plugins: modules that the services import; see docs/extending.md.
         log_level: the lowest level that the services log; Ray shows it in the driver.
 
@@ -104,6 +105,6 @@ class ClusterConfig:
 
     def named(self) -> ClusterConfig:
         """The same with a name of the job and a token, random ones where none are given."""
-        token = self.security.token or secrets.token_urlsafe(24)
-        security = dataclasses.replace(self.security, token=token)
+        token = next(iter(self.security.tokens()), "") or new_secret()
+        security = dataclasses.replace(self.security, token=token, token_file="")  # which other nodes may not have
         return dataclasses.replace(self, job=self.job or f"ray-{secrets.token_hex(4)}", security=security)

@@ -30,7 +30,8 @@ from axon_ps.coordinator.core.config import CoordinatorConfig
 from axon_ps.coordinator.server import server as coordinator_server
 from axon_ps.errors import Broken, ConfigurationError, Timeout
 from axon_ps.observe.logging import LogStyle, configure
-from axon_ps.rpc.security import Security, is_loopback
+from axon_ps.rpc.auth.loopback import is_loopback
+from axon_ps.rpc.security import Security
 from axon_ps.shard.server import server as shard_server
 from axon_ps.shard.server.server import ShardConfig
 from axon_ps.storage.state_store import open_state
@@ -127,8 +128,8 @@ class ServiceActor(ABC):
         if self._config.ip not in ("", here):
             raise ConfigurationError(
                 f"the {self._name} was placed on {here}, and the job's services listen on the loopback of "
-                f"{self._config.ip}: all nodes were on one host when it began. Give the services certificates, or "
-                "Security(insecure=True), and start the job when nodes of both hosts are there"
+                f"{self._config.ip}: all nodes were on one host when it began. Start the job "
+                "when nodes of both hosts are there"
             )
         plugins.load(self._config.plugins)
         await self._serve(self._on_ready, self._stop)

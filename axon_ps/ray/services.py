@@ -22,6 +22,7 @@ from axon_ps.ray.placement import RayNode, in_bundle, nodes, on_node, place
 from axon_ps.ray.service import STOP_S, CoordinatorActor, ServiceConfig, ShardActor
 from axon_ps.rpc.channels import join_address
 from axon_ps.rpc.deadlines import Deadline
+from axon_ps.worker.environment import security_variables
 
 LOOPBACK, ALL_HOSTS = "127.0.0.1", "0.0.0.0"
 _logger = logging.getLogger(__name__)
@@ -67,17 +68,9 @@ class Services:
 
     def environment(self, node: str) -> dict[str, str]:
         """The variables by which a worker on a Ray node joins the job."""
-        security = self.config.security
-        values = {
-            "COORDINATOR": self.address,
-            "JOB": self.config.job,
-            "TOKEN": security.token,
-            "TLS_CA": security.ca_file,
-            "TLS_CERT": security.cert_file,
-            "TLS_KEY": security.key_file,
-            "NODE": node,
-        }
-        return {f"AXON_PS_{name}": value for name, value in values.items() if value}
+        values = {"COORDINATOR": self.address, "JOB": self.config.job, "NODE": node}
+        named = {f"AXON_PS_{name}": value for name, value in values.items() if value}
+        return named | security_variables(self.config.security)
 
     def close(self) -> None:
         """End all of them in order, the shard servers first; returns when their actors are gone or `STOP_S` over."""

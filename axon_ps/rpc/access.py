@@ -1,75 +1,101 @@
-"""Who may call what: the one table of RPCs and principals.
+"""Who may call what: the one table of RPCs, HTTP paths and roles. `axon-ps auth table` prints it.
 
-A caller is known by its token. Whoever has the job's may call everything; every other principal only what the table
-gives it. An RPC that is not in the table is denied to all of these, so a new one is closed until somebody opens it
-(`tests/unit/rpc/test_access.py` holds the table complete). Health checks need no token at all.
+What is not in the table is denied to everybody, so a new RPC is closed until somebody opens it
+(`tests/unit/rpc/test_access.py` holds the table complete). Whoever holds the job's secret has every role, and is denied
+only what is not in the table. Health checks need no role.
+
+Operators and observers are no members: they join nothing, and nobody waits for them. A worker trains: it registers
+models, steps, stores values and writes and restores checkpoints, as a training script does; it does not move shard
+servers or take rights away, which is an operator's.
 """
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Mapping
 from typing import Final
 
-_REFLECTION: Final = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
-_HEALTH_PREFIX: Final = "/grpc.health.v1.Health/"
+from axon_ps.rpc.auth.identity import EVERY_ROLE, Principal
 
+HEALTH: Final = "/grpc.health.v1.Health/"
+REFLECTION: Final = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
+PAGE: Final = "GET /"
+"""The page's own files: there is nothing of the job in them."""
 
-class Principal(enum.Enum):
-    """What a token makes of its holder."""
+_C: Final = "/axon_ps.wire.v1.Coordinator/"
+_S: Final = "/axon_ps.wire.v1.Shard/"
 
-    JOB = "job"
-    OBSERVER = "observer"
+ANYBODY: Final[frozenset[Principal] | None] = None
+_WORKER: Final = frozenset({Principal.WORKER})
+_SHARD: Final = frozenset({Principal.SHARD})
+_OPERATOR: Final = frozenset({Principal.OPERATOR})
+_MEMBERS: Final = _WORKER | _SHARD
+_USERS: Final = _WORKER | _OPERATOR
+_READERS: Final = EVERY_ROLE
 
-
-_JOB: Final = frozenset({Principal.JOB})
-_READERS: Final = frozenset({Principal.JOB, Principal.OBSERVER})
-
-MAY_CALL: Final[Mapping[str, frozenset[Principal]]] = {
-    "/axon_ps.wire.v1.Coordinator/Session": _JOB,
-    "/axon_ps.wire.v1.Coordinator/Barrier": _JOB,
-    "/axon_ps.wire.v1.Coordinator/KV": _JOB,
-    "/axon_ps.wire.v1.Coordinator/Register": _JOB,
-    "/axon_ps.wire.v1.Coordinator/Release": _JOB,
-    "/axon_ps.wire.v1.Coordinator/SaveCheckpoint": _JOB,
-    "/axon_ps.wire.v1.Coordinator/RestoreCheckpoint": _JOB,
-    "/axon_ps.wire.v1.Coordinator/Drain": _JOB,
-    "/axon_ps.wire.v1.Coordinator/Describe": _READERS,
-    "/axon_ps.wire.v1.Coordinator/Status": _READERS,
-    "/axon_ps.wire.v1.Coordinator/Watch": _READERS,
-    "/axon_ps.wire.v1.Coordinator/Logs": _READERS,  # no process logs a secret, and what looks like one is taken out
-    "/axon_ps.wire.v1.Coordinator/Trace": _READERS,
-    "/axon_ps.wire.v1.Shard/AllGather": _JOB,  # its waits and its same-host leases are for members
-    "/axon_ps.wire.v1.Shard/ReduceScatter": _JOB,
-    "/axon_ps.wire.v1.Shard/Upload": _JOB,
-    "/axon_ps.wire.v1.Shard/Collective": _JOB,
-    "/axon_ps.wire.v1.Shard/Replicate": _JOB,
-    "/axon_ps.wire.v1.Shard/Copy": _JOB,
-    "/axon_ps.wire.v1.Shard/Handshake": _JOB,
-    "/axon_ps.wire.v1.Shard/Subscribe": _READERS,
-    "/axon_ps.wire.v1.Shard/Stats": _READERS,
-    _REFLECTION: _READERS,
+MAY_CALL: Final[Mapping[str, frozenset[Principal] | None]] = {
+    _C + "Session": _MEMBERS,  # as a worker only a worker, as a shard server only one; see `credentials.may_join`
+    _C + "Barrier": _WORKER,
+    _C + "KV": _USERS | _SHARD,  # an operator: torchrun's agents; a shard server: is there another leader?
+    _C + "Register": _WORKER,
+    _C + "Release": _WORKER,
+    _C + "SaveCheckpoint": _USERS,
+    _C + "RestoreCheckpoint": _USERS,
+    _C + "Drain": _OPERATOR | _SHARD,  # a shard server drains itself when it is stopped
+    _C + "Revoke": _OPERATOR,
+    _C + "Describe": _READERS,
+    _C + "Status": _READERS,
+    _C + "Watch": _READERS,
+    _C + "Logs": _READERS,  # no process logs a secret, and what looks like one is taken out
+    _C + "Trace": _READERS,
+    _S + "AllGather": _WORKER,  # its waits and its same-host leases are for members
+    _S + "ReduceScatter": _WORKER,
+    _S + "Upload": _WORKER,
+    _S + "Collective": _WORKER,
+    _S + "Replicate": _SHARD,
+    _S + "Copy": _SHARD,
+    _S + "Handshake": _MEMBERS,
+    _S + "Subscribe": _READERS,
+    _S + "Stats": _READERS,
+    REFLECTION: _READERS,
+    HEALTH + "Check": ANYBODY,
+    HEALTH + "Watch": ANYBODY,
+    "GET /healthz": ANYBODY,
+    PAGE: ANYBODY,
+    "GET /metrics": _READERS,
+    "GET /api/feed": _READERS,
+    "GET /api/logs": _READERS,
+    "GET /api/operator": _OPERATOR,
+    "POST /api/servers/RANK/drain": _OPERATOR,
 }
-"""The principals that may call an RPC, by its path."""
+"""The roles that may call an RPC, by its path, or an HTTP path, by "METHOD PATH"; None = anybody, also a stranger."""
 
 
-def needs_no_token(method: str) -> bool:
-    """Whether anybody may call `method`: health checks."""
-    return method.startswith(_HEALTH_PREFIX)
+def needs_nothing(path: str) -> bool:
+    """Whether anybody may call `path`, without credentials: health checks, and the page's files."""
+    return MAY_CALL.get(path, frozenset()) is ANYBODY
 
 
-def may_call(principal: Principal, method: str) -> bool:
-    """Whether `principal` may call the RPC with the path `method`."""
-    return principal is Principal.JOB or principal in MAY_CALL.get(method, _JOB)
+def may_call(roles: frozenset[Principal], path: str) -> bool:
+    """Whether whoever has `roles` may call `path`."""
+    allowed = MAY_CALL.get(path, frozenset())
+    return allowed is None or bool(allowed & roles)
 
 
-def refusal(principal: Principal, method: str) -> str:
-    """Why `principal` may not call `method`, with what it may call."""
-    allowed = ", ".join(_short(path) for path, principals in MAY_CALL.items() if principal in principals)
-    return f"the {principal.value}'s token is read-only: it may call {allowed}; {_short(method)} needs the job's token"
+def refusal(roles: frozenset[Principal], path: str) -> str:
+    """Why whoever has `roles` may not call `path`, with what it may call."""
+    allowed = MAY_CALL.get(path) or frozenset()
+    who = _names(roles) or "nobody (the certificate and the token are of different roles)"
+    may = ", ".join(short(other) for other in MAY_CALL if may_call(roles, other) and not needs_nothing(other))
+    needed = f"needs the role {_names(allowed, 'or')}" if allowed else "is nobody's"
+    return f"the role of these credentials is {who}, which may call {may or 'nothing'}; {short(path)} {needed}"
 
 
-def _short(path: str) -> str:
-    """ "/axon_ps.wire.v1.Shard/Stats" -> "Shard.Stats"."""
+def short(path: str) -> str:
+    """ "/axon_ps.wire.v1.Shard/Stats" -> "Shard.Stats"; an HTTP path stays as it is."""
     service, _, method = path.removeprefix("/").rpartition("/")
-    return f"{service.rpartition('.')[2]}.{method}"
+    return path if " " in path else f"{service.rpartition('.')[2]}.{method}"
+
+
+def _names(roles: frozenset[Principal], last: str = "and") -> str:
+    names = [role.value for role in Principal if role in roles]
+    return f" {last} ".join(filter(None, (", ".join(names[:-1]), *names[-1:])))

@@ -14,14 +14,18 @@ import socket
 import stat
 from functools import cache
 from typing import Final, cast
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import grpc
 
 from axon_ps.errors import ConfigurationError, Unreachable
 from axon_ps.host import fork
+from axon_ps.rpc.auth.certificates import Chain
+from axon_ps.rpc.auth.identity import Principal
+from axon_ps.rpc.auth.loopback import is_loopback
 from axon_ps.rpc.in_process import InProcessChannel, is_in_process
-from axon_ps.rpc.security import Security, is_loopback
+from axon_ps.rpc.renewed_channel import RenewedChannel
+from axon_ps.rpc.security import Security, credentials_of
 
 MAX_MESSAGE_BYTES: Final = 64 << 20
 """Longest message accepted. Chunks are 1 to 4 MiB; a layout of a hundred thousand parameters is about 10 MiB."""
@@ -85,17 +89,27 @@ SERVER_OPTIONS: Final[tuple[Option, ...]] = (
 
 _logger = logging.getLogger(__name__)
 _addresses: WeakKeyDictionary[Channel, str] = WeakKeyDictionary()
+_by_secret: WeakSet[Channel] = WeakSet()
 
 
-def connect(address: str, security: Security, *, connection: int = 0, watched: bool = False, name: str = "") -> Channel:
+def connect(
+    address: str,
+    security: Security,
+    *,
+    connection: int = 0,
+    watched: bool = False,
+    name: str = "",
+    to: Principal | None = None,
+) -> Channel:
     """A channel to `address`. Nothing is sent before the first call; call it on the thread of a running event loop.
 
     Args:
         address: "host:port"; an IPv6 host stands in brackets. One of this process (`rpc.in_process`) is called
             without gRPC's core.
-        security: `ca_file` makes it TLS. The token is not the channel's: give it to `service.Stub`.
+        security: whether it is TLS, and by which certificate. The token is not the channel's: give it to `Stub`.
         connection: its number; channels with different numbers never share a connection.
         name: the host that the server's certificate names, if `address` has a number instead.
+        to: the role that the server must prove to have, where certificates name roles; None = one of the services.
 
     Raises:
         ConfigurationError: the address is malformed, or a file of `security` cannot be used.
@@ -106,17 +120,29 @@ def connect(address: str, security: Security, *, connection: int = 0, watched: b
         _addresses[inside] = address
         return inside
     options = [*CLIENT_OPTIONS, ("axon_ps.connection", connection)]
-    if name:
-        options += [("grpc.ssl_target_name_override", name), ("grpc.default_authority", name)]
-    credentials = security.channel_credentials()
-    if credentials is None:
-        if security.token and not security.insecure and not is_loopback(host):
+    source = security.channel_chain(host)
+    if source is None:
+        if security.tokens() and not security.insecure and not is_loopback(host):
             _warn_plaintext()
         channel = grpc.aio.insecure_channel(address, options=options)
-    else:
-        channel = grpc.aio.secure_channel(address, credentials, options=options)
-    _addresses[channel] = address
-    return channel
+        _addresses[channel] = address
+        return channel
+    if target := security.target_name(to) or name:
+        options += [("grpc.ssl_target_name_override", target), ("grpc.default_authority", target)]
+
+    def open_with(chain: Chain) -> Channel:
+        return grpc.aio.secure_channel(address, credentials_of(chain), options=options)
+
+    renewed = cast(Channel, RenewedChannel(source, open_with))  # likewise
+    _addresses[renewed] = address
+    if not security.ca_file:
+        _by_secret.add(renewed)
+    return renewed
+
+
+def proves_the_secret(channel: Channel) -> bool:
+    """Whether a channel's certificate is one that only a holder of the job's secret makes: that needs not be sent."""
+    return channel in _by_secret
 
 
 async def until_connected(channel: Channel, timeout_s: float) -> None:
@@ -141,7 +167,10 @@ async def until_connected(channel: Channel, timeout_s: float) -> None:
 
 @cache
 def _warn_plaintext() -> None:  # once a process
-    _logger.warning("the job token leaves this machine in plaintext; set ca_file to use TLS")
+    _logger.warning(
+        "the job's token leaves this machine in plaintext: use a secret that `axon-ps auth init` has made, or "
+        "certificates of your own (--tls-ca, AXON_PS_TLS_CA), for TLS"
+    )
 
 
 @fork.in_child

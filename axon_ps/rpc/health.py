@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from grpc_health.v1 import health_pb2
 
+from axon_ps.rpc.auth.identity import Principal
 from axon_ps.rpc.channels import connect
 from axon_ps.rpc.security import Security
 from axon_ps.rpc.service import Stub
@@ -12,7 +13,15 @@ SERVING = "SERVING"
 _HEALTH = health_pb2.DESCRIPTOR.services_by_name["Health"]
 
 
-async def health_of(address: str, security: Security, *, service: str = "", timeout_s: float, name: str = "") -> str:
+async def health_of(
+    address: str,
+    security: Security,
+    *,
+    service: str = "",
+    timeout_s: float,
+    name: str = "",
+    to: Principal | None = None,
+) -> str:
     """The health that a server reports: `SERVING`, `NOT_SERVING`, `UNKNOWN` or `SERVICE_UNKNOWN`.
 
     Args:
@@ -20,12 +29,12 @@ async def health_of(address: str, security: Security, *, service: str = "", time
         security: TLS and token.
         service: full name of one service; empty = the server as a whole.
         timeout_s: seconds it may take.
-        name: as of `channels.connect`.
+        name, to: as of `channels.connect`.
 
     Raises:
         AxonError: it does not answer, or refuses.
     """
-    channel = connect(address, security, name=name)
+    channel = connect(address, security, name=name, to=to)
     try:
         request = health_pb2.HealthCheckRequest(service=service)
         reply = await Stub(channel, _HEALTH, peer=address).call("Check", request, timeout_s=timeout_s)

@@ -3,10 +3,12 @@
 Owns: the socket, TLS, who may ask for what, and that a request of a web page of somebody else's is refused.
 Refuses: what is served; each part of the system adds its routes.
 
-The rules are those of the gRPC server: loopback may be plaintext, any other address needs TLS and a token or an
-explicit `insecure`; the token travels as `Authorization: Bearer ...`, never as a cookie, so that no other site's page
-can make a browser send it. Where no token is asked for, a browser could still be made to call by another site's page
-(DNS rebinding, forms): a name in `Host` that is not this machine's, and a foreign `Origin`, are refused.
+The rules are those of the gRPC server: loopback may be plaintext, any other address needs TLS and credentials or an
+explicit `insecure`, and who may ask for what is in the table of `access`. The token travels as `Authorization: Bearer
+...`, never as a cookie, so that no other site's page can make a browser send it. A certificate of the job is as good as
+a token, but none is asked for, since browsers have none. Where no token is asked for, a browser could still be made to
+call by another site's page (DNS rebinding, forms): a name in `Host` that is not this machine's, and a foreign `Origin`,
+are refused.
 
 aiohttp is imported by `HttpServer.start`: a process without an endpoint does not load it.
 """
@@ -18,14 +20,15 @@ import logging
 import ssl
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import urlsplit
 
-from axon_ps.errors import ConfigurationError, Misuse
-from axon_ps.rpc.access import Principal
+from axon_ps.errors import ConfigurationError, Misuse, PermissionDenied
+from axon_ps.rpc.access import needs_nothing
+from axon_ps.rpc.auth.credentials import Guard, Revocations, Revoked, Unknown
+from axon_ps.rpc.auth.server_context import server_context
 from axon_ps.rpc.channels import join_address
-from axon_ps.rpc.security import Security, Tokens
+from axon_ps.rpc.security import Security
 
 if TYPE_CHECKING:
     from aiohttp import web
@@ -33,8 +36,6 @@ if TYPE_CHECKING:
 _logger = logging.getLogger(__name__)
 _GRACE_S: Final = 1.0
 _READING: Final = ("GET", "HEAD")
-READERS: Final = frozenset(Principal)
-"""Who may read: every token's holder."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,13 +46,13 @@ class Route:
         path: as aiohttp writes it ("/api/members/{rank}").
         handler: takes aiohttp's request, returns its response.
         method: of HTTP.
-        may_ask: whose token is needed; None = none is, so there is nothing of the job in what is served.
+        row: the row of `access.MAY_CALL` that says who may ask; empty = "METHOD PATH".
     """
 
     path: str
     handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     method: str = "GET"
-    may_ask: frozenset[Principal] | None = READERS
+    row: str = ""
 
 
 class HttpServer:
@@ -72,7 +73,7 @@ class HttpServer:
         self.host = host
         self.port = port
         self._security = security
-        self._tokens = Tokens(security.principals())
+        self._guard = Guard(security)
         self._routes: list[Route] = []
         self._runner: web.AppRunner | None = None
 
@@ -80,7 +81,11 @@ class HttpServer:
     def url(self) -> str:
         """Where it is reached on this machine."""
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)
-        return f"{'https' if self._security.cert_file else 'http'}://{join_address(host, self.port)}/"
+        return f"{'https' if self._security.server_chain(self.host) else 'http'}://{join_address(host, self.port)}/"
+
+    def refuse(self, revocations: Revocations) -> None:
+        """Refuse what another server of this process refuses; before it is started."""
+        self._guard.revocations = revocations
 
     def add(self, *routes: Route) -> None:
         """Serve these, too.
@@ -131,25 +136,15 @@ class HttpServer:
             await self._runner.cleanup()
 
     def _ssl(self) -> ssl.SSLContext | None:
-        s = self._security
-        s.server_credentials()  # refuses, in our words, what cannot be read
-        if not s.cert_file:
-            return None
-        context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=s.ca_file if s.mutual else None)
-        try:
-            context.load_cert_chain(Path(s.cert_file), Path(s.key_file))
-        except (OSError, ssl.SSLError) as error:
-            raise ConfigurationError(f"cert_file {s.cert_file!r} and key_file {s.key_file!r}: {error}") from error
-        if s.mutual:
-            context.verify_mode = ssl.CERT_REQUIRED
-        return context
+        source = self._security.server_chain(self.host)
+        return None if source is None else server_context(source, required=self._security.mutual)
 
     async def _check(self, request: web.Request, handler: Callable[[web.Request], Awaitable[Any]]) -> Any:
         """Refuse what a web page of somebody else's makes a browser send."""
         from aiohttp import web
 
         host, origin = request.headers.get("Host", ""), request.headers.get("Origin")
-        if not self._tokens.asked_for and not _names_a_machine(host, self.host):
+        if not self._guard.asks and not _names_a_machine(host, self.host):
             raise web.HTTPForbidden(text=f"there is no {host!r} here; use the machine's address, or localhost\n")
         if request.method not in _READING and origin is not None and urlsplit(origin).netloc != host:
             raise web.HTTPForbidden(text=f"a page of {origin} may not ask for this\n")
@@ -162,21 +157,36 @@ class HttpServer:
     def _guarded(self, route: Route) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
         from aiohttp import web
 
+        row = route.row or f"{route.method} {route.path}"
+
         async def guarded(request: web.Request) -> web.StreamResponse:
-            if route.may_ask is not None:
-                given = request.headers.get("Authorization", "")
-                principal = self._tokens.principal(given.encode())
-                if principal is None:
-                    raise web.HTTPUnauthorized(text=f"{self._tokens.why_unknown(given)}\n", headers=_CHALLENGE)
-                if principal not in route.may_ask:
-                    text = f"the {principal.value}'s token is read-only; {route.path} needs the job's\n"
-                    raise web.HTTPForbidden(text=text)
-            return await route.handler(request)
+            if needs_nothing(row):
+                return await route.handler(request)
+            given = request.headers.get("Authorization", "").encode()
+            try:
+                credentials = self._guard.admit(row, given, _certificate_of(request))
+                with self._guard.revocations.watching(credentials):
+                    return await route.handler(request)
+            except Revoked as error:  # it may have been answered in part
+                if request.transport is not None:
+                    request.transport.close()
+                raise web.HTTPUnauthorized(text=f"{error}\n", headers=_CHALLENGE) from None
+            except Unknown as error:
+                raise web.HTTPUnauthorized(text=f"{error}\n", headers=_CHALLENGE) from None
+            except PermissionDenied as error:
+                raise web.HTTPForbidden(text=f"{error}\n") from None
 
         return guarded
 
 
 _CHALLENGE: Final = {"WWW-Authenticate": 'Bearer realm="axon_ps"'}
+
+
+def _certificate_of(request: web.Request) -> bytes:
+    """The certificate that a client has shown, as PEM; empty = none."""
+    connection = request.get_extra_info("ssl_object")
+    found = connection.getpeercert(binary_form=True) if connection is not None else None
+    return ssl.DER_cert_to_PEM_cert(found).encode() if found else b""
 
 
 def _names_a_machine(host: str, own: str) -> bool:
@@ -197,4 +207,4 @@ def healthz(serving: Callable[[], bool]) -> Route:
 
         return web.Response(text="SERVING\n") if serving() else web.Response(status=503, text="NOT_SERVING\n")
 
-    return Route(path="/healthz", handler=handler, may_ask=None)
+    return Route(path="/healthz", handler=handler)

@@ -24,6 +24,7 @@ from weakref import WeakValueDictionary
 import grpc
 
 from axon_ps.errors import Misuse
+from axon_ps.rpc.auth.credentials import Revocations
 
 SUFFIX: Final = ".in-process"
 """How the host names of this process end."""
@@ -59,9 +60,13 @@ class InProcessServer:
     Args:
         host: ends with what `new_network` gave.
         services: from `service.service_handler`.
+
+    Attributes:
+        revocations: of no effect: there are no credentials.
     """
 
     def __init__(self, host: str, services: Sequence[grpc.GenericRpcHandler]) -> None:
+        self.revocations = Revocations()
         self.host = host
         self.port = PORT
         self.loop: asyncio.AbstractEventLoop | None = None

@@ -1,32 +1,35 @@
 """Who may listen where, and how both ends prove who they are: TLS certificates and tokens.
 
-Loopback may be plaintext. Any other bind address needs TLS and a token, or an explicit `insecure`. The token travels
-as metadata `authorization: Bearer ...` on every call (added by `service.Stub`, checked by the server before any
-servicer gets the call, the health service excepted). It is never logged and not part of any repr or message. A server
-may know a second, read-only one for observers; `access` says what may be called with which.
+Loopback may be plaintext. Any other address needs TLS and credentials, or an explicit `insecure`:
+
+- a secret of the job is enough: the job's own authority makes certificates, and both ends show theirs;
+- or certificates of the user's own authority, in files.
+
+What a server makes of a caller's certificate and token is `credentials`; what it may call then, `access`. A token
+travels as metadata `authorization: Bearer ...`, on every call. No token and no key is ever logged or part of a repr or
+message.
 """
 
 from __future__ import annotations
 
-import hmac
-import ipaddress
+import dataclasses
 import logging
-from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
+from functools import lru_cache
 from typing import Any, Final
 
 import grpc
 
-from axon_ps.errors import ConfigurationError, PermissionDenied
-from axon_ps.rpc.access import Principal, may_call, needs_no_token, refusal
-from axon_ps.rpc.status import status_of
+from axon_ps.errors import ConfigurationError
+from axon_ps.rpc.auth.certificates import LIFETIME_S, AuthoritySource, Chain, ChainSource, FileSource, files_in
+from axon_ps.rpc.auth.identity import ANY_SERVICE, Identity, Principal, server_name
+from axon_ps.rpc.auth.loopback import is_loopback
+from axon_ps.rpc.auth.tokens import check_strong, is_strong
+from axon_ps.rpc.auth.watched_file import lines_of
 
 TOKEN_KEY: Final = "authorization"
-_SCHEME: Final = "Bearer "
+SCHEME: Final = "Bearer "
 _logger = logging.getLogger(__name__)
-_NO_TOKEN: Final = "this server asks for the job's token, and none was given"
-_WRONG_TOKEN: Final = "the token is none of this server's; is it the token of this job?"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,24 +37,38 @@ class Security:
     """How a server or a client secures its connections. The default is plaintext without a token, on loopback only.
 
     Attributes:
-        token: what a client sends, and what a server lets do everything: the job's shared secret; empty = none is asked
-            for or sent.
+        token: what a client sends, and what a server lets do everything: the job's shared secret (or, of a client, a
+            token of a role that was made from it); empty = none is asked for or sent.
+        token_file: a file that holds it, if it is not given itself; read again when it changes. A server accepts the
+            token of every line, a client sends the first. See `watched_file`, Note: [Rotation].
         observer_token: what a server lets only read, too (a client gives it as its `token`); empty = none.
         ca_file: PEM of the authorities trusted. A client that has one uses TLS; a server with `mutual` checks clients
             against it.
         cert_file: PEM certificate (chain) of this end: a server's, or a client's for mutual TLS.
-        key_file: PEM private key of `cert_file`.
+        key_file: PEM private key of `cert_file`. Files are read again when they change.
         mutual: the server demands a certificate signed by `ca_file` from every client.
+        spiffe: every certificate of `ca_file` names a role as a SPIFFE ID, by which peers are known, and servers are
+            verified by the name of their role instead of their host's.
+        spiffe_pattern: the form of these, if it is not ours; see `identity.identity_of`.
+        tls: use TLS on loopback, too, by certificates of the job's own authority.
+        lifetime_s: how long such a certificate holds; it is renewed after two thirds of it.
         insecure: allow a server to listen beyond loopback without TLS or without a token.
+        identity: who this process is; see `acting`.
     """
 
     token: str = field(default="", repr=False)
+    token_file: str = ""
     observer_token: str = field(default="", repr=False)
     ca_file: str = ""
     cert_file: str = ""
     key_file: str = ""
     mutual: bool = False
+    spiffe: bool = False
+    spiffe_pattern: str = ""
+    tls: bool = False
+    lifetime_s: float = LIFETIME_S
     insecure: bool = False
+    identity: Identity | None = None
 
     def __post_init__(self) -> None:
         if bool(self.cert_file) != bool(self.key_file):
@@ -59,9 +76,49 @@ class Security:
             raise ConfigurationError(f"{given} is given without {missing}; TLS needs both")
         if self.mutual and not self.ca_file:
             raise ConfigurationError("mutual TLS needs ca_file, the authority that signed the clients' certificates")
-        for name, token in (("token", self.token), ("observer's token", self.observer_token)):
-            if not token.isascii() or any(c.isspace() or not c.isprintable() for c in token):
+        if self.spiffe and not (self.ca_file and self.cert_file):
+            raise ConfigurationError("certificates with SPIFFE IDs need ca_file, cert_file and key_file")
+        if not 1.0 <= self.lifetime_s <= 366 * 86400:
+            raise ConfigurationError(f"a certificate for {self.lifetime_s:g} s; it must be 1 s to a year")
+        named = [("token", token) for token in self.tokens()] + [("observer's token", self.observer_token)]
+        for name, token in named:
+            if not _can_be_sent(token):
                 raise ConfigurationError(f"the {name} cannot be sent; use printable ASCII characters without spaces")
+
+    def acting(self, role: Principal, job: str, rank: int | None = None) -> Security:
+        """The same for a process with this role, if it is not said already whose it is."""
+        if self.identity is not None:
+            return self
+        return dataclasses.replace(self, identity=Identity(role, job, rank))
+
+    # ------------------------------------------------------------------ tokens
+
+    def tokens(self) -> tuple[str, ...]:
+        """The tokens that are valid; the first is the one to send.
+
+        Raises:
+            ConfigurationError: the file cannot be read or has none.
+        """
+        if self.token or not self.token_file:
+            return (self.token,) if self.token else ()
+        return lines_of(self.token_file)
+
+    def secrets(self) -> tuple[str, ...]:
+        """What must be in no log."""
+        return (*self.tokens(), self.observer_token)
+
+    def metadata(self) -> tuple[tuple[str, str], ...]:
+        """What a client sends with every call.
+
+        Raises:
+            ConfigurationError: the token's file cannot be read or has none.
+        """
+        return tuple((TOKEN_KEY, SCHEME + token) for token in self.tokens()[:1])
+
+    def _first_token(self) -> str:
+        return next(iter(self.tokens()), "")
+
+    # ------------------------------------------------------------------ TLS
 
     def check_bind(self, host: str, port: int = 0) -> None:
         """Refuse to listen on `host` when that would be open to the network.
@@ -72,155 +129,129 @@ class Security:
         """
         if not 0 <= port < 65536:
             raise ConfigurationError(f"port {port} does not exist; use 1 to 65535, or 0 for any free one")
-        if self.insecure or is_loopback(host):
+        if self.insecure or self.spiffe or (is_loopback(host) and not self.tls):
             return
-        needed = (("a certificate and key", self.cert_file), ("a token", self.token))
-        missing = [what for what, given in needed if not given]
-        if missing:
-            raise ConfigurationError(
-                f"listening on {host!r}, which is not loopback, needs {' and '.join(missing)}; "
-                "set what is missing, or set insecure to go without"
-            )
-
-    def principals(self) -> dict[str, Principal]:
-        """Whom a server lets in, by token; empty = everybody, to everything.
-
-        Raises:
-            ConfigurationError: the observer's token would restrict nobody.
-        """
-        if self.observer_token and not self.token:
-            raise ConfigurationError(
-                "there is an observer's token and none of the job, so everybody may do everything; give the job's, too"
-            )
-        if self.observer_token and hmac.compare_digest(self.observer_token, self.token):
-            raise ConfigurationError("the observer's token equals the job's, so it is not read-only; give another")
-        given = {self.token: Principal.JOB, self.observer_token: Principal.OBSERVER}
-        return {token: principal for token, principal in given.items() if token}
-
-    def server_credentials(self) -> grpc.ServerCredentials | None:
-        """Credentials of a listening server; None for plaintext.
-
-        Raises:
-            ConfigurationError: a file is missing, unreadable or not PEM.
-        """
         if not self.cert_file:
-            if self.mutual:
-                raise ConfigurationError("mutual TLS needs cert_file and key_file on the server")
-            return None
-        pair = (_read(self.key_file, "key_file"), _read(self.cert_file, "cert_file"))
-        authority = _read(self.ca_file, "ca_file") if self.mutual else None
-        return grpc.ssl_server_credentials([pair], root_certificates=authority, require_client_auth=self.mutual)
+            instead = "; or give --tls-cert and --tls-key, or --insecure"
+            check_strong(self._first_token(), f"listening on {host!r}{_beyond(host)}", instead)
+        elif not self.tokens() and not is_loopback(host):
+            raise ConfigurationError(
+                f"listening on {host!r}{_beyond(host)} needs a token besides the certificate: give --token-file or "
+                "AXON_PS_TOKEN (or --insecure to go without)"
+            )
 
-    def channel_credentials(self) -> grpc.ChannelCredentials | None:
-        """Credentials of a client's channel; None for plaintext.
+    def server_chain(self, host: str) -> ChainSource | None:
+        """The certificates of a server that listens on `host`; None for plaintext.
 
         Raises:
-            ConfigurationError: a file is missing, unreadable or not PEM.
+            ConfigurationError: a file is missing, unreadable or not PEM; or there is no secret that is good enough.
         """
-        if not self.ca_file:
-            if self.cert_file:
-                _logger.warning("connecting in plaintext: a certificate is given, but no ca_file to switch TLS on")
+        if self.cert_file:
+            return _from_files(self.ca_file if self.mutual or self.spiffe else "", self.cert_file, self.key_file)
+        if self.mutual:
+            raise ConfigurationError("mutual TLS needs cert_file and key_file on the server")
+        if self.insecure or (is_loopback(host) and not self.tls):
             return None
-        if self.mutual and not self.cert_file:
-            raise ConfigurationError("mutual TLS needs cert_file and key_file on the client too")
-        key = _read(self.key_file, "key_file") if self.key_file else None
-        chain = _read(self.cert_file, "cert_file") if self.cert_file else None
-        return grpc.ssl_channel_credentials(_read(self.ca_file, "ca_file"), key, chain)
+        return self._authority()
 
-    def metadata(self) -> tuple[tuple[str, str], ...]:
-        """What a client sends with every call."""
-        return token_metadata(self.token)
+    def server_credentials(self, host: str = "127.0.0.1") -> grpc.ServerCredentials | None:
+        """Credentials of a server that listens on `host`; None for plaintext. Handshakes use the newest certificate.
+
+        Raises:
+            ConfigurationError: as `server_chain`.
+        """
+        if (source := self.server_chain(host)) is None:
+            return None
+        configured: list[tuple[Chain, grpc.ServerCertificateConfiguration]] = []
+
+        def newest() -> grpc.ServerCertificateConfiguration:  # on a thread of gRPC's, at every handshake
+            chain = source.current()
+            if not configured or configured[0][0] is not chain:
+                pair = [(chain.key, chain.certificate)]
+                configured[:] = [(chain, grpc.ssl_server_certificate_configuration(pair, chain.roots or None))]
+            return configured[0][1]
+
+        asks = bool(source.current().roots)
+        return grpc.dynamic_ssl_server_credentials(newest(), newest, require_client_authentication=asks)
+
+    def channel_chain(self, host: str) -> ChainSource | None:
+        """The certificates of a client that connects to `host`; None for plaintext.
+
+        Raises:
+            ConfigurationError: a file is missing, unreadable or not PEM; or `tls` needs a secret that is good enough.
+        """
+        if self.ca_file:
+            if self.mutual and not self.cert_file:
+                raise ConfigurationError("mutual TLS needs cert_file and key_file on the client too")
+            return _from_files(self.ca_file, self.cert_file, self.key_file)
+        if self.cert_file:
+            _logger.warning(
+                "connecting in plaintext: a certificate is given, but no authority (--tls-ca, AXON_PS_TLS_CA) to "
+                "switch TLS on"
+            )
+            return None
+        if self.tls or (not self.insecure and not is_loopback(host) and is_strong(self._first_token())):
+            return self._authority()
+        return None
+
+    def channel_credentials(self, host: str = "127.0.0.1") -> grpc.ChannelCredentials | None:
+        """Credentials of a client's channel to `host`, as of now; None for plaintext.
+
+        Raises:
+            ConfigurationError: as `channel_chain`.
+        """
+        source = self.channel_chain(host)
+        return None if source is None else credentials_of(source.current())
+
+    def target_name(self, to: Principal | None) -> str:
+        """The name that the certificate of a server of role `to` has; empty = that of its host.
+
+        Args:
+            to: its role; None = one of the services.
+        """
+        if self.ca_file and not self.spiffe:
+            return ""
+        return ANY_SERVICE if to is None else server_name(to)
+
+    def _authority(self) -> ChainSource:
+        if self.identity is None:
+            raise ConfigurationError("mutual TLS needs to know who this process is: see Security.acting")
+        check_strong(self._first_token(), "mutual TLS by the job's own authority")
+        return _from_authority(self)
 
 
-def token_metadata(token: str) -> tuple[tuple[str, str], ...]:
-    """The metadata that carries `token`; nothing for an empty one."""
-    return ((TOKEN_KEY, _SCHEME + token),) if token else ()
+def in_directory(directory: str, files: dict[str, Any]) -> dict[str, Any]:
+    """The attributes that say where certificates are: those of a directory in SPIRE's layout, else the `files`.
 
-
-def is_loopback(host: str) -> bool:
-    """Whether listening on `host` is reachable from this machine only."""
-    name = host.strip("[]")
-    if name.lower() == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(name).is_loopback
-    except ValueError:
-        return False
-
-
-def _read(path: str, option: str) -> bytes:
-    try:
-        content = Path(path).read_bytes()
-    except OSError as error:
-        raise ConfigurationError(f"{option} {path!r} cannot be read: {error.strerror or error}") from error
-    if b"-----BEGIN " not in content:
-        raise ConfigurationError(f"{option} {path!r} is not a PEM file")
-    return content
-
-
-class Tokens:
-    """Who a caller is, by the value of its `authorization`.
-
-    Args:
-        principals: by token; see `Security.principals`. Empty = everybody may do everything.
-
-    Attributes:
-        asked_for: whether a token is needed at all.
+    Raises:
+        ConfigurationError: a file of the directory is missing, or both are given.
     """
-
-    def __init__(self, principals: Mapping[str, Principal]) -> None:
-        self.asked_for = bool(principals)
-        self._principals = [((_SCHEME + token).encode(), principal) for token, principal in principals.items()]
-
-    def principal(self, given: bytes) -> Principal | None:
-        """Whose token was given; None = nobody's."""
-        if not self.asked_for:
-            return Principal.JOB
-        known = [principal for token, principal in self._principals if hmac.compare_digest(given, token)]
-        return known[0] if known else None
-
-    def why_unknown(self, given: str | bytes) -> str:
-        """What to say to a caller that is nobody."""
-        return _WRONG_TOKEN if given else _NO_TOKEN
+    if not directory:
+        return files
+    if any(files.values()):
+        raise ConfigurationError("--tls-dir (AXON_PS_TLS_DIR) names all certificate files; leave out the others")
+    return {**files_in(directory), "mutual": True, "spiffe": True}
 
 
-class TokenInterceptor(grpc.aio.ServerInterceptor):
-    """Refuses, before a servicer sees it, every call whose token does not allow it; health checks are let through.
-
-    Args:
-        principals: who a caller is, by token; see `Security.principals`.
-    """
-
-    def __init__(self, principals: Mapping[str, Principal]) -> None:
-        self._tokens = Tokens(principals)
-
-    async def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
-        handler_call_details: grpc.HandlerCallDetails,
-    ) -> Any:
-        """Return the call's handler, or one of the same kind that refuses the call."""
-        handler = await continuation(handler_call_details)
-        method = handler_call_details.method
-        if handler is None or needs_no_token(method):
-            return handler
-        given = next((v for k, v in handler_call_details.invocation_metadata if k == TOKEN_KEY), "")
-        principal = self._tokens.principal(given if isinstance(given, bytes) else given.encode())
-        if principal is None:
-            unknown = PermissionDenied(self._tokens.why_unknown(given))
-            return _refusing(handler, grpc.StatusCode.UNAUTHENTICATED, unknown)
-        if not may_call(principal, method):
-            denied = PermissionDenied(refusal(principal, method))
-            return _refusing(handler, grpc.StatusCode.PERMISSION_DENIED, denied)
-        return handler
+def credentials_of(chain: Chain) -> grpc.ChannelCredentials:
+    """gRPC's credentials of a client that proves itself by `chain`."""
+    return grpc.ssl_channel_credentials(chain.roots, chain.key or None, chain.certificate or None)
 
 
-def _refusing(handler: Any, code: grpc.StatusCode, error: PermissionDenied) -> Any:
-    _, details, metadata = status_of(error)
+@lru_cache(maxsize=64)
+def _from_authority(security: Security) -> ChainSource:
+    assert security.identity is not None, "the caller has checked it"
+    return AuthoritySource(security.tokens, security.identity, security.lifetime_s)
 
-    async def refuse(_: Any, context: Any) -> None:
-        await context.abort(code, details, metadata)
 
-    if handler.request_streaming:
-        return grpc.stream_stream_rpc_method_handler(refuse)
-    return grpc.unary_unary_rpc_method_handler(refuse)
+@lru_cache(maxsize=64)
+def _from_files(ca_file: str, cert_file: str, key_file: str) -> ChainSource:
+    return FileSource(ca_file, cert_file, key_file)
+
+
+def _can_be_sent(token: str) -> bool:
+    return token.isascii() and all(c.isprintable() and not c.isspace() for c in token)
+
+
+def _beyond(host: str) -> str:
+    return "" if is_loopback(host) else ", which is not loopback,"

@@ -11,10 +11,12 @@ from typing import Any
 import grpc
 
 from axon_ps.errors import ConfigurationError, Misuse
+from axon_ps.rpc.auth.credentials import Guard, Revocations
+from axon_ps.rpc.auth.interceptor import AccessInterceptor
 from axon_ps.rpc.channels import SERVER_OPTIONS, join_address
 from axon_ps.rpc.in_process import InProcessServer, is_in_process
 from axon_ps.rpc.limits import MAX_SERVER_CALLS, server_options
-from axon_ps.rpc.security import Security, TokenInterceptor
+from axon_ps.rpc.security import Security
 
 _logger = logging.getLogger(__name__)
 
@@ -49,6 +51,9 @@ class Server:
         services: from `service.service_handler`.
         service_names: full names of the services, for health and reflection.
 
+    Attributes:
+        revocations: what is revoked; see `auth.credentials`.
+
     Raises:
         ConfigurationError: there is no such port, `security` does not allow to listen on `host`, or its tokens do not
             go together.
@@ -66,7 +71,8 @@ class Server:
         self.host = host
         self.port = port
         self._security = security
-        self._principals = security.principals()
+        self._guard = Guard(security)
+        self.revocations: Revocations = self._guard.revocations
         self._services = tuple(services)
         self._names = tuple(service_names)
         self._server: grpc.aio.Server | None = None
@@ -84,8 +90,9 @@ class Server:
         """
         if self._server is not None:
             raise Misuse("this server was started before; make a new one")
-        interceptors = [TokenInterceptor(self._principals)] if self._principals else []
-        credentials = self._security.server_credentials()
+        credentials = self._security.server_credentials(self.host)
+        guarded = self._guard.asks or credentials is not None
+        interceptors = [AccessInterceptor(self._guard)] if guarded else []
         options = (*SERVER_OPTIONS, *server_options())
         server = grpc.aio.server(interceptors=interceptors, options=options, maximum_concurrent_rpcs=MAX_SERVER_CALLS)
         server.add_generic_rpc_handlers(self._services)

@@ -40,7 +40,7 @@ from google.protobuf.message_factory import GetMessageClass
 from axon_ps.errors import AxonError, Broken, Closed, InternalError, InvalidRequest, Timeout
 from axon_ps.rpc import channels
 from axon_ps.rpc.limits import FIRST_MESSAGE_S
-from axon_ps.rpc.security import token_metadata
+from axon_ps.rpc.security import Security
 from axon_ps.rpc.shielded import Shielded
 from axon_ps.rpc.status import error_of, status_of
 from axon_ps.rpc.stream import EOF, Stream, task_is_cancelled
@@ -51,6 +51,8 @@ __all__ = ["EOF", "Stream", "Stub", "error_of", "method_name", "service_handler"
 
 RAW_MESSAGES: Final = frozenset(message.DESCRIPTOR.full_name for message in (*BULK_MESSAGES, watch_pb2.WatchEvent))
 """Messages that servicers and stubs see as their encoded bytes: bulk, and what is encoded once for many readers."""
+
+NO_TOKEN: Final = Security()
 
 T = TypeVar("T")
 
@@ -88,15 +90,21 @@ class Stub:
     Args:
         channel: from `channels.connect`.
         descriptor: the service; methods that stream in one direction only (grpc.health.v1's Watch) are left out.
-        token: the job token, sent with every call.
+        security: whose token is sent with every call, the newest one; where the channel's certificate proves as much,
+            none is.
         peer: what errors call the other end; the channel's address by default.
     """
 
     def __init__(
-        self, channel: grpc.aio.Channel, descriptor: ServiceDescriptor, token: str = "", *, peer: str = ""
+        self,
+        channel: grpc.aio.Channel,
+        descriptor: ServiceDescriptor,
+        security: Security = NO_TOKEN,
+        *,
+        peer: str = "",
     ) -> None:
         self.peer = peer or channels.address_of(channel)
-        self._metadata = token_metadata(token) or None
+        self._security = NO_TOKEN if channels.proves_the_secret(channel) else security
         self._calls = {m.name: _callable(channel, m) for m in descriptor.methods if not _is_one_way(m)}
 
     async def call(self, method: str, request: Message, *, timeout_s: float | None = None) -> Any:
@@ -114,7 +122,7 @@ class Stub:
         was done. After `Broken` or `Timeout` the peer may have done some, all or none of it.
         """
         try:
-            return await self._calls[method](request, timeout=_timeout(timeout_s), metadata=self._metadata)
+            return await self._calls[method](request, timeout=_timeout(timeout_s), metadata=self._security.metadata())
         except grpc.aio.AioRpcError as error:
             raise error_of(error, self.peer, method, timeout_s=timeout_s) from None
         except asyncio.CancelledError:
@@ -135,7 +143,7 @@ class Stub:
             Closed: the channel was closed.
         """
         try:
-            call = self._calls[method](timeout=_timeout(timeout_s), metadata=self._metadata)
+            call = self._calls[method](timeout=_timeout(timeout_s), metadata=self._security.metadata())
         except grpc.aio.UsageError:
             raise self._closed(method) from None
         return Stream(call, self.peer, method, timeout_s)

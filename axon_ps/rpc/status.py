@@ -93,11 +93,14 @@ _CONNECTING: Final = (
     "dns resolution",
     "no route to host",
 )
+_OTHER_NAME: Final = "the server's certificate does not name this host, or not the role that the server must have"
 _TLS_HINTS: Final = {
-    "certificate_verify_failed": "ca_file does not hold the authority that signed the server's certificate",
-    "wrong_version_number": "the server speaks plaintext; give it a certificate, or leave out ca_file",
-    "hostname verification": "the server's certificate does not name this host",
-    "peer name": "the server's certificate does not name this host",
+    "certificate_verify_failed": "no authority that we trust has signed its certificate: is the secret that of this "
+    "job, or does --tls-ca (AXON_PS_TLS_CA) not hold the server's authority?",
+    "wrong_version_number": "the server speaks plaintext; give it a certificate, or leave out --tls and --tls-ca here "
+    "(AXON_PS_INSECURE=1 if it was started with --insecure)",
+    "hostname verification": _OTHER_NAME,
+    "peer name": _OTHER_NAME,
 }
 _BROKEN: Final = ("rst_stream", "stream removed", "socket closed", "connection reset", "goaway", "broken pipe")
 
@@ -193,7 +196,10 @@ def _not_connected(peer: str, details: str) -> AxonError:
         if sign in lower:
             return PermissionDenied(f"no TLS connection to {peer}: {hint} ({details})")
     if "socket closed" in lower:
-        hint = "somebody listens but hangs up; it may want TLS (ca_file) or a client's certificate (mutual TLS)"
+        hint = (
+            "somebody listens but hangs up; it may want TLS (--tls, or --tls-ca, AXON_PS_TLS_CA), or a client's "
+            "certificate (mutual TLS) that its authority has signed and that has not expired"
+        )
     else:
         hint = "is the address right and the server up?"
     return Unreachable(f"nobody answers at {peer}: {hint} ({details})")

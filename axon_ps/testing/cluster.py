@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import dataclasses
 import os
 import secrets
 import signal
@@ -26,6 +27,7 @@ from axon_ps.rpc.security import Security
 from axon_ps.storage.files import absolute
 from axon_ps.testing.workers import WorkerProcess, WorkerResult, fork_server, results_of
 from axon_ps.types import Role
+from axon_ps.worker.environment import security_variables
 
 if TYPE_CHECKING:
     from axon_ps.coordinator.core.events import Status
@@ -45,7 +47,7 @@ class LocalCluster:
         world_size: workers the job starts with.
         job: name of the job.
         token: the job's token; None = a random one, "" = none.
-        security: certificates, for TLS; its token is not used.
+        security: how connections are secured; its token is not used.
         min_workers: the fewest workers to continue with; None = all.
         lease_s: seconds of silence after which a member is lost.
         step_timeout_s: seconds that a step waits for a worker that takes no part; None = for ever.
@@ -194,8 +196,7 @@ class LocalCluster:
     @property
     def security(self) -> Security:
         """Token and certificates for a client of this cluster."""
-        s = self._security
-        return Security(token=self.token, ca_file=s.ca_file, cert_file=s.cert_file, key_file=s.key_file)
+        return dataclasses.replace(self._security, token=self.token, mutual=False)
 
     def env(self, rank: int, world_size: int | None = None) -> dict[str, str]:
         """The variables by which a worker joins this cluster, as `axon-ps run` sets them.
@@ -421,15 +422,7 @@ class LocalCluster:
         return address
 
     def _common_environment(self) -> dict[str, str]:
-        s = self._security
-        values = {
-            "AXON_PS_JOB": self.job,
-            "AXON_PS_TOKEN": self.token,
-            "AXON_PS_TLS_CA": s.ca_file,
-            "AXON_PS_TLS_CERT": s.cert_file,
-            "AXON_PS_TLS_KEY": s.key_file,
-        }
-        return {name: value for name, value in values.items() if value} | self._environment
+        return {"AXON_PS_JOB": self.job, **security_variables(self.security), **self._environment}
 
     def _service_environment(self) -> dict[str, str]:
         values = {"AXON_PS_LOG": "plain"} | ({"AXON_PS_OBSERVER_TOKEN": self.observer_token} if self.token else {})

@@ -11,10 +11,13 @@ import re
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from axon_ps.errors import ConfigurationError
 from axon_ps.observe.tracing.tracer import NO_TRACES, TracePolicy
-from axon_ps.rpc.security import Security
+from axon_ps.rpc.auth.certificates import LIFETIME_S
+from axon_ps.rpc.auth.identity import Principal
+from axon_ps.rpc.security import Security, in_directory
 
 DEFAULT_JOB = "default"
 DEFAULT_MASTER_PORT = 29500
@@ -170,6 +173,9 @@ class WorkerConfig:
     http_host: str = "127.0.0.1"
     tracing: TracePolicy = NO_TRACES
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "security", self.security.acting(Principal.WORKER, self.job))
+
 
 def worker_config(env: Mapping[str, str]) -> WorkerConfig:
     """Read a worker's configuration from environment variables; docs/environment.md lists them.
@@ -222,13 +228,39 @@ def security_of(env: Mapping[str, str]) -> Security:
     Raises:
         ConfigurationError: they do not go together, or the token's file cannot be read.
     """
+    files = {
+        "ca_file": env.get("AXON_PS_TLS_CA", ""),
+        "cert_file": env.get("AXON_PS_TLS_CERT", ""),
+        "key_file": env.get("AXON_PS_TLS_KEY", ""),
+    }
+    token = env.get("AXON_PS_TOKEN", "")
     return Security(
-        token=_token(env),
-        ca_file=env.get("AXON_PS_TLS_CA", ""),
-        cert_file=env.get("AXON_PS_TLS_CERT", ""),
-        key_file=env.get("AXON_PS_TLS_KEY", ""),
+        token=token,
+        token_file="" if token else env.get("AXON_PS_TOKEN_FILE", ""),
+        spiffe_pattern=env.get("AXON_PS_SPIFFE_PATTERN", ""),
+        tls=env.get("AXON_PS_TLS", "").lower() in _TRUE,
+        lifetime_s=_seconds(env, "AXON_PS_TLS_LIFETIME_S", LIFETIME_S),
+        **in_directory(env.get("AXON_PS_TLS_DIR", ""), files),
         insecure=env.get("AXON_PS_INSECURE", "").lower() in _TRUE,
     )
+
+
+def security_variables(security: Security) -> dict[str, str]:
+    """The variables by which a child process gets the same; the inverse of `security_of`."""
+    directory = security.spiffe and str(Path(security.cert_file).parent)
+    values = {
+        "AXON_PS_TOKEN": security.token,
+        "AXON_PS_TOKEN_FILE": security.token_file,
+        "AXON_PS_TLS_CA": "" if directory else security.ca_file,
+        "AXON_PS_TLS_CERT": "" if directory else security.cert_file,
+        "AXON_PS_TLS_KEY": "" if directory else security.key_file,
+        "AXON_PS_TLS_DIR": directory or "",
+        "AXON_PS_SPIFFE_PATTERN": security.spiffe_pattern,
+        "AXON_PS_TLS": "1" if security.tls else "",
+        "AXON_PS_TLS_LIFETIME_S": "" if security.lifetime_s == LIFETIME_S else str(security.lifetime_s),
+        "AXON_PS_INSECURE": "1" if security.insecure else "",
+    }
+    return {name: value for name, value in values.items() if value}
 
 
 def node_of(env: Mapping[str, str]) -> str:
@@ -271,15 +303,12 @@ def _coordinator(env: Mapping[str, str]) -> str:
     return address
 
 
-def _token(env: Mapping[str, str]) -> str:
-    path = env.get("AXON_PS_TOKEN_FILE", "")
-    if not path:
-        return env.get("AXON_PS_TOKEN", "")
+def _seconds(env: Mapping[str, str], name: str, default: float) -> float:
+    text = env.get(name, "")
     try:
-        with open(path, encoding="utf-8") as file:
-            return file.read().strip()
-    except OSError as error:
-        raise ConfigurationError(f"AXON_PS_TOKEN_FILE is {path!r}, which cannot be read: {error.strerror}") from error
+        return float(text) if text else default
+    except ValueError:
+        raise ConfigurationError(f"{name} is {text!r}; it must be a number of seconds") from None
 
 
 def _tasks_here(env: Mapping[str, str]) -> int:

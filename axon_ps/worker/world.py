@@ -619,6 +619,7 @@ class World:
 
             own = Source(kind="worker", read=self.statistics, histograms=self.models.histograms)
             self._http = endpoint(self._config, self.rank, own, self._coordinator.tracer.statistics)
+            self._http.refuse(self._coordinator.revocations)
             self._loop.run(self._http.start(), _HTTP_START_S)
 
     def _make_grpc(self, context: GroupContext) -> Backend:

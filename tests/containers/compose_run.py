@@ -25,7 +25,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 import _report  # noqa: E402
 from watch import SMALL, Watch, address_of, output_of  # noqa: E402
 
-PROJECT, TOKEN = "axon-ps-test", "of-a-test"
+PROJECT, TOKEN = "axon-ps-test", "the-random-secret-of-a-test"
 BASE = "python:3.11-slim-bookworm"
 LIMITS_MB = {"coordinator": 450, "shard": 450, "worker": 1500}
 PUBLISHED_BASE_MB = 130

@@ -19,6 +19,7 @@ from typing import Any
 import yaml
 
 from axon_ps.errors import AxonError
+from axon_ps.rpc.auth.identity import Principal
 from axon_ps.rpc.health import SERVING, health_of
 from axon_ps.rpc.security import Security
 from watch import address_of, output_of
@@ -151,7 +152,7 @@ class Pods:
         """
         probe = self._running[pod]["containers"][0]["readinessProbe"]
         deadline = time.monotonic() + timeout_s
-        while not self._passes(pod, probe["grpc"]):
+        while not self._passes(pod, probe["exec"]["command"]):
             assert time.monotonic() < deadline, f"{pod} is not ready:\n{self.logs(pod)}"
             time.sleep(probe["periodSeconds"])
 
@@ -164,9 +165,12 @@ class Pods:
         done = subprocess.run(["docker", "logs", "--tail", "40", self._container(pod)], capture_output=True, text=True)
         return done.stdout + done.stderr
 
-    def _passes(self, pod: str, probe: Manifest) -> bool:
-        address = self.address(pod, probe["port"])
-        health = health_of(address, Security(insecure=True), service=probe.get("service", ""), timeout_s=5.0)
+    def _passes(self, pod: str, command: Sequence[str]) -> bool:
+        """Whether `axon-ps health HOST:PORT [--service NAME]` of a probe would succeed, asked from here."""
+        address = self.address(pod, int(command[2].rpartition(":")[2]))
+        service = command[4] if len(command) > 3 else ""
+        security = Security(token=self._secrets["axon-ps"]["token"], tls=True).acting(Principal.OPERATOR, "default")
+        health = health_of(address, security, service=service, timeout_s=5.0)
         try:
             return asyncio.run(health) == SERVING
         except AxonError:

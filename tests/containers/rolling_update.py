@@ -21,7 +21,7 @@ import _report  # noqa: E402
 from pods import Pods, rendered  # noqa: E402
 from watch import SMALL, Watch  # noqa: E402
 
-TOKEN = "of-a-test"
+TOKEN = "the-random-secret-of-a-test"
 SHARD, COORDINATOR = "axon-ps-shard", "axon-ps-coordinator"
 SERVERS, WORKERS = 3, 2
 

@@ -62,7 +62,7 @@ class Watch:
     """
 
     def __init__(self, address: Callable[[], str], token: str) -> None:
-        self._address, self._security = address, Security(token=token, insecure=True)
+        self._address, self._security = address, Security(token=token, tls=True)
         self._changed = threading.Condition()
         self._over = False
         self._status: Status | None = None

@@ -189,7 +189,7 @@ CHUNKS = {
 async def push(address: str, token: str, message: bytes) -> None:
     channel = connect(address, Security(token=token))
     try:
-        stream = Stub(channel, SHARD, token).open("ReduceScatter", timeout_s=5.0)
+        stream = Stub(channel, SHARD, Security(token=token)).open("ReduceScatter", timeout_s=5.0)
         await stream.write(message)
         await stream.read()
     finally:

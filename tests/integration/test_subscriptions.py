@@ -53,7 +53,11 @@ class Running:
             channel = connect(address, Security())
             try:
                 request = shard_pb2.StatsRequest(context=common_pb2.CallContext(job=self.cluster.job))
-                stub = Stub(channel, shard_pb2.DESCRIPTOR.services_by_name["Shard"], self.cluster.observer_token)
+                stub = Stub(
+                    channel,
+                    shard_pb2.DESCRIPTOR.services_by_name["Shard"],
+                    Security(token=self.cluster.observer_token),
+                )
                 return dict((await stub.call("Stats", request, timeout_s=10.0)).values)
             finally:
                 await channel.close()

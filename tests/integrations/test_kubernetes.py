@@ -206,7 +206,8 @@ def test_pods_are_confined_and_fit_together(manifests: list[Manifest]) -> None:
 
 def test_probes_ask_what_is_served(manifests: list[Manifest]) -> None:
     (config,) = [m for m in manifests if m["kind"] == "ConfigMap"]
-    encrypted = config["data"]["AXON_PS_INSECURE"] == "0"
+    assert "AXON_PS_INSECURE" not in config["data"]
+    assert (config["data"]["AXON_PS_TLS"] == "1") != ("AXON_PS_TLS_CA" in config["data"])
     for kind, template in pod_templates(manifests):
         (container,) = template["spec"]["containers"]
         if kind != "StatefulSet":
@@ -215,11 +216,8 @@ def test_probes_ask_what_is_served(manifests: list[Manifest]) -> None:
         for name in ("startupProbe", "livenessProbe", "readinessProbe"):
             probe = container[name]
             copies = container["name"] == "shard" and name == "readinessProbe"
-            if encrypted:
-                asked = understood(probe["exec"]["command"][1:])
-                assert (asked["address"], "Shard" in asked["service"]) == (f"127.0.0.1:{port}", copies)
-            else:
-                assert probe["grpc"] == {"port": port, **({"service": "axon_ps.wire.v1.Shard"} if copies else {})}
+            asked = understood(probe["exec"]["command"][1:])
+            assert (asked["address"], "Shard" in asked["service"]) == (f"127.0.0.1:{port}", copies)
 
 
 def test_the_chart_with_its_own_values_is_the_kustomization() -> None:
@@ -244,8 +242,9 @@ def test_the_monitor_finds_the_ports_that_containers_have(way: str, tmp_path: Pa
     found = with_metrics(tmp_path) if way == "kustomize" else charted(values)
     (monitor,) = [m for m in found if m["kind"] == "ServiceMonitor"]
     (endpoint,) = monitor["spec"]["endpoints"]
-    assert endpoint["authorization"] == {"credentials": {"name": "axon-ps", "key": "token"}}
-    assert endpoint.get("scheme") == ("https" if tls else None)
+    assert endpoint["authorization"] == {"credentials": {"name": "axon-ps", "key": "observer"}}
+    assert endpoint["scheme"] == "https"
+    assert ("ca" in endpoint["tlsConfig"]) == tls != ("insecureSkipVerify" in endpoint["tlsConfig"])
     wanted = monitor["spec"]["selector"]["matchLabels"].items()
     services = [m for m in found if m["kind"] == "Service" and wanted <= m["metadata"]["labels"].items()]
     assert len(services) == 2
@@ -255,6 +254,7 @@ def test_the_monitor_finds_the_ports_that_containers_have(way: str, tmp_path: Pa
         ports = {p["name"]: p["containerPort"] for p in container.get("ports", ())}
         its = {e["name"]: e.get("value") for e in container["env"]}
         assert its.get("AXON_PS_HTTP_PORT") == ("9090" if kind == "StatefulSet" else None)
+        assert ("AXON_PS_OBSERVER_TOKEN" in its) == (kind == "StatefulSet")
         assert ports.get("http") == (9090 if kind == "StatefulSet" else None)
     (policy,) = [m for m in found if m["metadata"]["name"] == "axon-ps-metrics"]
     assert policy["spec"]["ingress"][0]["ports"] == [{"port": "http"}]

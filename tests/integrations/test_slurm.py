@@ -83,7 +83,7 @@ def test_a_worker_that_fails_is_started_again_and_nothing_is_left(submitted: Sta
         "sum 0 localhost 3.0",
         "sum 1 localhost 3.0",
     ]
-    assert {p.name for p in (tmp_path / "run").iterdir()} == {"tls.crt", "openssl.log"}, "the secrets are gone"
+    assert {p.name for p in (tmp_path / "run").iterdir()} == set(), "the secret is gone"
 
 
 @pytest.mark.parametrize("submitted", ["waits"], indirect=True)
@@ -93,8 +93,7 @@ def test_at_slurms_signal_all_end_and_the_job_is_queued_again(submitted: Started
     while sum(line.startswith("waits") for line in said) < 2:
         said.append(submitted.stdout.readline())
         assert said[-1], said
-    for secret in ("token", "tls.key"):
-        assert stat.S_IMODE((tmp_path / "run" / secret).stat().st_mode) == 0o600
+    assert stat.S_IMODE((tmp_path / "run" / "token").stat().st_mode) == 0o600
     os.kill(submitted.pid, signal.SIGUSR1)
     out, _ = submitted.communicate(timeout=END_S)
     assert submitted.returncode == 0, out

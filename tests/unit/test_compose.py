@@ -18,6 +18,9 @@ from parsed_commands import entry_point, understood
 
 ROOT = Path(__file__).parents[2]
 SERVICES = ("coordinator", "shard", "worker")
+MAKES_SECRET = "secret"
+"""The service that makes the job's secret, and ends."""
+
 COMPOSE: Mapping[str, Any] = yaml.safe_load((ROOT / "docker-compose.yml").read_text(encoding="utf-8"))
 
 
@@ -43,20 +46,41 @@ def interpolated(text: str) -> str:
     return re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", text)
 
 
-@pytest.mark.parametrize("name", sorted(COMPOSE["services"]))
+JOB = {name: service for name, service in COMPOSE["services"].items() if name != MAKES_SECRET}
+"""The services of the job."""
+
+
+def test_the_secret_is_made_first_and_everybody_gets_it() -> None:
+    maker = COMPOSE["services"][MAKES_SECRET]
+    program, *arguments = maker["entrypoint"]
+    asked = understood(arguments)
+    assert (program, asked["if_missing"]) == ("axon-ps", True)
+    (mounted,) = maker["volumes"]
+    assert str(asked["file"]).startswith(mounted.partition(":")[2] + "/")
+    assert "-m 700 /secret" in dockerfile(image_of(maker))  # a new volume is as the image has it
+    for service in JOB.values():
+        assert service["environment"]["AXON_PS_TOKEN_FILE"] == str(asked["file"])
+        assert f"{mounted}:ro" in service["volumes"]
+        assert "--insecure" not in service.get("command", ())
+    for name in ("coordinator", "shard"):  # and the workers wait for these
+        assert JOB[name]["depends_on"][MAKES_SECRET] == {"condition": "service_completed_successfully"}
+
+
+@pytest.mark.parametrize("name", sorted(JOB))
 def test_a_services_command_is_understood(name: str) -> None:
     service = COMPOSE["services"][name]
     image = image_of(service)
     assert image in SERVICES
     assert service["build"]["dockerfile"] == f"services/{image}/Dockerfile"
     assert instruction(image, "ENTRYPOINT") == ["python", "/app/main.py"]
-    understood([*entry_point(image), *map(interpolated, service["command"])])
+    understood([*entry_point(image), *map(interpolated, service.get("command", ()))])
 
 
 def test_the_cluster_fits_together() -> None:
-    services = COMPOSE["services"]
+    services = JOB
     commands = {
-        n: understood([*entry_point(image_of(s)), *map(interpolated, s["command"])]) for n, s in services.items()
+        n: understood([*entry_point(image_of(s)), *map(interpolated, s.get("command", ()))])
+        for n, s in services.items()
     }
     (coordinator,) = [n for n, s in services.items() if image_of(s) == "coordinator"]
     (shard,) = [n for n, s in services.items() if image_of(s) == "shard"]
@@ -86,20 +110,21 @@ def test_cpu_is_what_one_gets_and_cuda_a_profile() -> None:
     assert device["capabilities"] == ["gpu"]
 
 
-@pytest.mark.parametrize("name", sorted(COMPOSE["services"]))
-def test_every_variable_is_read_by_somebody(name: str) -> None:
+@pytest.mark.parametrize("name", sorted(JOB))
+def test_every_variable_is_read_by_somebody(name: str, tmp_path: Path) -> None:
     ours = {f"{PREFIX}{field.upper()}" for field in Settings.model_fields}
     for variable in COMPOSE["services"][name]["environment"]:
         assert variable in ours or not variable.startswith(PREFIX)
     environment = {k: interpolated(str(v)) for k, v in COMPOSE["services"][name]["environment"].items()}
-    config = worker_config(environment)
-    assert config.security.token
+    (tmp_path / "token").write_text("the-secret\n")
+    config = worker_config(environment | {"AXON_PS_TOKEN_FILE": str(tmp_path / "token")})
+    assert config.security.tokens() == ("the-secret",)
     assert config.job == environment["AXON_PS_JOB"]
 
 
 def test_what_the_workers_run_is_in_the_image_and_takes_their_options() -> None:
     assert "COPY examples /app/examples" in dockerfile("worker")
-    for service in COMPOSE["services"].values():
+    for service in JOB.values():
         if image_of(service) != "worker":
             continue
         program = understood([*entry_point("worker"), *map(interpolated, service["command"])])["program"]
@@ -156,7 +181,7 @@ def test_dockerfiles_differ_only_where_they_must() -> None:
 
 
 def test_compose_waits_longer_than_services_drain() -> None:
-    for service in COMPOSE["services"].values():
+    for service in JOB.values():
         if image_of(service) != "worker":
             drain_s = int(service["environment"].get("AXON_PS_DRAIN_S", 0))
             assert int(str(service["stop_grace_period"]).rstrip("s")) > drain_s + DRAIN_S
@@ -171,7 +196,7 @@ def test_what_is_copied_into_the_images_is_not_ignored() -> None:
 
 
 def test_what_dies_is_started_again() -> None:
-    for service in COMPOSE["services"].values():
+    for service in JOB.values():
         assert str(service["restart"]).startswith("on-failure")
         if image_of(service) == "worker":
             assert str(service["restart"]) != "on-failure", "a program that always fails ends some time"

@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable
 
 from axon_ps.errors import Closed, Timeout
+from axon_ps.rpc.auth.identity import Principal
 from axon_ps.rpc.channels import Channel, connect
 from axon_ps.rpc.deadlines import Deadline
 from axon_ps.rpc.security import Security
@@ -89,8 +90,8 @@ class Peers:
             await self.wait(deadline.remaining())
         self._check_open()
         if key not in self._stubs:
-            channel = connect(member.address, self._security, connection=key[1])
-            self._stubs[key] = member.address, channel, Stub(channel, _SERVICE, self._security.token)
+            channel = connect(member.address, self._security, connection=key[1], to=Principal.SHARD)
+            self._stubs[key] = member.address, channel, Stub(channel, _SERVICE, self._security)
         return self._stubs[key][2]
 
     async def wait(self, timeout_s: float) -> None:

@@ -159,7 +159,7 @@ class _Launcher:
             self._console.source(name),
             [*PYTHON, "-m", "axon_ps.cli.main", *command, *security],
             child_environment(
-                settings.environment(token=self._launch.token)
+                self._settings_of_children()
                 | self._node()
                 | {"AXON_PS_LOG": settings.log.value, "AXON_PS_LOG_LEVEL": settings.log_level or "WARNING"}
             ),
@@ -180,6 +180,10 @@ class _Launcher:
             command += ["--token-file", str(token_file)]
         if settings.tls_ca:
             command += ["--tls-ca", settings.tls_ca]
+        if settings.tls_dir:
+            command += ["--tls-dir", settings.tls_dir]
+        if self._launch.tls:
+            command += ["--tls"]
         self._console.print(f"axon-ps: to watch it from another terminal: {' '.join(command)}")
         if self._url:
             asks = f" (it asks for the token in {token_file})" if token_file else ""
@@ -213,7 +217,10 @@ class _Launcher:
             variables["OMP_NUM_THREADS"] = str(max(1, self._cpus // launch.nproc_per_node))
         if sys.stderr.isatty():
             variables["COLUMNS"] = str(max(40, os.get_terminal_size(sys.stderr.fileno()).columns - len("[worker 00] ")))
-        return child_environment(self._settings.environment(token=launch.token) | self._node() | variables)
+        return child_environment(self._settings_of_children() | self._node() | variables)
+
+    def _settings_of_children(self) -> dict[str, str]:
+        return self._settings.environment(token=self._launch.token) | ({"AXON_PS_TLS": "1"} if self._launch.tls else {})
 
     def _node(self) -> dict[str, str]:
         """Launches on one host with several --node-rank are several nodes; otherwise the host name is the node."""

@@ -31,7 +31,8 @@ class Launch:
         checkpoint_limit: how many of them remain.
         replication: how many shard servers hold each slice; 0 = two, if there are as many.
         connect_timeout_s: how long to wait for a coordinator that this launch does not start.
-        token: the job's token.
+        token: the job's secret.
+        tls: whether its processes use mutual TLS by the job's own authority, on loopback, too.
         http_port: of the embedded coordinator's HTTP endpoint; shard servers of this node have the next ones, then its
             workers. 0 = any free one for each, None = there are none.
     """
@@ -58,6 +59,7 @@ class Launch:
     replication: int
     connect_timeout_s: float
     token: str
+    tls: bool
     http_port: int | None = None
 
     @property

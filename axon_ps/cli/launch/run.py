@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import secrets
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any
@@ -88,6 +87,8 @@ def run(
     tls_ca: o.TlsCa = None,
     tls_cert: o.TlsCert = None,
     tls_key: o.TlsKey = None,
+    tls_dir: o.TlsDir = None,
+    tls: o.Tls = None,
     insecure: o.Insecure = None,
     config: o.Config = None,
     log: o.Log = None,
@@ -96,15 +97,17 @@ def run(
     """Start a cluster on this machine, run a script on it with N workers, and end everything with it."""
     from axon_ps.cli.launch.perform import perform
     from axon_ps.cli.settings import load
+    from axon_ps.rpc.auth.tokens import check_strong
 
     settings = load(
         config, coordinator=coordinator, checkpoint_dir=checkpoint_dir, job=job, plugins=plugins, token=token,
-        token_file=token_file, tls_ca=tls_ca, tls_cert=tls_cert, tls_key=tls_key, insecure=insecure, log=log,
-        log_level=log_level, http_port=http_port, trace_every=trace_every,
+        token_file=token_file, tls_ca=tls_ca, tls_cert=tls_cert, tls_key=tls_key, tls_dir=tls_dir, tls=tls,
+        insecure=insecure, log=log, log_level=log_level, http_port=http_port, trace_every=trace_every,
     )  # fmt: skip
     embedded = not settings.coordinator
     if node_rank is None:
         node_rank = -1 if nnodes > 1 and not embedded else 0
+    listens_at = host or ("127.0.0.1" if nnodes == 1 else "0.0.0.0")
     launch = Launch(
         program=_program(program, module=module),
         nproc_per_node=nproc_per_node,
@@ -118,7 +121,7 @@ def run(
         master_addr=master_addr,
         master_port=master_port if master_port is not None else DEFAULT_MASTER_PORT * (nnodes > 1),
         coordinator_port=_coordinator_port(coordinator_port, master_port, nnodes),
-        host=host or ("127.0.0.1" if nnodes == 1 else "0.0.0.0"),
+        host=listens_at,
         advertise=advertise,
         state=state,
         resume=_resume(resume, settings.checkpoint_dir, by_itself=bool(checkpoint_every)),
@@ -128,9 +131,14 @@ def run(
         replication=replication,
         connect_timeout_s=connect_timeout_s,
         token=_token(settings, nnodes=nnodes, embedded=embedded),
+        tls=settings.tls or (embedded and _uses_own_authority(settings, listens_at)),
         http_port=settings.http_port,
     )
     _check(launch, embedded=embedded)
+    if launch.tls:
+        check_strong(
+            launch.token, "mutual TLS among the job's processes", "; or give --tls-cert and --tls-key, or --insecure"
+        )
     leave(asyncio.run(perform(launch, settings)))
 
 
@@ -150,17 +158,26 @@ def _coordinator_port(given: int | None, master_port: int | None, nnodes: int) -
 
 
 def _token(settings: Settings, *, nnodes: int, embedded: bool) -> str:
+    from axon_ps.rpc.auth.tokens import new_secret
+
     token = settings.resolved_token
     if token or not embedded:
         return token
     if nnodes == 1:
-        return secrets.token_urlsafe(24)
+        return new_secret()
     if not settings.insecure:
         raise ConfigurationError(
-            "a job on several machines needs the same token on each: set AXON_PS_TOKEN or give --token-file "
-            "(or --insecure to go without)"
+            "a job on several machines needs the same secret on each: `axon-ps auth init FILE` makes one for "
+            "--token-file or AXON_PS_TOKEN (or --insecure to go without)"
         )
     return ""
+
+
+def _uses_own_authority(settings: Settings, host: str) -> bool:
+    """Whether services listen for the network, and neither certificates nor --insecure are given."""
+    from axon_ps.rpc.auth.loopback import is_loopback
+
+    return not (is_loopback(host) or settings.insecure or settings.tls_cert or settings.tls_dir)
 
 
 def _resume(resume: str, checkpoint_dir: str, *, by_itself: bool) -> str:

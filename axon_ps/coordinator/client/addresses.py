@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
 
+from axon_ps.rpc.auth.identity import Principal
 from axon_ps.rpc.channels import Channel, connect, join_address, split_address, split_addresses, until_connected
 from axon_ps.rpc.in_process import is_in_process
 from axon_ps.rpc.security import Security
@@ -63,7 +64,11 @@ class Addresses:
 
     def connect(self, security: Security) -> Channel:
         """A channel to the present place; see `rpc.channels.connect`."""
-        return connect(self.present.address, security, name=self.present.name)
+        return self.connect_to(self.present, security)
+
+    def connect_to(self, place: Place, security: Security) -> Channel:
+        """A channel to a place."""
+        return connect(place.address, security, name=place.name, to=Principal.COORDINATOR)
 
     async def until_connected(self, channel: Channel) -> None:
         """Return when a channel of `connect` can be used; at once where there is no other place to try.

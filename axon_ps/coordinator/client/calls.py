@@ -21,7 +21,7 @@ from axon_ps.rpc.service import Stub
 from axon_ps.sharding.job import JobSpec
 from axon_ps.types import Membership, OptimizerSpec
 from axon_ps.wire import codec
-from axon_ps.wire.v1 import common_pb2, coordinator_pb2, placement_pb2, status_pb2, trace_pb2
+from axon_ps.wire.v1 import common_pb2, coordinator_pb2, placement_pb2, revocation_pb2, status_pb2, trace_pb2
 
 DEFAULT_TIMEOUT_S = 60.0
 """Deadline of a call that waits for no other member."""
@@ -253,6 +253,25 @@ class Calls(ABC):
         request = placement_pb2.DrainRequest(context=self.context(), rank=rank)
         reply = await self._call("Drain", lambda: request, Deadline(timeout_s), again=_RETRY_IDEMPOTENT)
         return int(reply.slices)
+
+    async def revoke(
+        self, target: str, reason: str = "", timeout_s: float | None = DEFAULT_TIMEOUT_S
+    ) -> revocation_pb2.RevokeReply:
+        """Have credentials hold no more, everywhere in the job; a member that had them is lost within a second.
+
+        Args:
+            target: the id of a token, the serial number of a certificate, or a member: "worker/3".
+            reason: what whoever is refused is told.
+            timeout_s: seconds it may take.
+
+        Raises:
+            InvalidRequest: there is no such member, or it has shown nothing of its own that could be revoked.
+        """
+        request = revocation_pb2.RevokeRequest(context=self.context(), target=target, reason=reason)
+        reply: revocation_pb2.RevokeReply = await self._call(
+            "Revoke", lambda: request, Deadline(timeout_s), again=_RETRY_IDEMPOTENT
+        )
+        return reply
 
     async def trace(self, first: int, steps: int, timeout_s: float, *, model: str = "") -> trace_pb2.TraceReply:
         """Have all members record the spans of steps, and return them when these are over.

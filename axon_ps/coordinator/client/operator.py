@@ -9,13 +9,16 @@ from typing import Any, Final
 from axon_ps.coordinator.client.addresses import CONNECT_S, Addresses, Place
 from axon_ps.coordinator.client.calls import Calls
 from axon_ps.errors import AxonError, Broken, Busy, Timeout, Unreachable
-from axon_ps.rpc.channels import Channel, connect
+from axon_ps.rpc.auth.identity import Principal
+from axon_ps.rpc.channels import Channel
 from axon_ps.rpc.deadlines import Deadline, retry
 from axon_ps.rpc.health import SERVING, health_of
 from axon_ps.rpc.security import Security
 from axon_ps.rpc.service import Stub
 from axon_ps.rpc.stream import EOF, Stream
 from axon_ps.wire.v1 import common_pb2, coordinator_pb2, logs_pb2, watch_pb2
+
+DEFAULT_JOB: Final = "default"
 
 SERVICE = coordinator_pb2.DESCRIPTOR.services_by_name["Coordinator"]
 """Descriptor of the coordinator's service."""
@@ -41,7 +44,7 @@ class OperatorClient(Calls):
     def __init__(self, address: str, *, security: Security, job: str = "", retries: bool = False) -> None:
         self.retries = retries
         self._job = job
-        self._security = security
+        self._security = security.acting(Principal.OPERATOR, job or DEFAULT_JOB)
         self._addresses = Addresses(address)
         self._connecting = asyncio.Lock()
         self._place: Place | None = None
@@ -110,8 +113,8 @@ class OperatorClient(Calls):
             place = await self._leader() if len(self._addresses) > 1 else self._addresses.present
             if self._stub is None or place != self._place:
                 await self.close()
-                self._place, self._channel = place, connect(place.address, self._security, name=place.name)
-                self._stub = Stub(self._channel, SERVICE, self._security.token)
+                self._place, self._channel = place, self._addresses.connect_to(place, self._security)
+                self._stub = Stub(self._channel, SERVICE, self._security)
             return self._stub
 
     async def _leader(self) -> Place:
@@ -122,7 +125,14 @@ class OperatorClient(Calls):
         """
         places = list(self._addresses)
         asked = (
-            health_of(p.address, self._security, service=SERVICE.full_name, timeout_s=CONNECT_S, name=p.name)
+            health_of(
+                p.address,
+                self._security,
+                service=SERVICE.full_name,
+                timeout_s=CONNECT_S,
+                name=p.name,
+                to=Principal.COORDINATOR,
+            )
             for p in places
         )
         answers = dict(zip(places, await asyncio.gather(*asked, return_exceptions=True), strict=True))

@@ -37,6 +37,7 @@ from axon_ps.coordinator.core.events import (
     Ready,
     Registered,
     RestoreOrder,
+    RevokedNames,
     ServerEvent,
     ServerMemory,
     SessionLost,
@@ -73,6 +74,8 @@ from axon_ps.observe.log_buffer import LogBuffer, collect
 from axon_ps.observe.reminders import reminder_pauses
 from axon_ps.observe.tracing.span import TraceOrder
 from axon_ps.observe.tracing.tracer import Collection, Tracer
+from axon_ps.rpc.auth import credentials as auth
+from axon_ps.rpc.auth.identity import Principal
 from axon_ps.rpc.deadlines import Deadline
 from axon_ps.rpc.security import Security
 from axon_ps.rpc.service import Stub
@@ -112,6 +115,7 @@ MEASURE_S: Final = 1.0
 """How often a member sends what it measures, however much else it sends."""
 
 _logger = logging.getLogger(__name__)
+_PRINCIPALS: Final = {Role.WORKER: Principal.WORKER, Role.SHARD: Principal.SHARD}
 _TEMPORARY: Final = (Broken, Busy, GenerationChanged)
 """Errors of a session after which joining again may succeed; every other one is final."""
 
@@ -144,6 +148,7 @@ class CoordinatorClient(Calls):
         memory: shard server: returns the memory that it has for parameters; None = it does not say.
         state_id: id of the job's durable state, the same for all members; empty before the first Welcome.
         tracer: this member's spans; those that the coordinator orders are sent to it.
+        revocations: what the servers of this process refuse: gets what the job has revoked.
     """
 
     def __init__(
@@ -177,12 +182,12 @@ class CoordinatorClient(Calls):
         self.log: LogBuffer | None = None
         self.memory: Callable[[], ServerMemory | None] = lambda: None
         self.tracer = Tracer()
-        self.state_id = ""
+        self.state_id, self.revocations = "", auth.Revocations()
         self._listen_address = listen_address
         self._requested_rank = requested_rank
         self._standby = standby
         self._known = known
-        self._security = security
+        self._security = security.acting(_PRINCIPALS[role], job)
         self._on_event = on_event
         self._reconnect_timeout_s = reconnect_timeout_s
         self._random = random.Random(self.incarnation)
@@ -229,7 +234,7 @@ class CoordinatorClient(Calls):
             raise Misuse("this CoordinatorClient was started before; make a new one")
         self._loop = asyncio.get_running_loop()
         await self._addresses.look_up()
-        self.log = collect((self._security.token, self._security.observer_token))
+        self.log = collect(self._security.secrets())
         self._connect()
         self._remind()
         self._task = asyncio.create_task(self._run(Deadline(timeout_s)), name=f"session {self.incarnation[:8]}")
@@ -474,6 +479,8 @@ class CoordinatorClient(Calls):
                     await stream.write(heartbeat(self.measure, self.log))
 
     async def _receive(self, event: ServerEvent) -> None:
+        if isinstance(event, RevokedNames):
+            return self.revocations.set(event.reasons)
         if isinstance(event, TraceOrder):
             return self.tracer.order(event, self.spans)
         if isinstance(event, Welcome):
@@ -510,7 +517,7 @@ class CoordinatorClient(Calls):
 
     def _connect(self) -> None:
         self._channel = self._addresses.connect(self._security)
-        self._stub = Stub(self._channel, SERVICE, self._security.token)
+        self._stub = Stub(self._channel, SERVICE, self._security)
 
     def _reconnect(self) -> None:
         """A fresh channel, so that the next attempt connects at once instead of after gRPC's own back-off."""

@@ -13,7 +13,6 @@ from typing import Final
 from axon_ps.coordinator.client.addresses import Addresses, Place
 from axon_ps.coordinator.client.operator import SERVICE
 from axon_ps.errors import AxonError
-from axon_ps.rpc.channels import connect
 from axon_ps.rpc.security import Security
 from axon_ps.rpc.service import Stub
 from axon_ps.wire.v1 import common_pb2, coordinator_pb2
@@ -28,8 +27,8 @@ AGAIN_S: Final = 0.2
 async def successor(addresses: Addresses, security: Security, job: str) -> Place:
     """Return once a coordinator leads at another place than the present one; where. Cancel it to end it before."""
     places = list(addresses)
-    channels = [connect(place.address, security, name=place.name) for place in places]
-    stubs = {place: Stub(channel, SERVICE, security.token) for place, channel in zip(places, channels, strict=True)}
+    channels = [addresses.connect_to(place, security) for place in places]
+    stubs = {place: Stub(channel, SERVICE, security) for place, channel in zip(places, channels, strict=True)}
     present = stubs.pop(addresses.present)
     try:
         while True:

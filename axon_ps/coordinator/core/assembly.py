@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from axon_ps.coordinator.core import records
 from axon_ps.coordinator.core.actions import Outbox
 from axon_ps.coordinator.core.config import CoordinatorConfig
-from axon_ps.coordinator.core.events import Welcome
+from axon_ps.coordinator.core.events import RevokedNames, Welcome
 from axon_ps.coordinator.core.models import Model, Models
 from axon_ps.coordinator.core.placement.room import Room
 from axon_ps.coordinator.core.roster import Roster, RosterEntry
@@ -62,6 +62,7 @@ class Assembly:
         known = durable.membership
         self.generation = known.generation
         self._finished = list(known.finished)
+        self.revoked = dict(durable.revoked)  # by name, why; see `access.revocations`
         self._vacant = durable.vacant  # ranks of finished workers, which need no replacement
         self.draining = durable.draining
         self.needed_shards = durable.needed_shards or config.num_shards
@@ -144,6 +145,8 @@ class Assembly:
         to = [entry.session]
         is_shard = entry.member.role is Role.SHARD
         self._out.push(to, self.welcome(entry))
+        if self.revoked:
+            self._out.push(to, RevokedNames(reasons=dict(self.revoked)))
         for model in self._models:
             if not (joined and is_shard) or model.registration.is_holder(entry.member):
                 for decision in model.decisions:

@@ -130,7 +130,14 @@ class SessionRestored:
     """To our own process: the stream is up again, and all missed events have been delivered."""
 
 
-ServerEvent = Welcome | Membership | JobState | Decision | SnapshotOrder | RestoreOrder | TraceOrder
+@dataclass(frozen=True, kw_only=True)
+class RevokedNames:
+    """Everything that is revoked: ids of tokens, certificates and processes, and why."""
+
+    reasons: Mapping[str, str]
+
+
+ServerEvent = Welcome | Membership | JobState | Decision | SnapshotOrder | RestoreOrder | TraceOrder | RevokedNames
 """What the coordinator pushes."""
 
 Event = Membership | JobState | Decision | SnapshotOrder | RestoreOrder | SessionLost | SessionRestored
@@ -174,6 +181,8 @@ class JoinRequest:
         standby: worker: only to replace one that the job has lost.
         known: shard server: what it can make; None = it does not list it, and nothing is checked.
         memory: shard server: what it has for parameters; None = it does not say, and nothing is checked.
+        credentials: ids of the certificate and token that it has shown; by one of these it would be revoked.
+        makes_itself: whether it holds the job's secret, and so can make itself other credentials.
     """
 
     job: str
@@ -185,6 +194,8 @@ class JoinRequest:
     standby: bool = False
     known: KnownNames | None = None
     memory: ServerMemory | None = None
+    credentials: tuple[str, ...] = ()
+    makes_itself: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -294,6 +305,21 @@ class Registered:
     upload: bool
     generation: int = 0
     model: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class RevokeReply:
+    """What a revocation has done.
+
+    Attributes:
+        names: the ids and serial numbers that are revoked.
+        members: the members that were ended, by name.
+        has_secret: whether one of them can make itself other credentials.
+    """
+
+    names: tuple[str, ...]
+    members: tuple[str, ...]
+    has_secret: bool
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -122,7 +122,7 @@ class Members:
             self._out.push([session], a.membership)
             a.stepping.recheck_copies()
             self.placements.plan(now)
-        entry.known, entry.memory = request.known, request.memory
+        entry.joined_with(request)
 
     def leave(self, entry: RosterEntry, reason: str, now: float, *, finished: bool) -> None:
         """A member leaves; see Note: [Finished]."""
@@ -253,8 +253,7 @@ class Members:
         leaving, self._handover.leaving = self._handover.leaving, {}
         for each in joining.values():
             try:
-                admitted = self._admit(each.session, Role.SHARD, each.request, now)
-                admitted.known, admitted.memory = each.request.known, each.request.memory
+                self._admit(each.session, Role.SHARD, each.request, now).joined_with(each.request)
             except (Busy, InvalidRequest) as error:  # somebody else has taken its rank meanwhile
                 self._out.close(each.session, error)
                 self.change("a shard server that waited to join was refused", now=now)

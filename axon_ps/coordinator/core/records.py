@@ -32,7 +32,7 @@ from axon_ps.sharding.placement import Placement
 from axon_ps.storage.state_store.base import Record
 from axon_ps.types import Decision, Membership, ModelProgress, OptimizerSpec
 from axon_ps.wire import codec
-from axon_ps.wire.v1 import checkpoint_pb2, common_pb2, membership_pb2, session_pb2, state_pb2
+from axon_ps.wire.v1 import checkpoint_pb2, common_pb2, membership_pb2, revocation_pb2, session_pb2, state_pb2
 
 HISTORY = 16
 """How many decisions are retained for members that reconnect and may have missed some."""
@@ -103,6 +103,7 @@ class Durable:
     next_model: int = 1
     snapshot_id: int = 0
     kv: dict[str, bytes] = field(default_factory=dict)
+    revoked: dict[str, str] = field(default_factory=dict)
 
 
 def job_record(state_id: str, job: str, world_size: int, num_shards: int) -> Record:
@@ -210,6 +211,11 @@ def retained(decisions: Sequence[Decision], newest: Decision) -> list[Decision]:
     return [*(d for d in decisions if d.turn is None or d.turn.replica != turn.replica), newest]
 
 
+def revocations_record(reasons: Mapping[str, str]) -> Record:
+    """What is revoked, and why."""
+    return _record("revocations", revocation_pb2.RevocationsEvent(reasons=reasons))
+
+
 def kv_record(key: str, value: bytes | None) -> Record:
     """A value of the key-value store; None removes it."""
     return Record(_KV + key, value)
@@ -279,6 +285,7 @@ def _load(records: Mapping[str, bytes]) -> Durable:
         models={number: _model(records, number, name) for number, name in names.items()},
         next_model=1 if models is None else models.next,
         snapshot_id=_read(checkpoint_pb2.SnapshotOrder, records.get("orders", b"")).id,
+        revoked=dict(_read(revocation_pb2.RevocationsEvent, records.get("revocations", b"")).reasons),
         kv={k.removeprefix(_KV): v for k, v in records.items() if k.startswith(_KV)},
     )
 

@@ -36,6 +36,8 @@ class RosterEntry:
         memory: of a shard server, as it said when it joined; None = it did not.
         participated: whether a step has counted that a worker was in.
         full: whether a shard server has said that it has no memory for more.
+        credentials: ids of what it has shown when it joined.
+        makes_itself: whether it can make itself other credentials.
         asked_s: when another process first requested its rank, recently.
     """
 
@@ -47,7 +49,14 @@ class RosterEntry:
     memory: ServerMemory | None = None
     full: bool = False
     participated: bool = False
+    credentials: tuple[str, ...] = ()
+    makes_itself: bool = False
     asked_s: float = -math.inf
+
+    def joined_with(self, request: JoinRequest) -> None:
+        """Note what it has said and shown when it joined."""
+        self.known, self.memory = request.known, request.memory
+        self.credentials, self.makes_itself = request.credentials, request.makes_itself
 
     @property
     def name(self) -> str:

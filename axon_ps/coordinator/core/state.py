@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from axon_ps.coordinator.core import records
+from axon_ps.coordinator.core.access.revocations import RevocationList
 from axon_ps.coordinator.core.actions import Action, Outbox
 from axon_ps.coordinator.core.assembly import Assembly
 from axon_ps.coordinator.core.barriers import Barriers
@@ -99,6 +100,7 @@ class CoordinatorState:
             self._assembly, self._models, self._members, self._restores, self._out, config.copies
         )
         self._members.on_lost = self._ended
+        self.revocations = RevocationList(self._assembly, self._members, self._out)
         self.isolation = Isolation(self._assembly, config.lease_s, now)
         self.history = History(now, {model.number: model.step for model in self._models})
         self._out.persist([self._assembly.job_record(), *self._assembly.records()])

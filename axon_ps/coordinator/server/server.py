@@ -26,6 +26,7 @@ from axon_ps.errors import AxonError, Broken, StorageFull
 from axon_ps.observe.log_buffer import LogBuffer, collect
 from axon_ps.observe.metrics.sources import Source
 from axon_ps.observe.tracing.tracer import NO_TRACES, TracePolicy
+from axon_ps.rpc.auth.identity import Principal
 from axon_ps.rpc.channels import join_address, split_address
 from axon_ps.rpc.http import HttpServer, Route, healthz
 from axon_ps.rpc.metrics import metrics
@@ -75,14 +76,18 @@ async def serve(
     """
     switch = Switch(store)
     switch.tracer.start(tracing, "coordinator", {"axon_ps.job": config.job})
+    security = security.acting(Principal.COORDINATOR, config.job)
     server = listen(host, port, security, [service_handler(SERVICE, switch)], [SERVICE.full_name])
+
+    switch.revocations = server.revocations
 
     async def begin() -> None:
         ready(await server.start())
 
-    log = collect((security.token, security.observer_token))
+    log = collect(security.secrets())
     try:
         if http is not None:
+            http.refuse(server.revocations)
             metrics = _metrics(config.job, switch)
             http.add(healthz(lambda: switch.servicer is not None), metrics, *page_routes(switch))
             await http.start()
@@ -154,7 +159,7 @@ async def _lead(
     feed = Feed(shell)
     _note_beginning(state, shell, known=bool(durable and durable.membership.generation))
     try:
-        switch.servicer = servicer = CoordinatorServicer(shell, feed)
+        switch.servicer = servicer = CoordinatorServicer(shell, feed, switch.revocations)
         await begin()
         save = partial(servicer.save, background=True)
         checkpoints = automatic.AutomaticCheckpoints(shell, policy, save).run() if policy.directory else None

@@ -7,16 +7,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import logging
 import math
 from typing import Any, Final
 
 from axon_ps.coordinator.core.actions import Action
-from axon_ps.coordinator.core.events import UPLOADED, CheckpointReply, Registered
+from axon_ps.coordinator.core.events import UPLOADED, CheckpointReply, JoinRequest, Registered, RevokeReply
 from axon_ps.coordinator.core.kv import KVResult
 from axon_ps.coordinator.core.models import MAX_MODELS
 from axon_ps.coordinator.core.records import FIRST_NAME
-from axon_ps.coordinator.core.state import Caller
+from axon_ps.coordinator.core.state import Caller, CoordinatorState
 from axon_ps.coordinator.messages import (
     copied_from_proto,
     incarnation_from_proto,
@@ -32,15 +33,27 @@ from axon_ps.coordinator.server.feed import MAX_READERS, TICK_S, Feed
 from axon_ps.coordinator.server.shared_calls import SharedCalls
 from axon_ps.coordinator.server.shell import Session, Shell
 from axon_ps.coordinator.server.trace_calls import TraceCalls
-from axon_ps.errors import AxonError, Busy, InvalidRequest, Misuse, Timeout
+from axon_ps.errors import AxonError, Busy, InvalidRequest, Misuse, PermissionDenied, Timeout
 from axon_ps.observe.log_buffer import TAKEN
 from axon_ps.observe.metrics.histogram import Histogram
+from axon_ps.rpc.auth import credentials as auth
+from axon_ps.rpc.auth.identity import Principal
 from axon_ps.rpc.service import ServerStream
 from axon_ps.rpc.status import error_from_detail
 from axon_ps.rpc.stream import EOF
 from axon_ps.storage.roots import check_allowed
+from axon_ps.types import Role
 from axon_ps.wire import codec
-from axon_ps.wire.v1 import common_pb2, coordinator_pb2, logs_pb2, placement_pb2, session_pb2, status_pb2, trace_pb2
+from axon_ps.wire.v1 import (
+    common_pb2,
+    coordinator_pb2,
+    logs_pb2,
+    placement_pb2,
+    revocation_pb2,
+    session_pb2,
+    status_pb2,
+    trace_pb2,
+)
 
 JOIN_S: Final = 10.0
 """How long a stream may stay silent before its Join."""
@@ -61,13 +74,16 @@ class CoordinatorServicer:
     Args:
         shell: what performs it.
         feed: the history of the job, for `watch`.
+        revocations: what the servers of this process refuse: gets what the job has revoked; None = nobody is refused.
 
     Attributes:
         feed: the same.
     """
 
-    def __init__(self, shell: Shell, feed: Feed) -> None:
+    def __init__(self, shell: Shell, feed: Feed, revocations: auth.Revocations | None = None) -> None:
         self._shell = shell
+        self._revocations = revocations or auth.Revocations()
+        self._revocations.set(shell.state.revocations.reasons)
         self.feed = feed
         self._registering = asyncio.Lock()
         self._saves = SharedCalls[CheckpointReply]()
@@ -82,6 +98,7 @@ class CoordinatorServicer:
         if not first.HasField("join"):
             raise InvalidRequest(f"a session begins with {first.WhichOneof('message')}; its first message is a Join")
         role, request = join_from_proto(first.join)
+        request = _with_credentials(role, request, self._shell.state)
         session = self._shell.open_session()
         reader: asyncio.Task[None] | None = None
         try:
@@ -145,11 +162,24 @@ class CoordinatorServicer:
             return state.leave(session, message.leave.reason[:200], now, finished=message.leave.finished)
         raise InvalidRequest(f"a session's message is {kind or 'empty, or of a newer version'}; it is not understood")
 
+    def _caller(self, context: common_pb2.CallContext) -> Caller:
+        """Who calls, if its credentials may be that member's.
+
+        Raises:
+            PermissionDenied: they name the rank of another one.
+        """
+        caller, credentials = _caller(context), auth.calling()
+        if caller.incarnation and credentials.rank is not None:
+            rank = _rank_of(caller.incarnation, self._shell.state)
+            if rank not in (None, credentials.rank):
+                raise PermissionDenied(f"{credentials.text} may not call as the member of rank {rank}")
+        return caller
+
     async def barrier(self, request: coordinator_pb2.BarrierRequest, context: Any) -> coordinator_pb2.BarrierReply:
         """Wait for other workers."""
         if len(request.ranks) > MAX_RANKS:
             raise InvalidRequest(f"a barrier for {len(request.ranks)} ranks; at most {MAX_RANKS} are allowed")
-        caller, timeout_s = _caller(request.context), _timeout(request.timeout_s)
+        caller, timeout_s = self._caller(request.context), _timeout(request.timeout_s)
         state, now = self._shell.state, self._shell.now()
         generation = await self._shell.call(
             lambda call: state.barrier(call, caller, request.name, tuple(request.ranks), now, timeout_s)
@@ -158,7 +188,7 @@ class CoordinatorServicer:
 
     async def kv(self, request: coordinator_pb2.KVRequest, context: Any) -> coordinator_pb2.KVReply:
         """One operation on the key-value store."""
-        caller, timeout_s = _caller(request.context), _timeout(request.timeout_s)
+        caller, timeout_s = self._caller(request.context), _timeout(request.timeout_s)
         result: KVResult = await self._shell.call(lambda call: self._operate(call, caller, request, timeout_s))
         return coordinator_pb2.KVReply(found=result.found, value=result.value, sum=result.sum)
 
@@ -183,7 +213,7 @@ class CoordinatorServicer:
 
     async def register(self, request: coordinator_pb2.RegisterRequest, context: Any) -> coordinator_pb2.RegisterReply:
         """Take a model's layout or optimizer, or compare with the one it has."""
-        caller = _caller(request.context)
+        caller = self._caller(request.context)
         name = codec.name_from_proto(request.name or FIRST_NAME, "the model's name")
         spec = codec.job_spec_from_proto(request.spec) if request.HasField("spec") else None
         optimizer = codec.optimizer_from_proto(request.optimizer) if request.HasField("optimizer") else None
@@ -206,7 +236,7 @@ class CoordinatorServicer:
 
     async def release(self, request: coordinator_pb2.ReleaseRequest, context: Any) -> coordinator_pb2.ReleaseReply:
         """Drop a model."""
-        caller, state = _caller(request.context), self._shell.state
+        caller, state = self._caller(request.context), self._shell.state
         released = await self._shell.call(lambda call: state.release(call, caller, request.model))
         return coordinator_pb2.ReleaseReply(released=released)
 
@@ -215,7 +245,7 @@ class CoordinatorServicer:
     ) -> coordinator_pb2.CheckpointReply:
         """Have the servers write their slices, then the manifest; equal requests at the same version are one."""
         uri = codec.name_from_proto(request.uri, "the checkpoint's URI")
-        caller = _caller(request.context)
+        caller = self._caller(request.context)
         self._shell.state.check_member_or_operator(caller)
         check_allowed(uri)  # before the servers write there
         return _checkpoint(await self.save(caller, uri, request.extra_json, background=request.background))
@@ -244,7 +274,7 @@ class CoordinatorServicer:
         self, request: coordinator_pb2.RestoreCheckpointRequest, context: Any
     ) -> coordinator_pb2.CheckpointReply:
         """Read the manifest, then have the servers load their slices, or take what a worker uploads."""
-        caller, state = _caller(request.context), self._shell.state
+        caller, state = self._caller(request.context), self._shell.state
         state.check_member_or_operator(caller)
         uri = codec.name_from_proto(request.uri, "the checkpoint's URI")
         if len(request.models) > MAX_MODELS:
@@ -260,7 +290,11 @@ class CoordinatorServicer:
 
     async def drain(self, request: placement_pb2.DrainRequest, context: Any) -> placement_pb2.DrainReply:
         """Have a shard server give up what it holds."""
-        return placement_pb2.DrainReply(slices=await self.drain_server(_caller(request.context), request.rank))
+        caller = self._caller(request.context)
+        by_itself = _rank_of(caller.incarnation, self._shell.state) == request.rank
+        if Principal.OPERATOR not in auth.calling().roles and not by_itself:
+            raise PermissionDenied(f"{auth.calling().text} may drain only itself, not shard server {request.rank}")
+        return placement_pb2.DrainReply(slices=await self.drain_server(caller, request.rank))
 
     async def drain_server(self, caller: Caller, rank: int) -> int:
         """Have it do so; returns how many slices it still has. See `CoordinatorState.drain`."""
@@ -268,10 +302,20 @@ class CoordinatorServicer:
         slices: int = await self._shell.call(lambda call: state.drain(call, caller, rank, self._shell.now()))
         return slices
 
+    async def revoke(self, request: revocation_pb2.RevokeRequest, context: Any) -> revocation_pb2.RevokeReply:
+        """Have credentials hold no more."""
+        caller, state = self._caller(request.context), self._shell.state
+        state.check_caller(caller)
+        done: RevokeReply = await self._shell.call(
+            lambda call: state.revocations.revoke(call, request.target, request.reason, self._shell.now())
+        )
+        self._revocations.set(state.revocations.reasons)
+        return revocation_pb2.RevokeReply(names=done.names, members=done.members, has_secret=done.has_secret)
+
     async def describe(self, request: coordinator_pb2.DescribeRequest, context: Any) -> coordinator_pb2.DescribeReply:
         """A model, where its slices are, and the members."""
         name = codec.name_from_proto(request.name, "the model's name", empty=True)
-        job, membership = self._shell.state.describe(_caller(request.context), name)
+        job, membership = self._shell.state.describe(self._caller(request.context), name)
         return coordinator_pb2.DescribeReply(job=job_to_proto(job), membership=codec.membership_to_proto(membership))
 
     def statistics(self) -> dict[str, float]:
@@ -284,13 +328,13 @@ class CoordinatorServicer:
 
     async def trace(self, request: trace_pb2.TraceRequest, context: Any) -> trace_pb2.TraceReply:
         """Have the next steps recorded, and return their spans."""
-        self._shell.state.check_caller(_caller(request.context))
+        self._shell.state.check_caller(self._caller(request.context))
         codec.name_from_proto(request.model, "the model's name", empty=True)
         return await self._traces.run(request)
 
     async def status(self, request: status_pb2.StatusRequest, context: Any) -> status_pb2.StatusReply:
         """The status of the job."""
-        self._shell.state.check_caller(_caller(request.context))
+        self._shell.state.check_caller(self._caller(request.context))
         return status_to_proto(self._shell.status())
 
     async def watch(self, context: ServerStream) -> None:
@@ -298,14 +342,14 @@ class CoordinatorServicer:
         request = await _first(context, "a WatchRequest")
         if request is EOF:
             return
-        self._shell.state.check_caller(_caller(request.context))
+        self._shell.state.check_caller(self._caller(request.context))
         async with contextlib.aclosing(self.feed.read()) as messages:
             async for message in messages:
                 await context.write(message.encoded)
 
     async def logs(self, request: logs_pb2.LogsRequest, context: Any) -> logs_pb2.LogsReply:
         """What the job's processes have logged, a page of it."""
-        self._shell.state.check_caller(_caller(request.context))
+        self._shell.state.check_caller(self._caller(request.context))
         deadline_s = self._shell.now() + min(_timeout(request.wait_s), MAX_LOGS_WAIT_S)
         if self._log_readers >= MAX_READERS:
             raise Busy(f"{MAX_READERS} readers wait for the log already; try again later")
@@ -331,6 +375,29 @@ class CoordinatorServicer:
         return logs_pb2.LogsReply(
             history=self.feed.history, records=records, more=more, dropped=logs.dropped, finished=members.is_over
         )
+
+
+def _with_credentials(role: Role, request: JoinRequest, state: CoordinatorState) -> JoinRequest:
+    """The request to join, with the rank that the caller's credentials name, if they do, and with what they are.
+
+    Raises:
+        PermissionDenied: they do not allow it to join in this role or with this rank.
+    """
+    caller = auth.calling()
+    held = _rank_of(request.incarnation, state)
+    rank = caller.check_join(Principal(role.value), request.requested_rank if held is None else held)
+    return dataclasses.replace(
+        request,
+        requested_rank=rank if held is None else request.requested_rank,
+        credentials=caller.names,
+        makes_itself=caller.has_secret and bool(caller.names),
+    )
+
+
+def _rank_of(incarnation: str, state: CoordinatorState) -> int | None:
+    """The rank that a process has; None = it is no member."""
+    members = (*state.membership.workers, *state.membership.shards)
+    return next((member.rank for member in members if member.incarnation == incarnation), None)
 
 
 async def _first(context: ServerStream, what: str) -> Any:

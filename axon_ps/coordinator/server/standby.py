@@ -13,6 +13,7 @@ from axon_ps.errors import Broken, NotLeader
 from axon_ps.observe.metrics.histogram import Histogram
 from axon_ps.observe.reminders import reminder_pauses
 from axon_ps.observe.tracing.tracer import Tracer
+from axon_ps.rpc.auth.credentials import Revocations
 from axon_ps.storage.state_store.base import SharedStateStore, StateStore
 
 POLL_S: Final = 0.25
@@ -31,12 +32,14 @@ class Switch:
         servicer: of the present leadership; None while we stand by.
         why: why calls are refused.
         tracer: the spans of this process.
+        revocations: what the servers of this process refuse.
     """
 
     def __init__(self, store: StateStore) -> None:
         self.servicer: CoordinatorServicer | None = None
         self.why = "this coordinator is starting"
         self.tracer = Tracer()
+        self.revocations = Revocations()
         self._store = store
 
     def statistics(self) -> dict[str, float]:

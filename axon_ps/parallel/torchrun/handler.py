@@ -45,6 +45,7 @@ VARIABLES = {
     "tls_ca": "AXON_PS_TLS_CA",
     "tls_cert": "AXON_PS_TLS_CERT",
     "tls_key": "AXON_PS_TLS_KEY",
+    "tls_dir": "AXON_PS_TLS_DIR",
 }
 """What --rdzv-conf may say in place of a variable; the workers get the variable."""
 

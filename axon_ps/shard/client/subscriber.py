@@ -27,6 +27,7 @@ from axon_ps.errors import (
     PermissionDenied,
     Timeout,
 )
+from axon_ps.rpc.auth.identity import Principal
 from axon_ps.rpc.channels import Channel, connect
 from axon_ps.rpc.deadlines import Deadline
 from axon_ps.rpc.security import Security
@@ -76,7 +77,7 @@ class ModelSubscriber:
         self.counters: Counter[str] = Counter()
         self._describe = describe
         self._job = job
-        self._security = security
+        self._security = security.acting(Principal.OBSERVER, job)
         self._wanted_dtype = dtype
         self._changes = changes
         self._model: JobState | None = None
@@ -288,8 +289,8 @@ class ModelSubscriber:
         if known is not None and known.address == address:
             return known.stream
         await self._disconnect(rank)
-        channel = connect(address, self._security)
-        stream = Stub(channel, _SERVICE, self._security.token).open("Subscribe")
+        channel = connect(address, self._security, to=Principal.SHARD)
+        stream = Stub(channel, _SERVICE, self._security).open("Subscribe")
         self._connections[rank] = _Connection(address, channel, stream)
         return stream
 

@@ -18,6 +18,7 @@ from axon_ps.host.malloc import retain_message_memory
 from axon_ps.observe.metrics.sources import Source
 from axon_ps.observe.tracing.tracer import NO_TRACES, TracePolicy
 from axon_ps.optim import registry as optimizers
+from axon_ps.rpc.auth.identity import Principal
 from axon_ps.rpc.channels import join_address
 from axon_ps.rpc.http import HttpServer, Route, healthz
 from axon_ps.rpc.in_process import InProcessServer, is_in_process
@@ -79,6 +80,9 @@ class ShardConfig:
     tracing: TracePolicy = NO_TRACES
     memory_bytes: int = 0
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "security", self.security.acting(Principal.SHARD, self.job))
+
 
 async def serve(
     config: ShardConfig, ready: Callable[[int], None], stop: asyncio.Event, http: HttpServer | None = None
@@ -129,12 +133,14 @@ async def serve(
             reconnect_timeout_s=config.reconnect_timeout_s,
         )
         session.measure, session.tracer, session.memory = shell.measures, shell.tracer, shell.room.report
+        session.revocations = server.revocations
         await session.start(config.join_timeout_s)
         about = {"axon_ps.job": config.job, "axon_ps.rank": str(session.rank), "axon_ps.node": node}
         shell.tracer.start(config.tracing, "shard", about)
         _logger.info("shard server %d of job %r at %s", session.rank, config.job, _advertised(config, port))
         health = asyncio.create_task(_report_health(server, watch))
         if http is not None:
+            http.refuse(server.revocations)
             http.add(healthz(lambda: watch.safe), _metrics(config.job, session.rank, node, shell))
             await http.start()
         ready(port)

@@ -3,6 +3,7 @@ from axon_ps.wire.v1 import common_pb2 as _common_pb2
 from axon_ps.wire.v1 import logs_pb2 as _logs_pb2
 from axon_ps.wire.v1 import membership_pb2 as _membership_pb2
 from axon_ps.wire.v1 import placement_pb2 as _placement_pb2
+from axon_ps.wire.v1 import revocation_pb2 as _revocation_pb2
 from axon_ps.wire.v1 import trace_pb2 as _trace_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
@@ -195,7 +196,7 @@ class Leave(_message.Message):
     def __init__(self, reason: _Optional[str] = ..., finished: bool = ...) -> None: ...
 
 class SessionEvent(_message.Message):
-    __slots__ = ("welcome", "membership", "job", "decision", "snapshot", "restore", "trace")
+    __slots__ = ("welcome", "membership", "job", "decision", "snapshot", "restore", "trace", "revocations")
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     MEMBERSHIP_FIELD_NUMBER: _ClassVar[int]
     JOB_FIELD_NUMBER: _ClassVar[int]
@@ -203,6 +204,7 @@ class SessionEvent(_message.Message):
     SNAPSHOT_FIELD_NUMBER: _ClassVar[int]
     RESTORE_FIELD_NUMBER: _ClassVar[int]
     TRACE_FIELD_NUMBER: _ClassVar[int]
+    REVOCATIONS_FIELD_NUMBER: _ClassVar[int]
     welcome: Welcome
     membership: _membership_pb2.MembershipEvent
     job: JobEvent
@@ -210,7 +212,8 @@ class SessionEvent(_message.Message):
     snapshot: _checkpoint_pb2.SnapshotOrder
     restore: _checkpoint_pb2.RestoreOrder
     trace: _trace_pb2.TraceOrder
-    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., membership: _Optional[_Union[_membership_pb2.MembershipEvent, _Mapping]] = ..., job: _Optional[_Union[JobEvent, _Mapping]] = ..., decision: _Optional[_Union[DecisionEvent, _Mapping]] = ..., snapshot: _Optional[_Union[_checkpoint_pb2.SnapshotOrder, _Mapping]] = ..., restore: _Optional[_Union[_checkpoint_pb2.RestoreOrder, _Mapping]] = ..., trace: _Optional[_Union[_trace_pb2.TraceOrder, _Mapping]] = ...) -> None: ...
+    revocations: _revocation_pb2.RevocationsEvent
+    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., membership: _Optional[_Union[_membership_pb2.MembershipEvent, _Mapping]] = ..., job: _Optional[_Union[JobEvent, _Mapping]] = ..., decision: _Optional[_Union[DecisionEvent, _Mapping]] = ..., snapshot: _Optional[_Union[_checkpoint_pb2.SnapshotOrder, _Mapping]] = ..., restore: _Optional[_Union[_checkpoint_pb2.RestoreOrder, _Mapping]] = ..., trace: _Optional[_Union[_trace_pb2.TraceOrder, _Mapping]] = ..., revocations: _Optional[_Union[_revocation_pb2.RevocationsEvent, _Mapping]] = ...) -> None: ...
 
 class Welcome(_message.Message):
     __slots__ = ("rank", "lease_s", "world_size", "num_shards", "state_id", "released")

@@ -31,10 +31,11 @@ from pathlib import Path
 from typing import Any
 
 from axon_ps.coordinator.client.operator import OperatorClient
-from axon_ps.errors import AxonError, Broken, ConfigurationError, Timeout
+from axon_ps.errors import AxonError, Broken, Timeout
 from axon_ps.observe.reminders import reminding
+from axon_ps.rpc.auth.loopback import is_loopback
 from axon_ps.rpc.deadlines import Deadline
-from axon_ps.rpc.security import is_loopback
+from axon_ps.worker.bootstrap import private
 from axon_ps.worker.bootstrap.local_store import LocalStore
 from axon_ps.worker.bootstrap.services import EmbeddedServices
 from axon_ps.worker.bootstrap.stores import C10dStore, master_of, open_store
@@ -62,11 +63,13 @@ class FormedJob:
         config: how to join.
         services: those of the job that this worker started; None = none.
         store: the one by which the job was formed; open as long as the job, since others may use it, too.
+        private: what this worker serves to the others of this host: see `private`.
     """
 
     config: WorkerConfig
     services: EmbeddedServices | None = None
     store: C10dStore | None = None
+    private: LocalStore | None = None
 
     async def wait_for_others(self) -> None:
         """Return when no worker needs the services of this one: all have finished, left or been lost.
@@ -97,8 +100,9 @@ class FormedJob:
         """End what this worker started. Harmless when repeated."""
         if self.services is not None:
             self.services.close()
-        if isinstance(self.store, LocalStore):
-            self.store.close()
+        for store in (self.store, self.private):
+            if isinstance(store, LocalStore):
+                store.close()
 
 
 def find_job(env: Mapping[str, str], timeout_s: float) -> FormedJob:
@@ -146,32 +150,55 @@ def form_job(
     """
     incarnation = uuid.uuid4().hex
     if rank == 0:
-        services, announcement = _start_first(store, env, world_size, deadline, job, incarnation)
-        try:
-            store.set(_JOB, json.dumps(announcement))
-            return FormedJob(_config(announcement, env, rank, world_size, job), services, store)
-        except BaseException:
-            services.close()
-            raise
+        return _form_first(store, env, world_size, deadline, job, incarnation)
     announcement = _receive_announcement(store, env, rank, incarnation, deadline)
-    config = _config(announcement, env, rank, world_size, job)
+    if announcement["several_hosts"]:
+        access = private.own(security_of(env), announcement["coordinator"])
+    else:
+        access = private.receive(announcement["incarnations"]["0"], deadline)
+    config = _config(access, env, rank, world_size, job, several_hosts=announcement["several_hosts"])
     if str(rank) not in announcement["servers"]:
         return FormedJob(config, None, store)
     return FormedJob(config, _start_others(announcement, config, env, world_size, deadline), store)
 
 
+def _form_first(
+    store: C10dStore, env: Mapping[str, str], world_size: int, deadline: Deadline, job: str, incarnation: str
+) -> FormedJob:
+    """On rank 0: start services, and have the others learn of them."""
+    services, announcement = _start_first(store, env, world_size, deadline, job, incarnation)
+    several_hosts, served = announcement["several_hosts"], None
+    try:
+        access = private.Access(services.address, next(iter(services.security.tokens()), ""))
+        if not several_hosts:
+            served = private.serve(access, incarnation, deadline.remaining())
+        store.set(_JOB, json.dumps(announcement))
+        private.announce(services.address, made_secret=not security_of(env).tokens() and bool(access.token))
+        config = _config(access, env, 0, world_size, job, several_hosts=several_hosts)
+        return FormedJob(config, services, store, served)
+    except BaseException:
+        services.close()
+        if served is not None:
+            served.close()
+        raise
+
+
 def _config(
-    announcement: Mapping[str, Any], env: Mapping[str, str], rank: int, world_size: int, job: str
+    access: private.Access, env: Mapping[str, str], rank: int, world_size: int, job: str, *, several_hosts: bool
 ) -> WorkerConfig:
-    """How a worker joins, by the announcement of rank 0 and by its own environment."""
-    given = {
-        "AXON_PS_COORDINATOR": announcement["coordinator"],
-        "AXON_PS_TOKEN": announcement["token"],
-        "AXON_PS_TOKEN_FILE": "",
-    }
+    """How a worker joins, by what rank 0 has let it know and by its own environment."""
+    given = {"AXON_PS_COORDINATOR": access.coordinator}
+    if not several_hosts:
+        given |= {"AXON_PS_TOKEN": access.token, "AXON_PS_TOKEN_FILE": ""}
     config = worker_config({**env, **given, "AXON_PS_JOB": job or job_of(env)})
     http_port = None if config.http_port is None else 0  # the one that was asked for is the coordinator's
-    return dataclasses.replace(config, rank=rank, world_size=world_size, http_port=http_port)
+    return dataclasses.replace(
+        config,
+        rank=rank,
+        world_size=world_size,
+        http_port=http_port,
+        security=private.secured(config.security, several_hosts=several_hosts),
+    )
 
 
 def _start_others(
@@ -183,7 +210,7 @@ def _start_others(
         job=config.job,
         shards=announcement["servers"][str(config.rank)],
         num_shards=announcement["num_shards"],
-        coordinator=announcement["coordinator"],
+        coordinator=config.coordinator,
         host=ALL_HOSTS if announcement["several_hosts"] else LOOPBACK,
         advertise=_own_name(env) if announcement["several_hosts"] else "",
         security=config.security,
@@ -219,13 +246,7 @@ def _first_services(
     num_shards = shards_of(env) or len(nodes)
     servers = {rank: list(range(i, num_shards, len(nodes))) for i, rank in enumerate(first_of)}
     several_hosts = len({network for network, _ in locations}) > 1
-    security = security_of(env)
-    if several_hosts and not (security.insecure or security.cert_file):
-        raise ConfigurationError(
-            "the workers are on several hosts, so the services that they start must listen beyond loopback: set "
-            "AXON_PS_TLS_CERT, AXON_PS_TLS_KEY and AXON_PS_TLS_CA, or AXON_PS_INSECURE=1 to go without TLS, on all of "
-            "them, or start services with `axon-ps run`"
-        )
+    security = private.secured(security_of(env), several_hosts=several_hosts)
     services = EmbeddedServices(
         len(locations),
         job=job or job_of(env),
@@ -237,7 +258,8 @@ def _first_services(
         environment={**env, "AXON_PS_NODE": node_of(env)},
         start_timeout_s=deadline.remaining(),
     )
-    announcement = {"coordinator": services.address, "token": services.security.token}
+    # See Note: [Nothing secret is in the store].
+    announcement = {"coordinator": services.address} if several_hosts else {}
     others = {rank: shards for rank, shards in servers.items() if rank and shards}
     return services, {**announcement, "servers": others, "num_shards": num_shards, "several_hosts": several_hosts}
 

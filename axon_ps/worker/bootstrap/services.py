@@ -9,7 +9,6 @@ Owns: the processes. Refuses: to announce them to the other workers; the caller 
 from __future__ import annotations
 
 import os
-import secrets
 import signal
 import sys
 import time
@@ -17,8 +16,10 @@ from collections.abc import Mapping, Sequence
 
 from axon_ps.errors import Broken
 from axon_ps.host.children import Child
+from axon_ps.rpc.auth.tokens import new_secret
 from axon_ps.rpc.channels import join_address
 from axon_ps.rpc.security import Security
+from axon_ps.worker.environment import security_variables
 
 _DRAIN_S = 5.0
 _DROPPED = ("AXON_PS_COORDINATOR", "AXON_PS_TOKEN", "AXON_PS_TOKEN_FILE", "AXON_PS_CONFIG")
@@ -35,7 +36,7 @@ class EmbeddedServices:
         coordinator: "host:port" of the job's coordinator, if it runs elsewhere; empty = start it, too.
         host: address to listen on; beyond loopback, `security` must allow it.
         advertise: the name by which other hosts reach this one; empty = `host`.
-        security: certificates of the services, and the token; without a token a random one.
+        security: of the services; None = by a random secret.
         environment: of this process; the services get it, with changes.
         start_timeout_s: seconds that starting may take.
 
@@ -62,14 +63,7 @@ class EmbeddedServices:
         environment: Mapping[str, str],
         start_timeout_s: float = 60.0,
     ) -> None:
-        given = security or Security()
-        self.security = Security(
-            token=given.token or secrets.token_urlsafe(24),
-            ca_file=given.ca_file,
-            cert_file=given.cert_file,
-            key_file=given.key_file,
-            insecure=given.insecure,
-        )
+        self.security = security or Security(token=new_secret())
         self.security.check_bind(host)
         self.address = coordinator
         self._environment = {k: v for k, v in environment.items() if k not in _DROPPED}
@@ -114,15 +108,10 @@ class EmbeddedServices:
         return child
 
     def _variables(self, service: str) -> dict[str, str]:
-        secured = {
-            "AXON_PS_TLS_CA": self.security.ca_file,
-            "AXON_PS_TLS_CERT": self.security.cert_file,
-            "AXON_PS_TLS_KEY": self.security.key_file,
-        }
-        ours = {"AXON_PS_LOG_LEVEL": "WARNING"} | self._environment | {k: v for k, v in secured.items() if v}
+        ours = {"AXON_PS_LOG_LEVEL": "WARNING"} | self._environment
         if service != "coordinator" and "AXON_PS_HTTP_PORT" in ours:
             ours["AXON_PS_HTTP_PORT"] = "0"  # the one that was asked for is the coordinator's
-        return ours | {"AXON_PS_JOB": self._job, "AXON_PS_TOKEN": self.security.token}
+        return ours | {"AXON_PS_JOB": self._job} | security_variables(self.security)
 
 
 def _ready_line(child: Child, deadline: float) -> str:

@@ -74,7 +74,7 @@ def test_an_unknown_option_is_a_usage_error(capsys: pytest.CaptureFixture[str]) 
         (["run", "no-such-file.py"], "the script 'no-such-file.py' does not exist"),
         (["run", "package.module"], "give a module as -m NAME"),
         (["run", "--shards", "0", "SCRIPT"], "--shards is 0"),
-        (["run", "--nnodes", "2", "SCRIPT"], "needs the same token on each"),
+        (["run", "--nnodes", "2", "SCRIPT"], "needs the same secret on each"),
         (["run", "--nnodes", "2", "--node-rank", "2", "--token", "t", "SCRIPT"], "--node-rank is 2 and --nnodes 2"),
         (["run", "--standby", "1", "--max-restarts", "0", "SCRIPT"], "--standby is 1, but --max-restarts 0"),
         (["run", "--min-workers", "3", "SCRIPT"], "--min-workers is 3; the job has 1 workers"),
@@ -83,8 +83,8 @@ def test_an_unknown_option_is_a_usage_error(capsys: pytest.CaptureFixture[str]) 
         (["run", "--coordinator", "h", "SCRIPT"], "--coordinator is 'h': it must be host:port"),
         (["status"], "which coordinator?"),
         (["shard"], "a shard server needs its coordinator"),
-        (["shard", "--coordinator", "h:1", "--host", "0.0.0.0"], "--host 0.0.0.0 can be reached from other machines"),
-        (["coordinator", "--host", "10.1.2.3", "--token", "t"], "needs TLS and a token"),
+        (["shard", "--coordinator", "h:1", "--host", "0.0.0.0"], "needs a secret of the job"),
+        (["coordinator", "--host", "10.1.2.3", "--token", "t"], "can be guessed"),
         (["coordinator", "--tls-cert", "c.pem"], "without key_file"),
         (["coordinator", "--shards", "0", "--state", "memory"], "num_shards is 0"),
         (["checkpoint", "save", "/c", "--coordinator", "h:1", "--extra", "[]"], "must be a JSON object"),
@@ -184,7 +184,11 @@ def test_every_run_has_a_token_of_its_own(monkeypatch: pytest.MonkeyPatch, scrip
         ([], 0, 0),
         (["--master-port", "4000"], 4000, 4001),
         (["--coordinator-port", "5000"], 0, 5000),
-        (["--nnodes", "2", "--node-rank", "1", "--token", "t", "--master-addr", "n0"], 29500, 29501),
+        (
+            ["--nnodes", "2", "--node-rank", "1", "--token", "4f7c1a90d2e85b36af01xyz", "--master-addr", "n0"],
+            29500,
+            29501,
+        ),
     ],
 )
 def test_ports(
@@ -197,7 +201,8 @@ def test_ports(
 def test_nodes_share_the_shard_servers(monkeypatch: pytest.MonkeyPatch, script: str) -> None:
     here = [
         launched(
-            monkeypatch, ["--nnodes", "2", "--node-rank", str(r), "--shards", "3", "--token", "t", script]
+            monkeypatch,
+            ["--nnodes", "2", "--node-rank", str(r), "--shards", "3", "--token", "4f7c1a90d2e85b36af01xyz", script],
         ).shards_here
         for r in range(2)
     ]

@@ -49,7 +49,7 @@ def test_the_token_may_be_in_a_file_and_is_never_shown(tmp_path: Path) -> None:
     settings = load(token_file=tmp_path / "token")
     assert settings.resolved_token == "s3cret-token"
     assert "s3cret" not in repr(load(token="s3cret-token"))
-    assert settings.security().token == "s3cret-token"
+    assert settings.security().tokens() == ("s3cret-token",)
 
 
 def test_the_observers_token_goes_to_services(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -69,7 +69,7 @@ async def serving(
     address = f"{host}:{await server.start()}"
     channel = connect(address, client)
     try:
-        yield Served(server, address, channel, Stub(channel, descriptor, client.token))
+        yield Served(server, address, channel, Stub(channel, descriptor, client))
     finally:
         await channel.close()
         await server.stop(0)

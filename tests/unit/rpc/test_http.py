@@ -12,7 +12,6 @@ import trustme
 from aiohttp import web
 
 from axon_ps.errors import ConfigurationError, Misuse
-from axon_ps.rpc.access import Principal
 from axon_ps.rpc.http import HttpServer, Route, healthz
 from axon_ps.rpc.security import Security
 from rpc_fakes import run
@@ -32,8 +31,8 @@ def answers(
     async def main() -> list[tuple[int, str]]:
         server = HttpServer("127.0.0.1", 0, security)
         server.add(
-            Route(path="/read", handler=hello),
-            Route(path="/do", handler=hello, method="POST", may_ask=frozenset({Principal.JOB})),
+            Route(path="/read", handler=hello, row="GET /metrics"),
+            Route(path="/do", handler=hello, method="POST", row="POST /api/servers/RANK/drain"),
             healthz(lambda: False),
         )
         url = await server.start()
@@ -83,7 +82,9 @@ def test_a_refusal_says_why_and_no_token() -> None:
         {"path": "/do", "method": "POST", "headers": bearer("of-an-observer")},
     )
     assert unknown == (401, "the token is none of this server's; is it the token of this job?\n")
-    assert denied == (403, "the observer's token is read-only; /do needs the job's\n")
+    assert denied[0] == 403
+    assert denied[1].startswith("the role of these credentials is observer, which may call Coordinator.Describe, ")
+    assert denied[1].endswith("; POST /api/servers/RANK/drain needs the role operator\n")
 
 
 @pytest.mark.parametrize(
@@ -116,7 +117,7 @@ def test_with_a_certificate_it_is_https(tmp_path: Path) -> None:
 
 
 def test_beyond_loopback_it_wants_what_grpc_wants() -> None:
-    with pytest.raises(ConfigurationError, match="needs a certificate and key and a token"):
+    with pytest.raises(ConfigurationError, match="needs a secret of the job"):
         HttpServer("0.0.0.0", 0, Security())
     with pytest.raises(ConfigurationError, match="port 70000 does not exist"):
         HttpServer("127.0.0.1", 70000, Security())

@@ -9,8 +9,9 @@ import pytest
 
 from axon_ps.errors import ConfigurationError
 from axon_ps.rpc import channels
+from axon_ps.rpc.auth.loopback import is_loopback
 from axon_ps.rpc.channels import connect
-from axon_ps.rpc.security import Security, is_loopback
+from axon_ps.rpc.security import Security
 from rpc_fakes import run, serving
 
 TOKEN = "very-secret-token"
@@ -91,10 +92,11 @@ def test_a_token_that_would_travel_in_plaintext_is_warned_about(caplog: pytest.L
     channels._warn_plaintext.cache_clear()
     run(main())
     assert [r.getMessage() for r in caplog.records if r.name.startswith("axon_ps")] == [
-        "the job token leaves this machine in plaintext; set ca_file to use TLS"
+        "the job's token leaves this machine in plaintext: use a secret that `axon-ps auth init` has made, or "
+        "certificates of your own (--tls-ca, AXON_PS_TLS_CA), for TLS"
     ]
 
 
 def test_a_certificate_without_an_authority_is_warned_about(caplog: pytest.LogCaptureFixture) -> None:
     assert Security(cert_file="c", key_file="k").channel_credentials() is None
-    assert "no ca_file to switch TLS on" in caplog.text
+    assert "no authority (--tls-ca, AXON_PS_TLS_CA) to switch TLS on" in caplog.text

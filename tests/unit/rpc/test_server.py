@@ -15,6 +15,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from axon_ps.errors import Broken, ConfigurationError, Misuse, PermissionDenied, Timeout
 from axon_ps.rpc import health_service, limits, service
+from axon_ps.rpc.auth.tokens import new_secret
 from axon_ps.rpc.security import Security
 from axon_ps.rpc.server import Server
 from axon_ps.rpc.service import Stub
@@ -66,14 +67,15 @@ def test_a_port_that_does_not_exist(port: int) -> None:
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "[::]", "192.168.1.5", "example.org", ""])
 def test_the_network_is_refused_without_tls_and_token(host: str) -> None:
-    with pytest.raises(ConfigurationError, match=r"needs a certificate and key and a token"):
+    with pytest.raises(ConfigurationError, match=r"needs a secret of the job of at least 128 random bits"):
         Server(host, 0, Security(), [], [])
-    with pytest.raises(ConfigurationError, match="needs a certificate and key;"):
+    with pytest.raises(ConfigurationError, match="can be guessed: `axon-ps auth init FILE`"):
         Server(host, 0, Security(token=TOKEN), [], [])
     with pytest.raises(ConfigurationError, match="needs a token"):
         Server(host, 0, Security(cert_file="c", key_file="k"), [], [])
     Server(host, 0, Security(cert_file="c", key_file="k", token=TOKEN), [], [])
     Server(host, 0, Security(insecure=True), [], [])
+    Server(host, 0, Security(token=new_secret()), [], [])
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.53", "localhost", "::1", "[::1]"])
@@ -158,7 +160,7 @@ def test_a_method_that_is_not_there_is_unimplemented_with_a_token_too() -> None:
     async def main() -> None:
         async with serving(security=Security(token=TOKEN)) as s:
             with pytest.raises(ConfigurationError):
-                await Stub(s.channel, COORDINATOR, TOKEN).call("Status", status_pb2.StatusRequest())
+                await Stub(s.channel, COORDINATOR, Security(token=TOKEN)).call("Status", status_pb2.StatusRequest())
 
     run(main())
 

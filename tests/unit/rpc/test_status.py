@@ -86,7 +86,7 @@ def test_long_and_odd_messages_are_cut(message: str) -> None:
         ("UNAVAILABLE", "failed to connect to all addresses; Connection refused", Unreachable, "nobody answers at h:1"),
         ("UNAVAILABLE", "errors resolving h:1", Unreachable, "nobody answers at h:1"),
         ("UNAVAILABLE", "failed to connect to all addresses; Socket closed", Unreachable, "may want TLS"),
-        ("UNAVAILABLE", "failed to connect: CERTIFICATE_VERIFY_FAILED", PermissionDenied, "ca_file does not hold"),
+        ("UNAVAILABLE", "failed to connect: CERTIFICATE_VERIFY_FAILED", PermissionDenied, "no authority that we trust"),
         ("UNAVAILABLE", "failed to connect: WRONG_VERSION_NUMBER", PermissionDenied, "speaks plaintext"),
         ("UNAVAILABLE", "failed to connect: Hostname Verification Check failed", PermissionDenied, "name this host"),
         ("UNAVAILABLE", "Socket closed", Broken, "broke during Register at h:1"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -13,7 +13,9 @@ import pytest
 
 from axon_ps.errors import AxonError, Broken, ConfigurationError, Timeout, Unreachable
 from axon_ps.observe import reminders
+from axon_ps.rpc.auth.tokens import new_secret
 from axon_ps.rpc.deadlines import Deadline
+from axon_ps.rpc.security import Security
 from axon_ps.worker.bootstrap import job as job_module
 from axon_ps.worker.bootstrap.job import FormedJob, find_job, form_job
 from axon_ps.worker.bootstrap.local_store import LocalStore
@@ -89,7 +91,20 @@ def form(
             return error
 
     with ThreadPoolExecutor(len(environments)) as pool:
-        return list(pool.map(one, range(len(environments))))
+        formed = list(pool.map(one, range(len(environments))))
+    _formed.extend(one for one in formed if isinstance(one, FormedJob))
+    return formed
+
+
+_formed: list[FormedJob] = []
+
+
+@pytest.fixture(autouse=True)
+def closing() -> Iterator[None]:
+    """Nothing that a test has formed serves any more."""
+    yield
+    while _formed:
+        _formed.pop().close()
 
 
 # ---------------------------------------------------------------------- who starts what
@@ -118,6 +133,52 @@ def test_an_error_of_rank_0_is_announced_to_all(services: type[Services]) -> Non
     services.broken = "no room"
     errors = form([{}, {}])
     assert [str(error) for error in errors] == ["no room", "rank 0 could not start the job's services: no room"]
+
+
+def test_nothing_secret_is_in_the_store(services: type[Services], caplog: pytest.LogCaptureFixture) -> None:
+    for given in ({}, {"AXON_PS_TOKEN": "known-to-all-of-them"}):
+        store = Dict()
+        formed = form([dict(given), dict(given)], store=store)
+        access = [(one.config.coordinator, one.config.security.token) for one in formed if isinstance(one, FormedJob)]
+        assert len(access) == 2
+        assert len(set(access)) == 1
+        ((address, token),) = set(access)
+        assert token == given.get("AXON_PS_TOKEN", token)
+        assert len(token) > 16
+        content = str(vars(store))
+        assert token not in content
+        assert address not in content  # or a stranger could name another one, which would get the token
+        while _formed:
+            _formed.pop().close()
+    assert [record.getMessage().partition(", with ")[2] for record in caplog.records] == [
+        "a random secret, which only processes of this user on this host get",
+        "the secret given",
+    ]
+    assert "this worker has started one at 127.0.0.1:7" in caplog.text
+
+
+def test_on_several_hosts_all_need_the_secret_in_their_environment(
+    services: type[Services], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def formed_on(*environments: dict[str, str]) -> list[FormedJob | AxonError]:
+        networks = iter("ab" * 2)
+        monkeypatch.setattr(job_module, "_network", lambda: next(networks))
+        return form(list(environments))
+
+    secret = {"AXON_PS_TOKEN": new_secret()}
+    for one in formed_on(secret, secret):
+        assert isinstance(one, FormedJob)
+        assert one.config.security.tls
+        assert one.config.security.token == secret["AXON_PS_TOKEN"]
+    weak = {"AXON_PS_TOKEN": "t"}
+    errors = formed_on(weak, weak)
+    assert all("at least 128 random bits" in str(error) for error in errors)
+    first, second = formed_on(secret, {})
+    assert isinstance(first, FormedJob)
+    assert isinstance(second, ConfigurationError)
+    for one in formed_on({"AXON_PS_INSECURE": "1"}, {"AXON_PS_INSECURE": "1"}):
+        assert isinstance(one, FormedJob)
+        assert one.config.security.tokens() == ()
 
 
 def test_services_for_several_hosts_need_tls_or_insecure(
@@ -255,8 +316,8 @@ def test_the_error_of_an_incomplete_environment_names_what_to_set(env: dict[str,
 
 
 def test_they_do_not_listen_on_the_network_by_default() -> None:
-    with pytest.raises(ConfigurationError, match="a certificate and key"):
-        EmbeddedServices(2, job="j", host="0.0.0.0", environment=os.environ)
+    with pytest.raises(ConfigurationError, match="can be guessed"):
+        EmbeddedServices(2, job="j", host="0.0.0.0", security=Security(token="t"), environment=os.environ)
 
 
 def test_services_that_cannot_start_are_reaped_and_named(capfd: pytest.CaptureFixture[str]) -> None:

@@ -82,7 +82,7 @@ def test_agents_of_torchrun_on_one_host_are_nodes() -> None:
 def test_a_token_may_come_from_a_file(tmp_path: Path) -> None:
     path = tmp_path / "token"
     path.write_text("secret\n")
-    assert worker_config({**AT, "AXON_PS_TOKEN_FILE": str(path)}).security.token == "secret"
+    assert worker_config({**AT, "AXON_PS_TOKEN_FILE": str(path)}).security.tokens() == ("secret",)
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from axon_ps.coordinator.server.feed import as_json
 from axon_ps.coordinator.server.servicer import CoordinatorServicer
 from axon_ps.coordinator.server.standby import Switch
 from axon_ps.errors import AxonError, Busy
-from axon_ps.rpc.access import Principal
+from axon_ps.rpc.access import PAGE
 from axon_ps.rpc.http import Route
 
 if TYPE_CHECKING:
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
 ASSETS: Final = Path(__file__).parent / "assets"
 _TYPES: Final = {".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".LICENSE": "text/plain"}
-_OPERATOR: Final = frozenset({Principal.JOB})
 _HEADERS: Final = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
     "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
@@ -96,8 +95,10 @@ def page_routes(switch: Switch) -> list[Route]:
         *(_file("/" if path.name == "index.html" else f"/{path.name}", path) for path in sorted(ASSETS.iterdir())),
         Route(path="/api/feed", handler=feed),
         Route(path="/api/logs", handler=logs),
-        Route(path="/api/operator", handler=operator, may_ask=_OPERATOR),
-        Route(path=r"/api/servers/{rank:\d{1,5}}/drain", handler=drain, method="POST", may_ask=_OPERATOR),
+        Route(path="/api/operator", handler=operator),
+        Route(
+            path=r"/api/servers/{rank:\d{1,5}}/drain", handler=drain, method="POST", row="POST /api/servers/RANK/drain"
+        ),
     ]
 
 
@@ -108,4 +109,4 @@ def _file(where: str, path: Path) -> Route:
         headers = {**_HEADERS, "Content-Type": f"{_TYPES[path.suffix]}; charset=utf-8", "Cache-Control": "no-cache"}
         return web.Response(body=path.read_bytes(), headers=headers)
 
-    return Route(path=where, handler=handler, may_ask=None)
+    return Route(path=where, handler=handler, row=PAGE)

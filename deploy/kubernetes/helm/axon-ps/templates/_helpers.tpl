@@ -59,16 +59,8 @@ capabilities:
 
 {{/* A probe of `port`, for `service` if given; Kubernetes' own gRPC probes speak no TLS. */}}
 {{- define "axon-ps.probe" -}}
-{{- if .root.Values.tls.enabled -}}
 exec:
   command: [axon-ps, health, "127.0.0.1:{{ .port }}"{{ with .service }}, --service, {{ . }}{{ end }}]
-{{- else -}}
-grpc:
-  port: {{ .port }}
-  {{- with .service }}
-  service: {{ . }}
-  {{- end }}
-{{- end }}
 {{- end }}
 
 {{- define "axon-ps.mounts" -}}

@@ -1,0 +1,1 @@
+"""Whose credentials hold no more."""

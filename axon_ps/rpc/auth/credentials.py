@@ -1,0 +1,258 @@
+"""What a server makes of a caller: who it is by certificate and token, whether that holds, and what it may call.
+
+A caller's role is taken from its certificate, where that has a SPIFFE ID, and from its token. If both are there, both
+must allow a call. Without any, it may call only what needs nothing (`access`).
+
+Note: [Revoked while a connection is open]
+    A connection that is open would make a handshake's checks worthless: so every call is checked, and those under way
+    of whoever is revoked are ended, each with the error that says so. What is revoked is the id of a token, the serial
+    number of a certificate, or the id of a process, which all its certificates have (`authority`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Final
+
+from axon_ps.errors import ConfigurationError, PermissionDenied
+from axon_ps.rpc.access import may_call, refusal
+from axon_ps.rpc.auth.certificates import PeerCertificate, peer_certificate
+from axon_ps.rpc.auth.identity import EVERY_ROLE, Identity, Principal
+from axon_ps.rpc.auth.tokens import as_text, is_role_token, verified
+from axon_ps.rpc.security import SCHEME, Security
+
+_NO_TOKEN: Final = "this server asks for the job's token, and none was given"
+_WRONG_TOKEN: Final = "the token is none of this server's; is it the token of this job?"
+
+
+@dataclass(frozen=True)
+class Credentials:
+    """Who calls.
+
+    Attributes:
+        roles: the roles that it may act in.
+        rank: the only rank that it may have; None = any.
+        names: what it would be revoked by: ids of its token, its certificate, its process; empty = by nothing.
+        has_secret: whether it holds the job's secret, so that it can make itself other credentials.
+        text: who it is, for messages.
+    """
+
+    roles: frozenset[Principal] = EVERY_ROLE
+    rank: int | None = None
+    names: tuple[str, ...] = ()
+    has_secret: bool = True
+    text: str = "a caller of this process, or without credentials"
+
+    def check_join(self, role: Principal, rank: int) -> int:
+        """The rank with which it may join as `role`, given the one that it wants (-1 = any).
+
+        Raises:
+            PermissionDenied: it may not.
+        """
+        if role not in self.roles:
+            raise PermissionDenied(f"{self.text} may not join the job as a {role.value}")
+        if self.rank is not None and rank not in (-1, self.rank):
+            raise PermissionDenied(f"{self.text} may not join as {role.value} {rank}")
+        return rank if self.rank is None else self.rank
+
+
+class Unknown(PermissionDenied):
+    """The caller is nobody that the server knows: UNAUTHENTICATED, where a role that may not is PERMISSION_DENIED."""
+
+
+class Revoked(Unknown):
+    """The caller was revoked while its call was under way."""
+
+
+EVERYBODY: Final = Credentials()
+"""Where nobody is asked for credentials."""
+
+_calling: ContextVar[Credentials] = ContextVar("axon_ps_calling", default=EVERYBODY)
+
+
+def calling() -> Credentials:
+    """Who makes the call that is being served; in a servicer."""
+    return _calling.get()
+
+
+class Revocations:
+    """The names that are revoked, and the calls under way of those that may be. One event loop."""
+
+    def __init__(self) -> None:
+        self._reasons: dict[str, str] = {}
+        self._calls: defaultdict[str, set[asyncio.Task[object]]] = defaultdict(set)
+        self._ended: set[asyncio.Task[object]] = set()
+
+    def set(self, reasons: Mapping[str, str]) -> None:
+        """Set what is revoked, by name, and why; calls under way of what is new there are ended."""
+        new = [name for name in reasons if name not in self._reasons]
+        self._reasons = dict(reasons)
+        for task in {task for name in new for task in self._calls.get(name, ())}:
+            self._ended.add(task)
+            task.cancel()
+
+    def check(self, names: Iterable[str]) -> None:
+        """Refuse what is revoked.
+
+        Raises:
+            PermissionDenied: one of these names is.
+        """
+        if why := self._why(names):
+            raise PermissionDenied(why)
+
+    def _why(self, names: Iterable[str]) -> str:
+        """Why these are refused; empty when they are not."""
+        for name in names:
+            if name in self._reasons:
+                return f"these credentials ({name}) were revoked" + (f": {r}" if (r := self._reasons[name]) else "")
+        return ""
+
+    @contextlib.contextmanager
+    def watching(self, credentials: Credentials) -> Iterator[None]:
+        """While the current task serves a call of these; `set` ends it, which then raises `Revoked`."""
+        task = asyncio.current_task()
+        assert task is not None, "a call is served by a task"
+        _calling.set(credentials)
+        for name in credentials.names:
+            self._calls[name].add(task)
+        try:
+            yield
+        except asyncio.CancelledError:
+            if task not in self._ended:
+                raise
+            task.uncancel()
+            raise Revoked(self._why(credentials.names)) from None
+        finally:
+            self._ended.discard(task)
+            for name in credentials.names:
+                self._calls[name].discard(task)
+                if not self._calls[name]:
+                    del self._calls[name]
+
+
+class Guard:
+    """Who may do what at one server.
+
+    Args:
+        security: the server's.
+        revocations: what is revoked; None = nothing, yet.
+
+    Attributes:
+        revocations: the same.
+        asks: whether credentials are asked for at all.
+
+    Raises:
+        ConfigurationError: the observer's token would restrict nobody, or a token cannot be read.
+    """
+
+    def __init__(self, security: Security, revocations: Revocations | None = None) -> None:
+        self.revocations = revocations or Revocations()
+        self._security = security
+        self._job = "" if security.identity is None else security.identity.job
+        tokens, observer = security.tokens(), security.observer_token
+        if observer and not tokens:
+            raise ConfigurationError(
+                "there is an observer's token and none of the job, so everybody may do everything; give the job's, too"
+            )
+        if any(hmac.compare_digest(observer, token) for token in tokens):
+            raise ConfigurationError("the observer's token equals the job's, so it is not read-only; give another")
+        self.asks = bool(tokens) or security.spiffe
+
+    def admit(self, path: str, authorization: bytes, certificate: bytes = b"") -> Credentials:
+        """Whoever makes a call to `path`, if it may.
+
+        Args:
+            path: the RPC, or "METHOD PATH" of HTTP, as in `access`.
+            authorization: the value of its `authorization`; empty = none.
+            certificate: its certificate, as PEM, which the handshake has verified; empty = none.
+
+        Raises:
+            Unknown: it is nobody that we know.
+            PermissionDenied: its role may not.
+        """
+        credentials = self.credentials(authorization, certificate)
+        if not may_call(credentials.roles, path):
+            raise PermissionDenied(refusal(credentials.roles, path))
+        return credentials
+
+    def credentials(self, authorization: bytes, certificate: bytes) -> Credentials:
+        """Who a caller is.
+
+        Raises:
+            Unknown: nobody that we know: no, wrong, expired or revoked credentials, or another job's.
+        """
+        try:
+            by_certificate = self._by_certificate(certificate) if certificate else None
+            by_token = self._by_token(authorization) if authorization and self.asks else None
+            found = _both(by_certificate, by_token)
+            if found is None and self.asks:
+                raise PermissionDenied(_NO_TOKEN)
+            found = found or EVERYBODY
+            self.revocations.check(found.names)
+            return found
+        except PermissionDenied as error:
+            raise Unknown(str(error)) from None
+
+    def _by_certificate(self, pem: bytes) -> Credentials | None:
+        found = peer_certificate(pem, self._security.spiffe_pattern)
+        if found.expires_s <= time.time():  # the connection is older than that
+            raise PermissionDenied(f"the certificate expired at {as_text(found.expires_s)}; connect with a newer one")
+        if found.identity is None:
+            if self._security.spiffe:
+                raise PermissionDenied("the certificate has no SPIFFE ID, so it names no role")
+            return None
+        self._check_job(found.identity, "certificate")
+        return Credentials(
+            frozenset({found.identity.role}),
+            found.identity.rank,
+            _names_of(found),
+            found.makes_itself,
+            str(found.identity),
+        )
+
+    def _by_token(self, authorization: bytes) -> Credentials:
+        known = self._security.tokens()
+        for token in known:
+            if hmac.compare_digest(authorization, (SCHEME + token).encode()):
+                return Credentials(text="whoever holds the job's secret")
+        observer = self._security.observer_token
+        if observer and hmac.compare_digest(authorization, (SCHEME + observer).encode()):
+            roles = frozenset({Principal.OBSERVER})
+            return Credentials(roles, None, (), False, "an observer")
+        token = authorization.decode(errors="replace").removeprefix(SCHEME)
+        if not is_role_token(token):
+            raise PermissionDenied(_WRONG_TOKEN)
+        claims = verified(token, known, self._job)
+        identity = claims.identity
+        return Credentials(frozenset({identity.role}), identity.rank, (claims.id,), False, str(identity))
+
+    def _check_job(self, identity: Identity, what: str) -> None:
+        if self._job and identity.job and identity.job != self._job:
+            raise PermissionDenied(f"the {what} is of job {identity.job!r}, and this is job {self._job!r}")
+
+
+def _names_of(certificate: PeerCertificate) -> tuple[str, ...]:
+    return tuple(filter(None, (certificate.process, certificate.serial)))
+
+
+def _both(one: Credentials | None, other: Credentials | None) -> Credentials | None:
+    """What both allow."""
+    if one is None or other is None:
+        return one or other
+    ranks = {rank for rank in (one.rank, other.rank) if rank is not None}
+    if len(ranks) > 1:
+        raise PermissionDenied(f"the certificate is of {one.text}, and the token of {other.text}: two ranks")
+    return Credentials(
+        one.roles & other.roles,
+        next(iter(ranks), None),
+        (*one.names, *other.names),
+        one.has_secret or other.has_secret,
+        f"{one.text} (by its token, {other.text})" if one.text != other.text else one.text,
+    )

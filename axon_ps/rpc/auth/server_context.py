@@ -1,0 +1,58 @@
+"""The TLS context of an HTTP server whose certificate is renewed; gRPC has its own (`Security.server_credentials`)."""
+
+from __future__ import annotations
+
+import os
+import ssl
+
+from axon_ps.errors import ConfigurationError
+from axon_ps.rpc.auth.certificates import Chain, ChainSource
+
+
+def server_context(source: ChainSource, *, required: bool) -> ssl.SSLContext:
+    """A context that has the newest certificate at every handshake.
+
+    Args:
+        source: where certificates come from.
+        required: whether every client must show a certificate, rather than that it may.
+
+    Raises:
+        ConfigurationError: the certificate cannot be used.
+    """
+    made: list[tuple[Chain, ssl.SSLContext]] = []
+
+    def newest() -> ssl.SSLContext:
+        chain = source.current()
+        if not made or made[0][0] is not chain:
+            made[:] = [(chain, _context(chain, required=required))]
+        return made[0][1]
+
+    def at_handshake(connection: ssl.SSLObject, *_: object) -> None:
+        connection.context = newest()
+
+    first = newest()
+    first.sni_callback = at_handshake
+    return first
+
+
+def _context(chain: Chain, *, required: bool) -> ssl.SSLContext:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    try:
+        if chain.roots:
+            context.load_verify_locations(cadata=chain.roots.decode())
+            context.verify_mode = ssl.CERT_REQUIRED if required else ssl.CERT_OPTIONAL
+        _load(context, chain)
+    except (OSError, ValueError, ssl.SSLError) as error:
+        raise ConfigurationError(f"the certificate (cert_file, key_file) cannot be used for HTTP: {error}") from error
+    return context
+
+
+def _load(context: ssl.SSLContext, chain: Chain) -> None:
+    """Python's ssl reads files only: one without a name, in memory, that nobody else can open."""
+    fd = os.memfd_create("axon-ps certificate", os.MFD_CLOEXEC)
+    try:
+        os.write(fd, chain.certificate + b"\n" + chain.key)
+        context.load_cert_chain(f"/proc/self/fd/{fd}")
+    finally:
+        os.close(fd)

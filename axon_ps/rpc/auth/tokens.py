@@ -1,0 +1,174 @@
+"""Tokens: the job's secret, and those of one role that are made from it (JWT, HS256).
+
+Whoever holds the secret holds every role, and can make tokens and certificates. A token of a role names the job
+(`aud`), the role (`sub`), if wanted the rank, and when it ends (`exp`); its id (`jti`) is what is revoked. It is signed
+by a key that is derived from the secret, so a token gives nothing of the secret away, if that cannot be guessed: from a
+token, or a certificate, one can try secrets offline. So a secret that is short makes neither.
+
+PyJWT is imported when the first such token is met.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import secrets
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any, Final
+
+from axon_ps.errors import ConfigurationError, PermissionDenied
+from axon_ps.rpc.auth.identity import MAX_RANK, Identity, role_of
+
+SECRET_BYTES: Final = 24
+MIN_SECRET_CHARS: Final = 22
+"""What 128 random bits are in base64; of hex digits they are 32."""
+
+MIN_DISTINCT_CHARS: Final = 8
+"""A secret with fewer different characters is not random."""
+
+_ALGORITHM: Final = "HS256"
+_REQUIRED: Final = ("sub", "aud", "exp", "jti")
+
+
+@dataclass(frozen=True)
+class Claims:
+    """What a token of a role says.
+
+    Attributes:
+        identity: whose it is.
+        id: its id, by which it is revoked.
+        expires_s: until when, in seconds since 1970.
+    """
+
+    identity: Identity
+    id: str
+    expires_s: float
+
+
+def new_secret() -> str:
+    """A random secret of a job."""
+    return secrets.token_urlsafe(SECRET_BYTES)
+
+
+def is_strong(secret: str) -> bool:
+    """Whether keys may be derived from a secret: it is long enough to be random."""
+    return len(secret) >= MIN_SECRET_CHARS and len(set(secret)) >= MIN_DISTINCT_CHARS and not is_role_token(secret)
+
+
+def check_strong(secret: str, what: str, otherwise: str = "") -> None:
+    """Refuse to derive keys from what could be guessed.
+
+    Args:
+        secret: the secret.
+        what: what needs it, for the message.
+        otherwise: what could be done instead, for the message.
+
+    Raises:
+        ConfigurationError: it could; the message says how to make a secret.
+    """
+    if is_role_token(secret):
+        raise ConfigurationError(f"{what} needs the job's secret, and the token that was given is one of a role")
+    if not is_strong(secret):
+        given = f"the one that was given ({len(secret)} characters) can be guessed" if secret else "none was given"
+        raise ConfigurationError(
+            f"{what} needs a secret of the job of at least 128 random bits, and {given}: `axon-ps auth init FILE` "
+            f"makes one for --token-file (AXON_PS_TOKEN_FILE) or AXON_PS_TOKEN{otherwise}"
+        )
+
+
+def derived_key(secret: str, purpose: str, size: int = 32) -> bytes:
+    """A key for one purpose, by HKDF-SHA256 (RFC 5869) without salt, as the secret is random; at most 64 bytes."""
+    extracted = hmac.digest(bytes(32), secret.encode(), hashlib.sha256)
+    info = f"axon-ps {purpose}".encode()
+    first = hmac.digest(extracted, info + b"\x01", hashlib.sha256)
+    return (first + hmac.digest(extracted, first + info + b"\x02", hashlib.sha256))[:size]
+
+
+def is_role_token(token: str) -> bool:
+    """Whether a token is one of a role, rather than a secret: a JWT has three fields."""
+    return token.count(".") == 2 and token.startswith("ey")
+
+
+def mint(secret: str, identity: Identity, lifetime_s: float) -> str:
+    """A token of a role.
+
+    Raises:
+        ConfigurationError: the secret could be guessed from it.
+    """
+    import jwt
+
+    check_strong(secret, "a token of a role")
+    claims: dict[str, Any] = {"sub": identity.role.value, "aud": identity.job, "jti": secrets.token_hex(8)}
+    claims["exp"] = int(time.time() + lifetime_s)
+    if identity.rank is not None:
+        claims["rank"] = identity.rank
+    return jwt.encode(claims, _signing_key(secret), _ALGORITHM)
+
+
+def verified(token: str, known_secrets: Sequence[str], job: str) -> Claims:
+    """What a token says, if it is one of this job and holds.
+
+    Args:
+        token: the token.
+        known_secrets: the job's secrets, any of which may have signed it.
+        job: name of the job; empty = any.
+
+    Raises:
+        PermissionDenied: it does not; which it was is in the message.
+    """
+    claims = _signed(token, known_secrets)
+    if claims.expires_s <= time.time():
+        raise PermissionDenied(f"the token expired at {as_text(claims.expires_s)}; get another one")
+    if job and claims.identity.job != job:
+        raise PermissionDenied(f"the token is of job {claims.identity.job!r}, and this is job {job!r}")
+    return claims
+
+
+def read_unverified(token: str) -> Claims:
+    """What a token says, whoever signed it.
+
+    Raises:
+        PermissionDenied: it says not what a token must say.
+    """
+    import jwt
+
+    try:
+        return _claims(jwt.decode(token, options={"verify_signature": False}))
+    except jwt.PyJWTError as error:
+        raise PermissionDenied(f"the token is malformed: {error}") from None
+
+
+def as_text(time_s: float) -> str:
+    """A time as people read it."""
+    return datetime.fromtimestamp(time_s, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+
+
+def _signed(token: str, known_secrets: Sequence[str]) -> Claims:
+    import jwt
+
+    options: Any = {"require": list(_REQUIRED), "verify_exp": False, "verify_aud": False}
+    for secret in filter(is_strong, known_secrets):
+        try:
+            return _claims(jwt.decode(token, _signing_key(secret), [_ALGORITHM], options=options))
+        except jwt.InvalidSignatureError:
+            continue
+        except jwt.PyJWTError as error:
+            raise PermissionDenied(f"the token is malformed: {error}") from None
+    raise PermissionDenied("the token is not signed by this job's secret; is it a token of this job?")
+
+
+def _claims(found: dict[str, Any]) -> Claims:
+    job, rank, role = found.get("aud"), found.get("rank"), found.get("sub")
+    expires, token_id = found.get("exp"), found.get("jti")
+    if not (isinstance(job, str) and isinstance(role, str) and isinstance(expires, int) and isinstance(token_id, str)):
+        raise PermissionDenied("the token does not say its role (sub), job (aud), end (exp) and id (jti)")
+    if rank is not None and not (isinstance(rank, int) and 0 <= rank < MAX_RANK):
+        raise PermissionDenied(f"the token names rank {str(rank)[:40]!r}, which is none")
+    return Claims(Identity(role_of(role, "the token"), job, rank), token_id, float(expires))
+
+
+def _signing_key(secret: str) -> bytes:
+    return derived_key(secret, "token v1")

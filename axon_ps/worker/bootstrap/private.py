@@ -1,0 +1,110 @@
+"""What only the workers of a job may learn when they form it: the coordinator's address and the job's secret.
+
+Note: [Nothing secret is in the store]
+    torch's store listens on all interfaces and asks nobody who reads or writes it. So it has nothing that anybody could
+    use, and nothing that is read there is trusted with a secret:
+
+    - on one host the address and a random secret go through the kernel: rank 0 serves them at a Unix socket, and both
+      ends learn from the kernel which user the other is;
+    - on several hosts every worker has the secret from its environment; the address is in the store, and who listens
+      there must prove, by mutual TLS, that it has the secret, too. Without a secret that both have, no two hosts can
+      know each other: whatever they exchanged, a stranger could exchange as well.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import time
+from dataclasses import dataclass
+from typing import Any, Final
+
+from axon_ps.errors import Unreachable
+from axon_ps.rpc.auth.tokens import check_strong, new_secret
+from axon_ps.rpc.deadlines import Deadline
+from axon_ps.rpc.security import Security
+from axon_ps.worker.bootstrap.local_store import LocalStore
+
+_KEY: Final = "job"
+_PAUSE_S: Final = 0.02
+_INSTEAD: Final = (
+    ", on all of them; or set AXON_PS_TLS_DIR; or AXON_PS_TLS_CERT, _KEY and _CA besides a token; "
+    "or AXON_PS_INSECURE=1 to trust the network; or start services with `axon-ps run`"
+)
+
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Access:
+    """How a worker reaches the coordinator: its address, and by which token."""
+
+    coordinator: str
+    token: str
+
+
+def secured(given: Security, *, several_hosts: bool) -> Security:
+    """How the services of a job are secured that its workers start: given what their environment says.
+
+    Raises:
+        ConfigurationError: the workers are on several hosts, and their environment has no secret that all know.
+    """
+    if not several_hosts:
+        return given if given.tokens() else dataclasses.replace(given, token=new_secret())
+    if given.insecure or given.spiffe:
+        return given
+    if given.cert_file and given.tokens():
+        return given
+    secret = next(iter(given.tokens()), "")
+    check_strong(secret, "a job whose workers are on several hosts and start its services", _INSTEAD)
+    return dataclasses.replace(given, tls=True)
+
+
+def serve(access: Access, incarnation: str, timeout_s: float) -> LocalStore:
+    """Have the other workers of this host learn it; close what is returned when the job ends.
+
+    Raises:
+        Unreachable: another process does so under the same name.
+    """
+    store = LocalStore(_name(incarnation), serves=True, timeout_s=timeout_s)
+    store.set(_KEY, json.dumps(dataclasses.asdict(access)))
+    return store
+
+
+def receive(incarnation: str, deadline: Deadline) -> Access:
+    """What the worker of rank 0, which has this incarnation, serves on this host.
+
+    Raises:
+        Unreachable: nobody does until the deadline.
+        PermissionDenied: a process of another user does.
+    """
+    store = LocalStore(_name(incarnation), serves=False, timeout_s=deadline.remaining())
+    while not store.check([_KEY]):
+        if deadline.expired:
+            raise Unreachable(
+                "the worker of rank 0 is on this host and does not answer: is it of another network namespace or user?"
+            )
+        time.sleep(min(_PAUSE_S, deadline.remaining()))
+    found: dict[str, Any] = json.loads(store.get(_KEY))
+    return Access(str(found["coordinator"]), str(found["token"]))
+
+
+def own(security: Security, coordinator: str) -> Access:
+    """What a worker on another host makes of the address in the store, with the secret of its own environment.
+
+    Raises:
+        ConfigurationError: it has none.
+    """
+    secured(security, several_hosts=True)
+    return Access(coordinator, next(iter(security.tokens()), ""))
+
+
+def announce(address: str, *, made_secret: bool) -> None:
+    """Say that a job has begun which nobody has named."""
+    how = "a random secret, which only processes of this user on this host get" if made_secret else "the secret given"
+    _logger.warning("no AXON_PS_COORDINATOR is set: this worker has started one at %s, with %s", address, how)
+
+
+def _name(incarnation: str) -> str:
+    return f"private/{incarnation}"

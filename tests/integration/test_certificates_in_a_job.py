@@ -1,0 +1,159 @@
+"""A job over mutual TLS while it trains: certificates are renewed unnoticed; one that is revoked ends its worker."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import ssl
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from cryptography import x509
+
+from axon_ps.coordinator.client.operator import OperatorClient
+from axon_ps.errors import PermissionDenied
+from axon_ps.rpc.auth.authority import authority_of
+from axon_ps.rpc.auth.identity import Identity, Principal
+from axon_ps.rpc.security import Security
+from axon_ps.testing import LocalCluster
+from axon_ps.testing.workers import WorkerFailed, results_of
+from failover_job import plain, train
+from tables import Record, add
+
+LIFETIME_S = 3.0
+RENEWALS = 3
+EJECTED_S = 1.0
+OVER_GRPC = {"AXON_PS_DIRECT_MEMORY": "0"}  # the bytes themselves, too
+SOON_S = 40.0
+
+
+def steps(directory: Path, rank: int) -> list[tuple[float, int, bool, int]]:
+    """What a worker has logged: when, version, committed, replicas."""
+    path = directory / f"rank-{rank}"
+    lines = path.read_text(encoding="utf-8").split("\n")[:-1] if path.exists() else []
+    return [tuple(json.loads(line)) for line in lines]  # type: ignore[misc]
+
+
+def until(condition: Callable[[], Any]) -> Any:
+    """Wait for a condition, at most `SOON_S`."""
+    deadline = time.monotonic() + SOON_S
+    while not (found := condition()):
+        assert time.monotonic() < deadline, "it did not happen"
+        time.sleep(0.01)
+    return found
+
+
+def serial_at(address: str, secret: str) -> int:
+    """The serial number of the certificate that a server shows to a new connection, before it asks for ours."""
+    context = ssl.create_default_context(cadata=authority_of(secret).certificate.decode())
+    host, _, port = address.rpartition(":")
+    with (
+        socket.create_connection((host, int(port)), timeout=5) as plain_socket,
+        context.wrap_socket(plain_socket, server_hostname=host) as connection,
+    ):
+        der = connection.getpeercert(binary_form=True)
+    assert der is not None
+    return x509.load_der_x509_certificate(der).serial_number
+
+
+def shards_of(cluster: LocalCluster) -> list[str]:
+    return [member.address for member in cluster.status().membership.shards]
+
+
+def test_certificates_are_renewed_and_nobody_notices(tmp_path: Path, record_property: Record) -> None:
+    security = Security(tls=True, lifetime_s=LIFETIME_S)
+    with LocalCluster(shards=2, world_size=2, security=security) as cluster:
+        workers = cluster.start_workers(train, args=(tmp_path,), env=OVER_GRPC)
+        until(lambda: steps(tmp_path, 0))
+        places = [cluster.address, *shards_of(cluster)]
+        seen: dict[str, set[int]] = {place: set() for place in places}
+        generation = cluster.status().membership.generation
+        while any(len(serials) <= RENEWALS for serials in seen.values()):
+            for place in places:
+                seen[place].add(serial_at(place, cluster.token))
+            assert workers[0].process.exit_code is None, workers[0].process.output
+            time.sleep(0.3)
+        assert cluster.status().membership.generation == generation
+        (tmp_path / "stop").write_text(str(steps(tmp_path, 0)[-1][1] + 20))
+        values = [result.value for result in results_of(workers, timeout_s=SOON_S, check=True)]
+    made = steps(tmp_path, 0)
+    assert all(committed for _, _, committed, _ in made)
+    expected = plain([2] * made[-1][1])
+    assert all(np.array_equal(value, expected) for value in values)
+    took_s = made[-1][0] - made[0][0]
+    add(record_property, "Certificates renewed", times=RENEWALS, within_s=f"{took_s:.1f}", steps=len(made), aborted=0)
+
+
+@pytest.fixture
+def issued(tmp_path: Path) -> Callable[[str, int], dict[str, str]]:
+    """Variables of a worker that has a certificate and nothing else."""
+
+    def issue(secret: str, rank: int) -> dict[str, str]:
+        authority = authority_of(secret)
+        made = authority.issue(Identity(Principal.WORKER, "test", rank), 600.0)
+        directory = tmp_path / f"identity-{rank}"
+        directory.mkdir()
+        for name, content in (("svid.pem", made.chain), ("svid.key", made.key), ("bundle.pem", authority.certificate)):
+            (directory / name).write_bytes(content)
+            (directory / name).chmod(0o600)
+        return {"AXON_PS_TOKEN": "", "AXON_PS_TLS_DIR": str(directory), **OVER_GRPC}
+
+    return issue
+
+
+def test_a_worker_whose_certificate_is_revoked_is_ended_and_the_job_goes_on(
+    tmp_path: Path, issued: Callable[[str, int], dict[str, str]], record_property: Record
+) -> None:
+    async def revoke(cluster: LocalCluster, target: str) -> Any:
+        async with OperatorClient(cluster.address, security=cluster.security, job=cluster.job) as operator:
+            return await operator.revoke(target, "the laptop was stolen")
+
+    with LocalCluster(shards=2, world_size=2, min_workers=1, security=Security(tls=True)) as cluster:
+        env = issued(cluster.token, 1)
+        ours = cluster.start_workers(train, args=(tmp_path,), ranks=[0], env=OVER_GRPC)
+        theirs = cluster.start_workers(train, args=(tmp_path,), ranks=[1], env=env)
+        until(lambda: len(steps(tmp_path, 0)) > 5 and len(steps(tmp_path, 1)) > 5)
+        began_s = time.monotonic()
+        reply = asyncio.run(revoke(cluster, "worker/1"))
+        assert len(reply.names) == 2  # the id of its process, and the serial number of its certificate
+        assert [name.partition(" (")[0] for name in reply.members] == ["worker 1"]
+        assert not reply.has_secret
+        members = until(lambda: [m.rank for m in cluster.status().membership.workers] == [0] and time.monotonic())
+        with pytest.raises(WorkerFailed, match="revoked: the laptop was stolen"):
+            results_of(theirs, timeout_s=SOON_S, check=True)
+        after = until(lambda: [s for s in steps(tmp_path, 0) if s[2] and s[3] == 1])
+        assert members - began_s <= EJECTED_S
+        alone = cluster.start_workers(train, args=(tmp_path,), ranks=[1], env=env)  # it comes back
+        with pytest.raises(WorkerFailed, match="revoked: the laptop was stolen"):
+            results_of(alone, timeout_s=SOON_S, check=True)
+        (tmp_path / "stop").write_text(str(steps(tmp_path, 0)[-1][1] + 20))
+        results_of(ours, timeout_s=SOON_S, check=True)
+    gone_s, commits_s = f"{members - began_s:.2f}", f"{after[0][0] - began_s:.2f}"
+    add(record_property, "A worker whose certificate is revoked", gone_after_s=gone_s, next_commit_after_s=commits_s)
+
+
+def test_a_certificate_is_good_for_its_rank_and_role_only(
+    tmp_path: Path, issued: Callable[[str, int], dict[str, str]]
+) -> None:
+    async def drain(security: Security, cluster: LocalCluster) -> None:
+        async with OperatorClient(cluster.address, security=security, job=cluster.job) as operator:
+            await operator.drain(0)
+
+    with LocalCluster(shards=1, world_size=1, security=Security(tls=True)) as cluster:
+        other = cluster.start_workers(train, args=(tmp_path,), ranks=[0], env=issued(cluster.token, 1))
+        with pytest.raises(WorkerFailed, match=r"worker of rank 1 of job 'test' may not join as worker 0"):
+            results_of(other, timeout_s=SOON_S, check=True)
+        directory = tmp_path / "identity-1"
+        worker = Security(
+            ca_file=str(directory / "bundle.pem"),
+            cert_file=str(directory / "svid.pem"),
+            key_file=str(directory / "svid.key"),
+            spiffe=True,
+        )
+        with pytest.raises(PermissionDenied, match=r"role of these credentials is worker, .* Coordinator\.Drain needs"):
+            asyncio.run(drain(worker, cluster))
