@@ -6,6 +6,7 @@ Every field of a message is checked here once, so that the state machine works w
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from collections.abc import Sequence
 
@@ -376,7 +377,7 @@ def status_from_proto(message: status_pb2.StatusReply) -> Status:
     """The status of the job, from a message.
 
     Raises:
-        InvalidRequest: a member is malformed.
+        InvalidRequest: a member, or what the training script has reported, is malformed.
     """
     return Status(
         job=message.job,
@@ -421,6 +422,8 @@ def status_from_proto(message: status_pb2.StatusReply) -> Status:
 
 
 def _report_from_proto(message: status_pb2.ProgressReport) -> Report:
+    if not (math.isfinite(message.step) and math.isfinite(message.steps)):
+        raise InvalidRequest(f"a report is of step {message.step} of {message.steps}; steps are numbers")
     return Report(
         step=int(message.step),
         steps=int(message.steps) if message.HasField("steps") else None,

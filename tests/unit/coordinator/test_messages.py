@@ -27,7 +27,7 @@ from axon_ps.coordinator.core.events import (
 )
 from axon_ps.errors import InvalidRequest, StorageFull
 from axon_ps.types import CopyFrom, Decision, Member, Membership, ModelProgress, Outcome, Role
-from axon_ps.wire.v1 import checkpoint_pb2, common_pb2, session_pb2
+from axon_ps.wire.v1 import checkpoint_pb2, common_pb2, session_pb2, status_pb2
 from coordinator_driver import OPTIMIZER, SPEC
 
 MEMBERSHIP = Membership(
@@ -145,6 +145,10 @@ def test_status() -> None:
     assert m.status_from_proto(m.status_to_proto(status)) == status
 
 
+def reported(**values: float) -> status_pb2.StatusReply:
+    return status_pb2.StatusReply(progress=status_pb2.ProgressReport(**values))
+
+
 @pytest.mark.parametrize(
     ("parse", "message", "words"),
     [
@@ -153,6 +157,8 @@ def test_status() -> None:
         (m.join_from_proto, session_pb2.Join(role=common_pb2.ROLE_SHARD), "without an address"),
         (m.join_from_proto, session_pb2.Join(role=common_pb2.ROLE_WORKER, incarnation="a" * 32), "the node is empty"),
         (m.ready_from_proto, session_pb2.Ready(sums_of_squares=[1.0, -0.5]), "0 or more"),
+        (m.status_from_proto, reported(step=float("nan")), "step nan of 0"),
+        (m.status_from_proto, reported(step=1.0, steps=float("inf")), "step 1.0 of inf"),
         (
             m.snapshot_report_from_proto,
             checkpoint_pb2.SnapshotReport(files=[checkpoint_pb2.SnapshotFile(name="f", sha256="0")]),
