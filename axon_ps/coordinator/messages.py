@@ -260,10 +260,14 @@ def job_from_proto(message: session_pb2.JobEvent) -> JobState:
     """The state of a model, from the event that announces it.
 
     Raises:
-        InvalidRequest: the layout or the optimizer is malformed.
+        InvalidRequest: the layout or the optimizer is malformed, or the placement is of other slices.
     """
+    spec = codec.job_spec_from_proto(message.spec) if message.HasField("spec") else None
+    placement = codec.placement_from_proto(message.placement) if message.HasField("placement") else None
+    if spec is not None and placement is not None:
+        placement.check(spec.plan(placement.num_cuts))
     return JobState(
-        spec=codec.job_spec_from_proto(message.spec) if message.HasField("spec") else None,
+        spec=spec,
         optimizer=codec.optimizer_from_proto(message.optimizer) if message.HasField("optimizer") else None,
         initialized=message.initialized,
         version=message.version,
@@ -272,7 +276,7 @@ def job_from_proto(message: session_pb2.JobEvent) -> JobState:
         name=codec.name_from_proto(message.name, "a model's name", empty=True),
         copied=message.copied,
         released=message.released,
-        placement=codec.placement_from_proto(message.placement) if message.HasField("placement") else None,
+        placement=placement,
         committed=dict(message.committed),
     )
 

@@ -182,7 +182,7 @@ def _timeout(timeout_s: float | None) -> float | None:
 
 def _callable(channel: grpc.aio.Channel, method: MethodDescriptor) -> Any:
     make = channel.stream_stream if method.client_streaming else channel.unary_unary
-    call = make(
+    call: Any = make(
         f"/{method.containing_service.full_name}/{method.name}",
         request_serializer=_serializer(method.input_type),
         response_deserializer=parsed_or_error(_deserializer(method.output_type)),
