@@ -6,6 +6,7 @@ Every field of a message is checked here once, so that the state machine works w
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from collections.abc import Sequence
 
@@ -272,10 +273,14 @@ def job_from_proto(message: session_pb2.JobEvent) -> JobState:
     """The state of a model, from the event that announces it.
 
     Raises:
-        InvalidRequest: the layout or the optimizer is malformed.
+        InvalidRequest: the layout or the optimizer is malformed, or the placement is of other slices.
     """
+    spec = codec.job_spec_from_proto(message.spec) if message.HasField("spec") else None
+    placement = codec.placement_from_proto(message.placement) if message.HasField("placement") else None
+    if spec is not None and placement is not None:
+        placement.check(spec.plan(placement.num_cuts))
     return JobState(
-        spec=codec.job_spec_from_proto(message.spec) if message.HasField("spec") else None,
+        spec=spec,
         optimizer=codec.optimizer_from_proto(message.optimizer) if message.HasField("optimizer") else None,
         initialized=message.initialized,
         version=message.version,
@@ -284,7 +289,7 @@ def job_from_proto(message: session_pb2.JobEvent) -> JobState:
         name=codec.name_from_proto(message.name, "a model's name", empty=True),
         copied=message.copied,
         released=message.released,
-        placement=codec.placement_from_proto(message.placement) if message.HasField("placement") else None,
+        placement=placement,
         committed=dict(message.committed),
         no_room=message.no_room,
     )
@@ -394,7 +399,7 @@ def status_from_proto(message: status_pb2.StatusReply) -> Status:
     """The status of the job, from a message.
 
     Raises:
-        InvalidRequest: a member is malformed.
+        InvalidRequest: a member, or what the training script has reported, is malformed.
     """
     return Status(
         job=message.job,
@@ -439,6 +444,8 @@ def status_from_proto(message: status_pb2.StatusReply) -> Status:
 
 
 def _report_from_proto(message: status_pb2.ProgressReport) -> Report:
+    if not (math.isfinite(message.step) and math.isfinite(message.steps)):
+        raise InvalidRequest(f"a report is of step {message.step} of {message.steps}; steps are numbers")
     return Report(
         step=int(message.step),
         steps=int(message.steps) if message.HasField("steps") else None,

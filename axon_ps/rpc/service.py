@@ -43,7 +43,7 @@ from axon_ps.rpc.limits import FIRST_MESSAGE_S
 from axon_ps.rpc.security import Security
 from axon_ps.rpc.shielded import Shielded
 from axon_ps.rpc.status import error_of, status_of
-from axon_ps.rpc.stream import EOF, Stream, task_is_cancelled
+from axon_ps.rpc.stream import EOF, Stream, parsed_or_error, task_is_cancelled
 from axon_ps.wire.frames import BULK_MESSAGES
 from axon_ps.wire.v1 import watch_pb2
 
@@ -200,11 +200,21 @@ def _timeout(timeout_s: float | None) -> float | None:
 
 def _callable(channel: grpc.aio.Channel, method: MethodDescriptor) -> Any:
     make = channel.stream_stream if method.client_streaming else channel.unary_unary
-    return make(
+    call: Any = make(
         f"/{method.containing_service.full_name}/{method.name}",
         request_serializer=_serializer(method.input_type),
-        response_deserializer=_deserializer(method.output_type),
+        response_deserializer=parsed_or_error(_deserializer(method.output_type)),
     )
+    if method.client_streaming:
+        return call
+
+    async def call_once(request: Message, **options: Any) -> Any:
+        reply = await call(request, **options)
+        if isinstance(reply, DecodeError):
+            raise Broken(f"{channels.address_of(channel)} sent a reply to {method.name} that cannot be parsed: {reply}")
+        return reply
+
+    return call_once
 
 
 def _method_handler(method: MethodDescriptor, behaviour: Callable[..., Awaitable[Any]]) -> Any:

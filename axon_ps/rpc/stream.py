@@ -16,13 +16,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any, Final
 from weakref import WeakSet
 
 import grpc
+from google.protobuf.message import DecodeError
 
-from axon_ps.errors import AxonError, Closed
+from axon_ps.errors import AxonError, Broken, Closed
 from axon_ps.host import fork
 from axon_ps.rpc.shielded import Shielded
 from axon_ps.rpc.status import error_of, error_of_status
@@ -76,6 +77,7 @@ class Stream:
 
         Raises:
             AxonError: what ended the call, as the peer raised it; see `status.error_of` for gRPC's own.
+            Broken: the peer sent what cannot be parsed; the call is cancelled.
         """
         try:
             message = await Shielded(self._call.read(), self._call.cancel)
@@ -84,6 +86,9 @@ class Stream:
         except asyncio.CancelledError:
             raise self._cancelled() from None
         self._answered = True
+        if isinstance(message, DecodeError):
+            self.cancel()
+            raise Broken(f"{self.place} sent a message that cannot be parsed: {message}")
         return message
 
     async def write(self, message: Any) -> None:
@@ -185,6 +190,20 @@ class Stream:
 
     def _error_of(self, error: grpc.aio.AioRpcError) -> AxonError:
         return error_of(error, self._peer, self._method, answered=self._answered, timeout_s=self._timeout_s)
+
+
+def parsed_or_error(parse: Callable[[bytes], Any] | None) -> Callable[[bytes], Any] | None:
+    """As `parse`, but what cannot be parsed gives the error as a value: of one that is raised gRPC makes None."""
+    if parse is None:
+        return None
+
+    def parsed(data: bytes) -> Any:
+        try:
+            return parse(data)
+        except DecodeError as error:
+            return error
+
+    return parsed
 
 
 def task_is_cancelled() -> bool:

@@ -77,6 +77,18 @@ class Placement:
     number: int = 1
     replication: int = 1
 
+    def check(self, plan: Plan) -> None:
+        """Refuse to be the placement of another plan's slices.
+
+        Raises:
+            InvalidRequest: the plan, over `num_cuts` servers, has not as many slices as are placed.
+        """
+        if len(self.holders) != len(plan.numbered):
+            raise InvalidRequest(
+                f"{len(self.holders)} slices are placed; the model, cut over {self.num_cuts} servers, has "
+                f"{len(plan.numbered)}"
+            )
+
     @property
     def servers(self) -> frozenset[int]:
         """Every server that holds something."""

@@ -47,6 +47,9 @@ MAX_DIMENSIONS: Final = 64
 MAX_LAYOUT_NUMEL: Final = 1 << 45
 """Most elements of a layout: 35 trillion, far above any model and far below an overflow."""
 
+MAX_CUTS: Final = 1 << 16
+"""Most shard servers that a plan cuts units over, as many as there may be."""
+
 _DTYPES: Final = {
     DType.F32: common_pb2.D_TYPE_F32,
     DType.BF16: common_pb2.D_TYPE_BF16,
@@ -224,8 +227,10 @@ def placement_from_proto(message: placement_pb2.Placement) -> Placement:
     """Where a model's slices are.
 
     Raises:
-        InvalidRequest: a slice has no holder, or units are cut over no server.
+        InvalidRequest: a slice has no holder, or units are cut over no server, or over more than there may be.
     """
+    if message.num_cuts > MAX_CUTS:
+        raise InvalidRequest(f"a placement is cut over {message.num_cuts} servers; at most {MAX_CUTS} are allowed")
     if not message.num_cuts or not all(h.complete for h in message.slices):
         raise InvalidRequest("a placement names a slice that no shard server holds, or is cut over no server")
     return Placement(

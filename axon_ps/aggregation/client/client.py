@@ -248,6 +248,9 @@ class CollectiveClient:
             await self._write(stream, CollectiveChunk(begin=begin), None)
             header, payload = await stream.data()
             first = elements(payload, dtype)
+            _check_source(header, len(group.ranks))
+            if first.size > data.size:
+                raise Broken(f"a shard server sent {first.size} elements of a message of {data.size}")
             data[: first.size] = first
             self._count("in", payload.nbytes)
             await self._download(stream, data.size - first.size, dtype, data, [0] * len(group.ranks))
@@ -326,6 +329,7 @@ class CollectiveClient:
             header, payload = await stream.data()
             data = elements(payload, dtype)
             assert target is not None
+            _check_source(header, len(starts))
             begin = starts[header.source] + header.offset
             if data.size > numel or begin + data.size > target.size:
                 raise Broken(f"a shard server sent {data.size} elements for {begin} of an array of {target.size}")
@@ -362,6 +366,12 @@ class _FlowControl:
         """`nbytes` of the result have come."""
         self._window.received(stripe, nbytes)
         self._changed.set()
+
+
+def _check_source(header: CollectiveChunk, ranks: int) -> None:
+    """Refuse data of a rank that there is not."""
+    if header.source >= ranks:
+        raise Broken(f"a shard server sent data of rank {header.source}; it may come from {ranks} ranks here")
 
 
 async def _in_time(call: Coroutine[Any, Any, T], deadline: Deadline, what: str) -> T:

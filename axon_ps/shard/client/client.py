@@ -123,6 +123,7 @@ class ShardGroup:
                 raise Timeout(f"the model's layout did not become known within {deadline.timeout_s:g} s")
             await self._peers.wait(deadline.remaining())
         spec, plan = self._spec, self._spec.plan(self._placement.num_cuts)
+        self._placement.check(plan)
         begin, end = _range(spec, unit, begin, end, array)
         transfer = partial(
             Transfer,

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from axon_ps.compress import cast
+from axon_ps.errors import InvalidRequest
 from axon_ps.optim.base import UpdateRule
 from axon_ps.shard.core.chunks import Chunks
 from axon_ps.shard.core.kernel_ranges import KernelRange, cut, kernel_ranges
@@ -68,7 +69,16 @@ class Master:
         self._ranges = kernel_ranges(self._unit, groups, self._updates_before)
 
     def set_updates(self, updates: Sequence[int]) -> None:
-        """Set how many updates each parameter of the unit has had; `set_groups` must follow."""
+        """Set how many updates each parameter of the unit has had; `set_groups` must follow.
+
+        Raises:
+            InvalidRequest: they are not those of this unit.
+        """
+        if len(updates) != len(self._unit.parameters):
+            raise InvalidRequest(
+                f"unit {self._unit.name!r} has {len(self._unit.parameters)} parameters, and updates are counted of "
+                f"{len(updates)}"
+            )
         self._updates_before = list(updates)
         self.updates = 0
 

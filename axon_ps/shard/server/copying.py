@@ -15,6 +15,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Final
 
 import numpy as np
 
@@ -24,7 +25,8 @@ from axon_ps.rpc.stream import EOF
 from axon_ps.shard.core.engine import ShardEngine
 from axon_ps.shard.core.slices import OwnedSlice
 from axon_ps.shard.server.links import Links
-from axon_ps.types import Array
+from axon_ps.types import Array, DType
+from axon_ps.wire.frames import elements
 from axon_ps.wire.v1 import shard_pb2
 
 BANDWIDTH_FRACTION = 0.5
@@ -34,6 +36,9 @@ BLOCK_NUMEL = 1 << 18
 """Elements in a message."""
 
 PARAM, RESIDUAL, FRAME = "param", "residual", "frame"
+MAX_TENSORS: Final = 16
+"""Most tensors of a slice: its values, a residual, and the optimizer's moments."""
+
 _RETRY_S = 0.05
 _logger = logging.getLogger(__name__)
 
@@ -150,7 +155,9 @@ class Copying:
                 if chunk.tensor == FRAME:
                     frames.append(chunk.payload)
                     continue
-                values = np.frombuffer(chunk.payload, np.float32)
+                values = elements(memoryview(chunk.payload), DType.F32)
+                if chunk.tensor not in arrays and len(arrays) >= MAX_TENSORS:
+                    raise InvalidRequest(f"a slice was sent with more than {MAX_TENSORS} tensors")
                 array = arrays.setdefault(chunk.tensor, np.zeros(0, np.float32))
                 if not array.size:  # a moment that the hyperparameters have asked for since
                     array = arrays[chunk.tensor] = np.zeros(owned.chunks.numel, np.float32)

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import deque
 from typing import Any
 
+import numpy as np
 import pytest
 
+from axon_ps.aggregation.client.client import CollectiveClient, GroupHandle
 from axon_ps.aggregation.client.operation_stream import OperationStream
 from axon_ps.errors import Broken
+from axon_ps.rpc.security import Security
 from axon_ps.rpc.stream import EOF
+from axon_ps.types import DType
 from axon_ps.wire.v1.collective_pb2 import CollectiveChunk
+from axon_ps.wire.v1.common_pb2 import CallContext
 
 ENDED = CollectiveChunk(ended=True)
 DATA = CollectiveChunk(source=1, offset=7)
@@ -27,6 +33,9 @@ class ScriptedStream:
     async def read(self) -> Any:
         message = self.messages.popleft()
         return message if message is EOF else message.SerializeToString()
+
+    async def write(self, message: bytes) -> None:
+        """What is sent is of no interest."""
 
     def cancel(self) -> None:
         self.cancelled = True
@@ -91,5 +100,49 @@ def test_messages_out_of_turn(message: Any, method: str, words: str) -> None:
         _, stream = make(message)
         with pytest.raises(Broken, match=words):
             await getattr(stream, method)()
+
+    asyncio.run(test())
+
+
+@pytest.mark.parametrize(
+    ("sent", "words"),
+    [
+        (CollectiveChunk(source=2, payload=bytes(8)), "rank 2; it may come from 2 ranks"),
+        (CollectiveChunk(source=1 << 31, payload=bytes(8)), "may come from 2 ranks"),
+        (CollectiveChunk(source=1, payload=bytes(24)), "6 elements for 0 of an array of 4"),
+        (CollectiveChunk(source=1, offset=1 << 60, payload=bytes(4)), "1 elements for"),
+    ],
+)
+def test_data_that_no_server_may_send(sent: CollectiveChunk, words: str) -> None:
+    async def test() -> None:
+        client = CollectiveClient(Security(), CallContext)
+        with pytest.raises(Broken, match=words):
+            await client._download(make(sent)[1], 4, DType.F32, np.zeros(4, np.float32), [0, 0])
+        await client.close()
+
+    asyncio.run(test())
+
+
+@pytest.mark.parametrize(
+    ("sent", "words"),
+    [
+        (CollectiveChunk(source=7, payload=bytes(16)), "rank 7; it may come from 2 ranks"),
+        (CollectiveChunk(source=1, payload=bytes(24)), "6 elements of a message of 4"),
+    ],
+)
+def test_a_message_that_nobody_may_have_sent(
+    sent: CollectiveChunk, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def test() -> None:
+        client = CollectiveClient(Security(), CallContext)
+
+        async def stream(*_: object) -> Any:
+            return contextlib.nullcontext(make(sent)[1])
+
+        monkeypatch.setattr(client, "_mailbox_stream", stream)
+        group = GroupHandle(name="g", rank=0, ranks=(0, 1), members=("a", "b"))
+        with pytest.raises(Broken, match=words):
+            await client.recv(group, np.zeros(4, np.float32), DType.F32, -1, 0, 5.0)
+        await client.close()
 
     asyncio.run(test())

@@ -27,7 +27,7 @@ from axon_ps.coordinator.core.events import (
 )
 from axon_ps.errors import InvalidRequest, StorageFull
 from axon_ps.types import CopyFrom, Decision, Member, Membership, ModelProgress, Outcome, Role
-from axon_ps.wire.v1 import checkpoint_pb2, common_pb2, session_pb2
+from axon_ps.wire.v1 import checkpoint_pb2, common_pb2, placement_pb2, session_pb2, status_pb2
 from coordinator_driver import OPTIMIZER, SPEC
 
 MEMBERSHIP = Membership(
@@ -145,6 +145,10 @@ def test_status() -> None:
     assert m.status_from_proto(m.status_to_proto(status)) == status
 
 
+def reported(**values: float) -> status_pb2.StatusReply:
+    return status_pb2.StatusReply(progress=status_pb2.ProgressReport(**values))
+
+
 @pytest.mark.parametrize(
     ("parse", "message", "words"),
     [
@@ -153,6 +157,8 @@ def test_status() -> None:
         (m.join_from_proto, session_pb2.Join(role=common_pb2.ROLE_SHARD), "without an address"),
         (m.join_from_proto, session_pb2.Join(role=common_pb2.ROLE_WORKER, incarnation="a" * 32), "the node is empty"),
         (m.ready_from_proto, session_pb2.Ready(sums_of_squares=[1.0, -0.5]), "0 or more"),
+        (m.status_from_proto, reported(step=float("nan")), "step nan of 0"),
+        (m.status_from_proto, reported(step=1.0, steps=float("inf")), "step 1.0 of inf"),
         (
             m.snapshot_report_from_proto,
             checkpoint_pb2.SnapshotReport(files=[checkpoint_pb2.SnapshotFile(name="f", sha256="0")]),
@@ -168,3 +174,22 @@ def test_status() -> None:
 def test_what_cannot_be_is_refused(parse: Any, message: Any, words: str) -> None:
     with pytest.raises(InvalidRequest, match=words):
         parse(message)
+
+
+@pytest.mark.parametrize(
+    ("placed", "num_cuts", "words"),
+    [
+        ([1, 2, 1, 2], 2, "4 slices are placed; the model, cut over 2 servers, has 2"),
+        ([1], 2, "1 slices are placed"),
+        ([1, 2], 1 << 31, "over 2147483648 servers; at most 65536"),
+    ],
+)
+def test_a_placement_of_other_slices_is_refused(placed: list[int], num_cuts: int, words: str) -> None:
+    parameter = common_pb2.Parameter(name="w", shape=[64], dtype=common_pb2.D_TYPE_F32)
+    layout = common_pb2.Layout(units=[common_pb2.Unit(name="u", parameters=[parameter], trainable=True)])
+    f32 = common_pb2.D_TYPE_F32
+    spec = common_pb2.JobSpec(layout=layout, param_dtype=f32, grad_dtype=f32, chunk_numel=8, min_slice_numel=8)
+    slices = [placement_pb2.SliceHolders(complete=[server]) for server in placed]
+    placement = placement_pb2.Placement(number=1, num_cuts=num_cuts, replication=1, slices=slices)
+    with pytest.raises(InvalidRequest, match=words):
+        m.job_from_proto(session_pb2.JobEvent(spec=spec, placement=placement))

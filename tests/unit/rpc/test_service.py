@@ -26,6 +26,7 @@ from axon_ps.errors import (
 from axon_ps.rpc import channels
 from axon_ps.rpc.channels import connect
 from axon_ps.rpc.security import Security
+from axon_ps.rpc.server import Server
 from axon_ps.rpc.service import Stub, method_name, service_handler
 from axon_ps.wire.frames import decode_chunk, encode_chunk
 from axon_ps.wire.v1 import common_pb2, coordinator_pb2, session_pb2, shard_pb2, status_pb2
@@ -130,6 +131,38 @@ def test_a_plain_protobuf_client_interoperates() -> None:
     async def main() -> None:
         async with serving(all_gather=all_gather, reduce_scatter=reduce_scatter) as s:
             await asyncio.to_thread(plain, s.address)
+
+    run(main())
+
+
+def test_a_reply_that_cannot_be_parsed_is_the_peers_fault() -> None:
+    async def stats(request: bytes, context: Any) -> bytes:
+        return b"\xff\xff\xff"
+
+    async def reduce_scatter(requests: Any, context: Any) -> None:
+        await context.write(b"\xff\xff\xff")
+        await asyncio.Event().wait()  # the client ends it
+
+    handlers = {
+        "Stats": grpc.unary_unary_rpc_method_handler(stats),
+        "ReduceScatter": grpc.stream_stream_rpc_method_handler(reduce_scatter),
+    }
+    server = Server("127.0.0.1", 0, Security(), [grpc.method_handlers_generic_handler(SHARD.full_name, handlers)], [])
+
+    async def main() -> None:
+        address = f"127.0.0.1:{await server.start()}"
+        channel = connect(address, Security())
+        stub = Stub(channel, SHARD)
+        try:
+            with pytest.raises(Broken, match=rf"{address} sent a reply to Stats that cannot be parsed"):
+                await stub.call("Stats", shard_pb2.StatsRequest(), timeout_s=5)
+            stream = stub.open("ReduceScatter", timeout_s=5)
+            with pytest.raises(Broken, match=rf"ReduceScatter at {address} sent a message that cannot be parsed"):
+                await stream.read()
+            assert stream.done()
+        finally:
+            await channel.close()
+            await server.stop(0)
 
     run(main())
 

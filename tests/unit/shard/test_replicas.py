@@ -521,3 +521,13 @@ def test_a_digest_is_of_all_bits_and_their_places_whatever_the_ranges() -> None:
     other[[3, 700]] = other[[700, 3]]
     assert digest(other, 0) != whole
     assert digest(values[:-1], 0) != digest(values[1:], 1) != digest(values[1:], 0)
+
+
+def test_update_counts_of_another_unit_are_refused_before_anything_is_applied() -> None:
+    made = Replicated(job(), optimizer=one_group(LAYOUT, "adamw", lr=0.1))
+    owned = made.engines[0].slices[0]
+    before = owned.master.parameter_updates()
+    for updates in ((), (1,), (1, 2, 3)):
+        with pytest.raises(InvalidRequest, match=rf"has 2 parameters, and updates are counted of {len(updates)}"):
+            owned.master.set_updates(updates)
+    assert owned.master.parameter_updates() == before
