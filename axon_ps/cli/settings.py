@@ -159,7 +159,7 @@ class Settings(BaseSettings):
             host: the address on which others ask it to; empty = nobody does but the coordinator.
             configured: the places that its configuration names.
         """
-        from axon_ps.rpc.security import is_loopback
+        from axon_ps.rpc.auth.loopback import is_loopback
         from axon_ps.storage import roots
 
         private = not host or (is_loopback(host) and bool(self.resolved_token))
