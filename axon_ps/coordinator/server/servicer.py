@@ -16,6 +16,7 @@ from axon_ps.coordinator.core.events import UPLOADED, CheckpointReply, Registere
 from axon_ps.coordinator.core.kv import KVResult
 from axon_ps.coordinator.core.models import MAX_MODELS
 from axon_ps.coordinator.core.records import FIRST_NAME
+from axon_ps.coordinator.core.roster import name_of
 from axon_ps.coordinator.core.state import Caller
 from axon_ps.coordinator.messages import (
     copied_from_proto,
@@ -28,6 +29,7 @@ from axon_ps.coordinator.messages import (
     vote_from_proto,
 )
 from axon_ps.coordinator.server import manifests
+from axon_ps.coordinator.server.audit import audited
 from axon_ps.coordinator.server.feed import MAX_READERS, TICK_S, Feed
 from axon_ps.coordinator.server.shared_calls import SharedCalls
 from axon_ps.coordinator.server.shell import Session, Shell
@@ -73,6 +75,13 @@ class CoordinatorServicer:
         self._saves = SharedCalls[CheckpointReply]()
         self._log_readers = 0
         self._traces = TraceCalls(shell)
+
+    def job_and_name(self, incarnation: str) -> tuple[str, str]:
+        """The job, and what a caller is called in the audit log."""
+        state = self._shell.state
+        known = {m.incarnation: m for m in state.members_by_session().values()}.get(incarnation)
+        stranger = f"no member: {incarnation[:32]!r}" if incarnation else "an operator"
+        return state.config.job, stranger if known is None else name_of(known)
 
     async def session(self, context: ServerStream) -> None:
         """A member's session."""
@@ -181,6 +190,7 @@ class CoordinatorServicer:
             raise InvalidRequest(f"key-value operation {request.op} is unset or unknown")
         return self._shell.state.flush()
 
+    @audited
     async def register(self, request: coordinator_pb2.RegisterRequest, context: Any) -> coordinator_pb2.RegisterReply:
         """Take a model's layout or optimizer, or compare with the one it has."""
         caller = _caller(request.context)
@@ -204,12 +214,14 @@ class CoordinatorServicer:
             model=reply.model,
         )
 
+    @audited
     async def release(self, request: coordinator_pb2.ReleaseRequest, context: Any) -> coordinator_pb2.ReleaseReply:
         """Drop a model."""
         caller, state = _caller(request.context), self._shell.state
         released = await self._shell.call(lambda call: state.release(call, caller, request.model))
         return coordinator_pb2.ReleaseReply(released=released)
 
+    @audited
     async def save_checkpoint(
         self, request: coordinator_pb2.SaveCheckpointRequest, context: Any
     ) -> coordinator_pb2.CheckpointReply:
@@ -240,6 +252,7 @@ class CoordinatorServicer:
 
         return await self._saves.run((uri, extra_json, state.position), save)
 
+    @audited
     async def restore_checkpoint(
         self, request: coordinator_pb2.RestoreCheckpointRequest, context: Any
     ) -> coordinator_pb2.CheckpointReply:
@@ -258,6 +271,7 @@ class CoordinatorServicer:
         await self._shell.call(lambda call: state.restore(call, caller, found.resumes, self._shell.now()))
         return _checkpoint(found.info)
 
+    @audited
     async def drain(self, request: placement_pb2.DrainRequest, context: Any) -> placement_pb2.DrainReply:
         """Have a shard server give up what it holds."""
         return placement_pb2.DrainReply(slices=await self.drain_server(_caller(request.context), request.rank))
