@@ -35,8 +35,8 @@ class Audited(Protocol):
 
 def record(job: str, what: str, **fields: object) -> None:
     """Write a line."""
-    shown = {name: value[:_MAX_TEXT] if isinstance(value, str) else value for name, value in fields.items() if value}
-    _logger.info("%s", json.dumps({"job": job, "what": what, **shown}))
+    given = {name: value[:_MAX_TEXT] if isinstance(value, str) else value for name, value in fields.items() if value}
+    _logger.info("%s", json.dumps({"job": job, "what": what, **given}))
 
 
 def audited(perform: Callable[[S, Any, Any], Awaitable[Any]]) -> Callable[[S, Any, Any], Awaitable[Any]]:
