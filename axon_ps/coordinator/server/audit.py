@@ -20,6 +20,9 @@ from axon_ps.errors import AxonError
 _ABOUT: Final = ("uri", "name", "model", "models", "rank")
 """Fields of requests that say what a call is about."""
 
+OF_MEMBERS: Final = frozenset(("joined", "left", "lost", "finished", "drain", "full"))
+"""What happens to members and is recorded; the rest of the history is in the log already."""
+
 _MAX_TEXT: Final = 500
 
 _logger = logging.getLogger("axon_ps.audit")

@@ -336,7 +336,8 @@ class Shell:
 
     def _happened(self, kind: str, text: str) -> None:
         self.state.history.happened(kind, text, self.now())
-        audit.record(self.state.config.job, kind, text=text)
+        if kind in audit.OF_MEMBERS:
+            audit.record(self.state.config.job, kind, text=text)
 
     def _answer(self, call: int, result: object) -> None:
         answer = self._calls.pop(call, None)
