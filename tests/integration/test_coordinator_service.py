@@ -422,6 +422,7 @@ def test_keys(tmp_path: Path) -> None:
 
 def test_another_layout_is_refused_naming_rank_and_difference(tmp_path: Path) -> None:
     async def test(c: Coordinator) -> None:
+        await c.join(Role.SHARD)
         a, b = await c.join(Role.WORKER), await c.join(Role.WORKER)
         first = await a.register(SPEC, OPTIMIZER)
         assert (first.first, first.upload, first.initialized, first.version) == (True, True, False, 0)
@@ -439,6 +440,7 @@ def test_another_layout_is_refused_naming_rank_and_difference(tmp_path: Path) ->
 
 def test_a_registration_that_renumbers_replicas_returns_when_the_client_knows(tmp_path: Path) -> None:
     async def test(c: Coordinator) -> None:
+        await c.join(Role.SHARD)
         a, _ = await c.join(Role.WORKER), await c.join(Role.WORKER)
         reply = await a.register(JobSpec(layout=SPEC.layout, replica_is_node=True))
         assert a.membership is not None

@@ -134,14 +134,21 @@ class CollectiveShell:
         try:
             async with asyncio.timeout(FENCE_S):
                 while self._generation < generation:
-                    future: asyncio.Future[None] = self._loop.create_future()
-                    self._membership_waiters.append(future)
-                    await future
+                    await self._next_membership()
         except TimeoutError:
             raise Broken(
                 f"this server has not heard of generation {generation} within {FENCE_S:g} s; it knows "
                 f"{self._generation}"
             ) from None
+
+    async def _next_membership(self) -> None:
+        future: asyncio.Future[None] = self._loop.create_future()
+        self._membership_waiters.append(future)
+        try:
+            await future
+        finally:
+            if future in self._membership_waiters:
+                self._membership_waiters.remove(future)
 
     async def _warm_up(self, dtype: DType) -> None:
         """Compile the loops of a dtype, on another thread, before the first sum needs them."""

@@ -17,6 +17,7 @@ from axon_ps.coordinator.core.events import UPLOADED, CheckpointReply, JoinReque
 from axon_ps.coordinator.core.kv import KVResult
 from axon_ps.coordinator.core.models import MAX_MODELS
 from axon_ps.coordinator.core.records import FIRST_NAME
+from axon_ps.coordinator.core.roster import name_of
 from axon_ps.coordinator.core.state import Caller, CoordinatorState
 from axon_ps.coordinator.messages import (
     copied_from_proto,
@@ -29,6 +30,7 @@ from axon_ps.coordinator.messages import (
     vote_from_proto,
 )
 from axon_ps.coordinator.server import manifests
+from axon_ps.coordinator.server.audit import audited
 from axon_ps.coordinator.server.feed import MAX_READERS, TICK_S, Feed
 from axon_ps.coordinator.server.shared_calls import SharedCalls
 from axon_ps.coordinator.server.shell import Session, Shell
@@ -89,6 +91,13 @@ class CoordinatorServicer:
         self._saves = SharedCalls[CheckpointReply]()
         self._log_readers = 0
         self._traces = TraceCalls(shell)
+
+    def job_and_name(self, incarnation: str) -> tuple[str, str]:
+        """The job, and what a caller is called in the audit log."""
+        state = self._shell.state
+        known = {m.incarnation: m for m in state.members_by_session().values()}.get(incarnation)
+        stranger = f"no member: {incarnation[:32]!r}" if incarnation else "an operator"
+        return state.config.job, stranger if known is None else name_of(known)
 
     async def session(self, context: ServerStream) -> None:
         """A member's session."""
@@ -211,6 +220,7 @@ class CoordinatorServicer:
             raise InvalidRequest(f"key-value operation {request.op} is unset or unknown")
         return self._shell.state.flush()
 
+    @audited
     async def register(self, request: coordinator_pb2.RegisterRequest, context: Any) -> coordinator_pb2.RegisterReply:
         """Take a model's layout or optimizer, or compare with the one it has."""
         caller = self._caller(request.context)
@@ -234,12 +244,14 @@ class CoordinatorServicer:
             model=reply.model,
         )
 
+    @audited
     async def release(self, request: coordinator_pb2.ReleaseRequest, context: Any) -> coordinator_pb2.ReleaseReply:
         """Drop a model."""
         caller, state = self._caller(request.context), self._shell.state
         released = await self._shell.call(lambda call: state.release(call, caller, request.model))
         return coordinator_pb2.ReleaseReply(released=released)
 
+    @audited
     async def save_checkpoint(
         self, request: coordinator_pb2.SaveCheckpointRequest, context: Any
     ) -> coordinator_pb2.CheckpointReply:
@@ -270,6 +282,7 @@ class CoordinatorServicer:
 
         return await self._saves.run((uri, extra_json, state.position), save)
 
+    @audited
     async def restore_checkpoint(
         self, request: coordinator_pb2.RestoreCheckpointRequest, context: Any
     ) -> coordinator_pb2.CheckpointReply:
@@ -288,6 +301,7 @@ class CoordinatorServicer:
         await self._shell.call(lambda call: state.restore(call, caller, found.resumes, self._shell.now()))
         return _checkpoint(found.info)
 
+    @audited
     async def drain(self, request: placement_pb2.DrainRequest, context: Any) -> placement_pb2.DrainReply:
         """Have a shard server give up what it holds."""
         caller = self._caller(request.context)

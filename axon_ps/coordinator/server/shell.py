@@ -29,6 +29,7 @@ from axon_ps.coordinator.core.events import RestoreOrder, ServerEvent, SnapshotO
 from axon_ps.coordinator.core.history.logs import COORDINATOR
 from axon_ps.coordinator.core.state import CoordinatorState
 from axon_ps.coordinator.messages import event_to_proto, logged_to_proto
+from axon_ps.coordinator.server import audit
 from axon_ps.coordinator.server.checkpoint_log import CheckpointLog
 from axon_ps.coordinator.server.step_spans import StepSpans
 from axon_ps.errors import AxonError, Broken, Busy, InternalError, NotLeader, StorageFull
@@ -335,6 +336,8 @@ class Shell:
 
     def _happened(self, kind: str, text: str) -> None:
         self.state.history.happened(kind, text, self.now())
+        if kind in audit.OF_MEMBERS:
+            audit.record(self.state.config.job, kind, text=text)
 
     def _answer(self, call: int, result: object) -> None:
         answer = self._calls.pop(call, None)
