@@ -12,6 +12,7 @@ BENCHMARKS = (
     "kernels",
     "coordinator_decision",
     "data_plane",
+    "tls_cost",
     "collectives",
     "collectives_netns",
     "whole_step",

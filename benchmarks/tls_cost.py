@@ -1,0 +1,173 @@
+"""What mutual TLS costs: processor time per byte of the data plane, over plaintext, in turns on the same machine.
+
+One worker and one shard server, by gRPC: between two hosts (network namespaces with a card each, `netns.py`), as the
+acceptance has it, and on loopback, where a byte of plaintext costs the kernel least. The same once more with mutual TLS
+by the job's own authority. Each round gathers and pushes one unit; processor time is that of both processes, in user
+mode and in the kernel. Medians over the rounds, and the median of each round's ratio.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from typing import Any
+
+import _report
+from axon_ps.rpc.auth.tokens import new_secret
+from axon_ps.rpc.security import Security
+from axon_ps.sharding.plan import DEFAULT_CHUNK_NUMEL
+from axon_ps.testing.cluster import LocalCluster
+from axon_ps.types import DType, Role
+from axon_ps.worker.environment import worker_config
+from axon_ps.worker.world import World
+from cluster import cpu_s, free_port
+from data_plane import MIB, Ours
+from netns import Network
+
+BOUND = 1.25
+"""The most that mutual TLS may cost, of plaintext, between hosts."""
+
+Took = dict[str, tuple[float, float]]
+"""By call, CPU seconds and seconds."""
+
+
+class Used:
+    """CPU seconds of a worker and its server while the worker does something."""
+
+    def __init__(self, worker: Ours, server_pid: int) -> None:
+        self._worker, self._server_pid = worker, server_pid
+
+    def round(self) -> Took:
+        """Gather and push: by name, CPU seconds and seconds."""
+        return {"AllGather": self._used(self._worker.gather), "ReduceScatter": self._used(self._worker.push)}
+
+    def _used(self, action: Callable[[], float]) -> tuple[float, float]:
+        before_s = cpu_s(os.getpid()) + cpu_s(self._server_pid)
+        spent_s = action()
+        return cpu_s(os.getpid()) + cpu_s(self._server_pid) - before_s, spent_s
+
+
+@contextmanager
+def on_loopback(numel: int, dtype: DType, *, tls: bool) -> Iterator[Callable[[], Took]]:
+    """A cluster, and this process as its worker."""
+    with LocalCluster(shards=1, world_size=1, security=Security(tls=tls)) as cluster:
+        world = World.init(replace(worker_config(cluster.env(0)), direct_memory=False))
+        try:
+            yield Used(Ours(world, numel, dtype), cluster.process(Role.SHARD, 0).pid).round
+        finally:
+            world.close()
+
+
+@contextmanager
+def between_hosts(network: Network, numel: int, dtype: DType, *, tls: bool) -> Iterator[Callable[[], Took]]:
+    """Services on one host, and a worker on another that does a round for every line."""
+    port, secret = free_port(), {**os.environ, "AXON_PS_TOKEN": new_secret()}
+    address, insecure = f"{network.address('server')}:{port}", [] if tls else ["--insecure"]
+    command = [sys.executable, "-P", "-m", "axon_ps.cli.main"]
+    own = ["--host", network.address("server"), "--log-level", "error", *insecure]
+    coordinator = [*command, "coordinator", "--port", str(port), "--state", "memory", "--world-size", "1", *own]
+    network.popen("server", coordinator, env=secret)
+    shard = network.popen("server", [*command, "shard", "--port", "0", "--coordinator", address, *own], env=secret)
+    asked = ["--worker", address, "--server-pid", str(shard.pid), "--numel", str(numel), "--dtype", dtype.value]
+    worker = network.popen(
+        "worker",
+        [sys.executable, __file__, *asked],
+        env=secret | ({} if tls else {"AXON_PS_INSECURE": "1"}),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        bufsize=1,
+    )
+
+    def round_() -> Took:
+        worker.stdin.write("round\n")
+        return {name: tuple(took) for name, took in json.loads(worker.stdout.readline()).items()}
+
+    yield round_
+    worker.stdin.close()
+    worker.wait(20)
+
+
+def work(options: argparse.Namespace) -> None:
+    """Be the worker: a round for every line of standard input."""
+    env = {**os.environ, "AXON_PS_COORDINATOR": options.worker, "RANK": "0", "WORLD_SIZE": "1"}
+    with World.init(replace(worker_config(env), direct_memory=False)) as world:
+        used = Used(Ours(world, options.numel, DType.parse(options.dtype)), options.server_pid)
+        for _ in sys.stdin:
+            print(json.dumps(used.round()), flush=True)
+
+
+def rounds_of(ways: dict[str, Callable[[], Took]], rounds: int) -> dict[str, dict[str, list[tuple[float, float]]]]:
+    """By way, by call, what each round took, in turns; the first warms up."""
+    found: dict[str, dict[str, list[tuple[float, float]]]] = {way: {} for way in ways}
+    for number in range(-1, rounds):
+        for way, once in ways.items():
+            for name, took in once().items():
+                if number >= 0:
+                    found[way].setdefault(name, []).append(took)
+    return found
+
+
+def measure(where: str, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Rows of one place."""
+    dtype, total_bytes = DType.parse(options.dtype), options.mib * MIB
+    numel = total_bytes // dtype.itemsize
+    with ExitStack() as stack:
+        ways: dict[str, Callable[[], Took]] = {}
+        for way in ("plaintext", "mutual TLS"):
+            tls = way == "mutual TLS"
+            if where == "loopback":
+                ways[way] = stack.enter_context(on_loopback(numel, dtype, tls=tls))
+            else:
+                network = stack.enter_context(Network(["server", "worker"], rate_mbit=options.mbit))
+                ways[way] = stack.enter_context(between_hosts(network, numel, dtype, tls=tls))
+        found = rounds_of(ways, options.rounds)
+    rows = []
+    for name in found["plaintext"]:
+        of_plain = [t[0] / p[0] for t, p in zip(found["mutual TLS"][name], found["plaintext"][name], strict=True)]
+        for way, by_name in found.items():
+            cpu, wall = (statistics.median(took[i] for took in by_name[name]) for i in (0, 1))
+            rows.append(
+                {
+                    "where": where,
+                    "what": name,
+                    "way": way,
+                    "cpu_ns_per_byte": round(cpu / total_bytes * 1e9, 3),
+                    "gb_per_s": round(total_bytes / wall / 1e9, 2),
+                    "cpu_of_plaintext": round(statistics.median(of_plain), 3) if way != "plaintext" else 1.0,
+                }
+            )
+    return rows
+
+
+def main() -> None:
+    """Measure, print, write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--mib", type=int, default=256)
+    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--dtype", default="f32")
+    parser.add_argument("--mbit", type=float, default=1000.0, help="of each host's card")
+    parser.add_argument("--quick", action="store_true", help="64 MiB, 5 rounds")
+    for name, kind in (("--worker", str), ("--server-pid", int), ("--numel", int)):
+        parser.add_argument(name, type=kind, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.worker:
+        return work(options)
+    if options.quick:
+        options.mib, options.rounds = 64, 5
+    rows = [row for where in ("hosts", "loopback") for row in measure(where, options)]
+    columns = ("where", "what", "way", "cpu_ns_per_byte", "gb_per_s", "cpu_of_plaintext")
+    _report.table("What mutual TLS costs", columns, [[row[c] for c in columns] for row in rows])
+    about = {"mib": options.mib, "rounds": options.rounds, "chunk_numel": DEFAULT_CHUNK_NUMEL, "mbit": options.mbit}
+    _report.write("tls_cost", rows, **about, bound=BOUND)
+
+
+if __name__ == "__main__":
+    main()
