@@ -20,8 +20,9 @@ SOAK_ARGS ?=
 ALL_KILLED_ARGS ?=
 FAILOVER_ARGS ?=
 COMPOSE_ARGS ?=
+FUZZ_ARGS ?=
 
-.PHONY: help setup demo test house gpu soak faults faults-sample all-killed failover loaders launchers subscribers observability integrations compose rolling-update dist torch-suite torch-range check lint format proto proto-drift bench docs clean
+.PHONY: help setup demo test house gpu soak fuzz faults faults-sample all-killed failover loaders launchers subscribers observability integrations compose rolling-update dist torch-suite torch-range check lint format proto proto-drift bench docs clean
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -55,6 +56,9 @@ soak: $(INSTALLED) ## 2,000 random faults on one job; 200 kills of ranks that sh
 	$(BIN)/python tests/faults/fault_soak.py $(SOAK_ARGS)
 	$(BIN)/python tests/faults/shm_kills.py
 	$(BIN)/python tests/faults/group_soak.py
+
+fuzz: $(INSTALLED) ## an hour of hostile messages and connections, a job training beside; FUZZ_ARGS="--seconds 600", --replay FILE
+	$(BIN)/python tests/fuzz/fuzz_run.py $(FUZZ_ARGS)
 
 all-killed: $(INSTALLED) ## every process of a job killed at once, 20 times with a state that survives and 20 without; ALL_KILLED_ARGS=--help
 	$(BIN)/python tests/faults/all_killed.py $(ALL_KILLED_ARGS)

@@ -1,0 +1,181 @@
+"""Target: real coordinator and shard servers, over real connections, with the job's token, while a job trains beside.
+
+What the job's token lawfully may is left out: its own worker may stop a job, and so may an operator. So messages name
+no member of the job, and calls that need none to change it (drain, release, restore, join) are for another job.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import Counter
+from typing import Any, Final
+
+import grpc
+from google.protobuf.descriptor import Descriptor
+from google.protobuf.message import DecodeError, Message
+from google.protobuf.message_factory import GetMessageClass
+
+from axon_ps.errors import AxonError, InternalError
+from axon_ps.rpc.status import error_of
+from axon_ps.rpc.stream import EOF, Stream
+from entropy import Entropy
+from findings import Case, Findings
+from fuzzed_services import READS, awaited
+from grown import Facts, Grower, delimited
+from hostile_http2 import attack
+from tapped import METHODS
+
+DEADLINE_S: Final = 0.3
+"""Deadline of a call: some wait lawfully for what never comes."""
+
+GRACE_S: Final = 8.0
+"""How long after its deadline a call may take to end; longer is a hang."""
+
+SIDE_BY_SIDE: Final = 16
+LAWFUL: Final = frozenset(("Drain", "Release", "SaveCheckpoint", "RestoreCheckpoint", "Register", "Trace"))
+"""What an operator may do to any job whose token it has."""
+
+NOBODY: Final = "00000000000000000000000000000bad"
+OTHER_JOB: Final = "fuzz-other"
+
+
+def harmless(kind: Descriptor, rpc: str, data: bytes) -> bytes:
+    """The message; of another job where it would be lawful. No name at all is an operator's, of any job."""
+    try:
+        message: Message = GetMessageClass(kind).FromString(data)
+    except DecodeError:
+        return data
+    if rpc in LAWFUL:
+        return data + delimited(kind.fields_by_name["context"].number, delimited(1, OTHER_JOB.encode()))
+    if rpc == "Session" and message.WhichOneof("message") == "join":
+        return data + delimited(1, delimited(1, OTHER_JOB.encode()))
+    return data
+
+
+class Sockets:
+    """See the module; coroutines of one event loop.
+
+    Args:
+        findings: where findings go.
+        ports: of the services, by name.
+        job: name of the job.
+        token: of the job.
+    """
+
+    name = "sockets"
+
+    def __init__(self, findings: Findings, ports: dict[str, int], job: str, token: str) -> None:
+        self.messages = 0
+        self.connections: Counter[str] = Counter()
+        self.statuses: Counter[str] = Counter()
+        self._findings = findings
+        self._ports = ports
+        self._token = token
+        self._channels: dict[str, grpc.aio.Channel] = {}
+        self._grower = Grower(
+            Facts(
+                numbers={
+                    "generation": [1, 1, 2],
+                    "unit": [0],
+                    "dtype": [1, 2],
+                    "numel": [64],
+                    "model": [0],
+                    "ranks": [0],
+                },
+                texts={"job": [job, job, OTHER_JOB], "incarnation": [NOBODY, "", "not hexadecimal"]},
+            )
+        )
+
+    async def calls(self, seed: str, count: int) -> None:
+        """Make calls until `count` messages more are sent, some of them side by side."""
+        until = self.messages + count
+        number = 0
+        while self.messages < until:
+            entropies = [Entropy(f"{seed}/{number + i}") for i in range(SIDE_BY_SIDE)]
+            number += SIDE_BY_SIDE
+            await asyncio.gather(*map(self._call, entropies))
+
+    async def attacks(self, seed: str, count: int, side_by_side: int) -> None:
+        """Open hostile connections."""
+        numbers = iter(range(count))
+
+        async def one_after_the_other() -> None:
+            for number in numbers:
+                entropy = Entropy(f"{seed}/{number}")
+                port = entropy.pick(list(self._ports.values()))
+                self.connections[await attack(port, self._token, entropy)] += 1
+
+        await asyncio.gather(*(one_after_the_other() for _ in range(side_by_side)))
+
+    async def close(self) -> None:
+        """Close the connections of the calls."""
+        for channel in self._channels.values():
+            await channel.close()
+
+    def grown(self, entropy: Entropy) -> Case:
+        """The messages of a call."""
+        path = entropy.pick(list(METHODS))
+        method = METHODS[path]
+        kind = method.input_type
+        count = 1 + entropy.below(8) if method.client_streaming else 1
+        messages = (self._grower.message(kind, entropy) for _ in range(count))
+        return Case(self.name, path, tuple(harmless(kind, method.name, m) for m in messages))
+
+    async def perform(self, case: Case, service: str) -> None:
+        """Make a call; it must end, soon after its deadline at most, and not by an exception nobody foresaw."""
+        self.messages += len(case.messages)
+        made = asyncio.create_task(self._made(case, service))
+        await asyncio.wait([made], timeout=DEADLINE_S + GRACE_S)
+        if not made.done():
+            self._findings.add(f"hang: {case.what} did not end", [case], awaited(made))
+            made.cancel()
+            return
+        try:
+            made.result()
+            self.statuses["OK"] += 1
+        except grpc.aio.AioRpcError as error:
+            self._ended(case, error_of(error, service, case.what))
+        except AxonError as error:
+            self._ended(case, error)
+
+    def _ended(self, case: Case, error: AxonError) -> None:
+        self.statuses[type(error).__name__] += 1
+        if isinstance(error, InternalError):
+            self._findings.add(f"{case.what}: {error}", [case])
+
+    async def _call(self, entropy: Entropy) -> None:
+        case = self.grown(entropy)
+        names = [n for n in self._ports if ("Coordinator" in case.what) == (n == "coordinator")]
+        await self.perform(case, entropy.pick(names))
+
+    async def _made(self, case: Case, service: str) -> None:
+        channel = self._channel(service)
+        options: Any = {"timeout": DEADLINE_S, "metadata": (("authorization", f"Bearer {self._token}"),)}
+        if not METHODS[case.what].client_streaming:
+            await channel.unary_unary(case.what)(case.messages[0], **options)
+            return
+        async with Stream(channel.stream_stream(case.what)(**options), service, case.what, DEADLINE_S) as stream:
+            writing = asyncio.create_task(self._write(stream, case))
+            try:
+                for _ in range(READS):
+                    if await stream.read() is EOF:
+                        return
+            finally:
+                writing.cancel()
+                await asyncio.wait([writing])
+
+    @staticmethod
+    async def _write(stream: Stream, case: Case) -> None:
+        with contextlib.suppress(AxonError):  # the reader gets it, too
+            for message in case.messages:
+                await stream.write(message)
+            await stream.done_writing()
+
+    def _channel(self, service: str) -> grpc.aio.Channel:
+        if service not in self._channels:
+            address = f"127.0.0.1:{self._ports[service]}"
+            self._channels[service] = grpc.aio.insecure_channel(
+                address, options=[("grpc.use_local_subchannel_pool", 1)]
+            )
+        return self._channels[service]

@@ -1,0 +1,96 @@
+"""A minute of `make fuzz`, with seeds that never change and budgets of messages: what it finds, it finds every time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from axon_ps.wire.v1 import common_pb2, session_pb2
+from decoders import Decoders
+from entropy import Entropy, GivenEntropy
+from findings import Case, Findings
+from fuzzed_services import Services
+from grown import Facts, Grower, entries
+from outside import ATTACK, Amount, outside
+from worker_half import WorkerHalf
+
+
+@pytest.fixture
+def findings(tmp_path: Path) -> Findings:
+    return Findings(tmp_path / "findings")
+
+
+def test_the_same_seed_grows_the_same_messages_and_they_are_of_all_kinds() -> None:
+    kind = session_pb2.SessionRequest.DESCRIPTOR
+    grower = Grower(Facts(seeds={kind.full_name: [session_pb2.SessionRequest().SerializeToString()]}))
+    grown = [[grower.message(kind, Entropy(f"s{n}")) for n in range(300)] for _ in range(2)]
+    assert grown[0] == grown[1]
+    assert len(set(grown[0])) > 200
+    whole = [message for message in grown[0] if entries(message) is not None]
+    assert 50 < len(whole) < 300  # others are damaged
+    assert grower.message(kind, GivenEntropy(bytes(range(200)))) == grower.message(
+        kind, GivenEntropy(bytes(range(200)))
+    )
+
+
+def test_a_finding_is_written_and_read_again(tmp_path: Path, findings: Findings) -> None:
+    case = Case("decoders", "Chunk", (b"\xff", b"a" * 32), {"worker 0": "a" * 32})
+    findings.add("something", [case], "why")
+    findings.add("something", [case], "why")
+    (path,) = (tmp_path / "findings").iterdir()
+    assert Case.read(path) == case
+    assert case.among({"worker 0": "b" * 32}).messages == (b"\xff", b"b" * 32)
+    assert "2 x something" in str(findings)
+
+
+def test_what_is_wrong_is_found(findings: Findings, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A decoder that has the fault of a real one: the table is patched, not the product."""
+    monkeypatch.setitem(Decoders.__init__.__globals__["DECODERS"], "turn_from_proto", (int, common_pb2.Turn.DESCRIPTOR))
+    Decoders(findings).replay(Case("decoders", "turn_from_proto", (b"x",)))
+    assert len(findings.counts) == 1
+
+
+def test_decoders(findings: Findings) -> None:
+    target = Decoders(findings)
+    number = 0
+    while target.messages < 30_000:
+        target.run(Entropy(f"decoders-{number}"))
+        number += 1
+    assert not findings, str(findings)
+    assert target.decoded > 5_000
+
+
+def test_services(findings: Findings, tmp_path: Path) -> None:
+    target = Services(findings, str(tmp_path / "checkpoints"))
+    number = 0
+    try:
+        while target.messages < 8_000:
+            target.run(Entropy(f"services-{number}"))
+            number += 1
+    finally:
+        target.close()
+    assert not findings, str(findings)
+    assert {"OK", "INVALID_ARGUMENT", "PERMISSION_DENIED"} <= set(target.statuses)
+
+
+def test_the_workers_own_half(findings: Findings) -> None:
+    target = WorkerHalf(findings)
+    try:
+        for number in range(100):
+            target.run(Entropy(f"worker-{number}"))
+    finally:
+        target.close()
+    assert not findings, str(findings)
+    assert target.messages > 50
+    assert target.ends["result"] > 20
+
+
+def test_hostile_connections_and_calls_while_a_job_trains_beside(findings: Findings, tmp_path: Path) -> None:
+    with outside(findings, tmp_path) as attacked:
+        for number in range(2):
+            turn = attacked.turn(ATTACK, f"connections-{number}", Amount(300, 400, 40), 0.0)
+            assert turn.steps, "the job beside has made no step"
+    assert not findings, f"{findings}"
+    assert attacked.steps > 20
+    assert sum(attacked.connections.values()) >= 800
