@@ -86,12 +86,16 @@ def between_hosts(network: Network, numel: int, dtype: DType, *, tls: bool) -> I
         bufsize=1,
     )
 
+    assert worker.stdin is not None
+    assert worker.stdout is not None
+    written, read = worker.stdin, worker.stdout
+
     def round_() -> Took:
-        worker.stdin.write("round\n")
-        return {name: tuple(took) for name, took in json.loads(worker.stdout.readline()).items()}
+        written.write("round\n")
+        return {name: tuple(took) for name, took in json.loads(read.readline()).items()}
 
     yield round_
-    worker.stdin.close()
+    written.close()
     worker.wait(20)
 
 
