@@ -1,10 +1,10 @@
 """The audit log: who has changed the job, or tried to. JSON lines of the logger `axon_ps.audit`.
 
     {"job": "gpt", "what": "restore_checkpoint", "who": "worker 3 (node a)", "peer": "ipv4:10.0.0.7:40212",
-     "about": {"uri": "/checkpoints/step-500"}, "result": "done"}
+     "credentials": "whoever holds the job's secret", "about": {"uri": "/checkpoints/step-500"}, "result": "done"}
 
-Calls that change a job (registrations, releases, checkpoints, drains) have who made them and what came of them, also
-when they are refused; changes of the members have what happened. Reads are not in it.
+Calls that change a job (registrations, releases, checkpoints, drains, revocations) have who made them and what came of
+them, also when they are refused; changes of the members have what happened. Reads are not in it.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from collections.abc import Awaitable, Callable
 from typing import Any, Final, Protocol, TypeVar
 
 from axon_ps.errors import AxonError
+from axon_ps.rpc.auth.credentials import calling
 
-_ABOUT: Final = ("uri", "name", "model", "models", "rank")
+_ABOUT: Final = ("uri", "name", "model", "models", "rank", "target")
 """Fields of requests that say what a call is about."""
 
 OF_MEMBERS: Final = frozenset(("joined", "left", "lost", "finished", "drain", "full"))
@@ -61,6 +62,7 @@ def audited(perform: Callable[[S, Any, Any], Awaitable[Any]]) -> Callable[[S, An
                 job, who = servicer.job_and_name(request.context.incarnation)
                 about = {name: str(getattr(request, name))[:_MAX_TEXT] for name in _ABOUT if hasattr(request, name)}
                 peer = context.peer() if hasattr(context, "peer") else ""
-                record(job, perform.__name__, who=who, peer=peer, about=about, result=result)
+                shown = calling().text
+                record(job, perform.__name__, who=who, peer=peer, credentials=shown, about=about, result=result)
 
     return recorded

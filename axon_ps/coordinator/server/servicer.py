@@ -316,6 +316,7 @@ class CoordinatorServicer:
         slices: int = await self._shell.call(lambda call: state.drain(call, caller, rank, self._shell.now()))
         return slices
 
+    @audited
     async def revoke(self, request: revocation_pb2.RevokeRequest, context: Any) -> revocation_pb2.RevokeReply:
         """Have credentials hold no more."""
         caller, state = self._caller(request.context), self._shell.state

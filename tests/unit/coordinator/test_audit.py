@@ -60,6 +60,7 @@ def test_calls_are_recorded_with_who_what_and_result(caplog: pytest.LogCaptureFi
         "what": "restore_checkpoint",
         "who": "worker 3, abc",
         "peer": "ipv4:10.0.0.7:40212",
+        "credentials": "a caller of this process, or without credentials",
         "about": {"uri": "/run", "models": "[]"},
         "result": "done",
     }
