@@ -39,6 +39,6 @@ def _number(name: str, field: dataclasses.Field[object], value: float) -> float:
         raise InvalidRequest(f"option {field.name} of compressor {name!r} is {value!r}; it must be a number")
     if field.type not in (int, "int"):
         return float(value)
-    if value != int(value):
+    if not float(value).is_integer():  # nor inf, nor nan
         raise InvalidRequest(f"option {field.name} of compressor {name!r} is {value}; it must be an integer")
     return int(value)

@@ -70,8 +70,9 @@ def attacked(seconds: float, seed: int, findings: Findings) -> Outside:
         until_s, number = time.monotonic() + seconds, 0
         while number < 2 or time.monotonic() < until_s:
             for kind in TURNS:
-                turn = made.turn(kind, f"{seed}/{number}", Amount(600, 800, 60), QUIET_S)
-                print(f"{kind}: {turn.seconds:.1f} s, {len(turn.steps)} steps of the job beside", flush=True)
+                turn = made.turn(kind, f"{seed}/{number}", Amount(600, 2500, 100), QUIET_S)
+                memory = ", ".join(f"{name} {mib:.0f} MiB" for name, mib in made.services.memory_mib().items())
+                print(f"{kind}: {turn.seconds:.1f} s, {len(turn.steps)} steps of the job beside; {memory}", flush=True)
             number += 1
     return made
 
@@ -95,7 +96,7 @@ def rows_of(made: dict[str, Any]) -> list[dict[str, Any]]:
 
 def promises(rows: list[dict[str, Any]], made: Outside, findings: int) -> list[list[object]]:
     """What was promised, what came of it, and whether that is enough."""
-    messages = sum(row["messages"] for row in rows)
+    messages = made.messages + sum(row["messages"] for row in rows)
     connections = sum(made.connections.values()) + made.met
     memory = max(now / made.warm_mib[name] for name, now in made.memory_mib.items())
     medians = made.medians_ms()
@@ -149,9 +150,10 @@ def main() -> int:
         seconds=options.seconds,
         seed=seed,
         promised=[dict(zip(("what", "measured", "needed", "reached"), row, strict=True)) for row in total],
-        connections=dict(services.connections) | {"hostile servers that the SDK met": services.met},
+        connections=dict(services.connections)
+        | {"from servers that the SDK met": services.met, "to services beside (not counted)": services.elsewhere},
         memory_mib={"warm": services.warm_mib, "end": services.memory_mib},
-        step_ms={"median": services.medians_ms(), "longest": services.longest_ms(), "aborted": services.uncommitted()},
+        step_ms={"median": services.medians_ms(), "longest": services.longest_ms(), "aborted": services.uncommitted},
         findings=found,
     )
     print(f"\n{path.relative_to(ROOT)}")

@@ -31,6 +31,9 @@ SETTLED_S: Final = 20.0
 MORE_FILES: Final = 12
 """How many more descriptors a service may have than before: connections of the job that were made anew."""
 
+COMPARED: Final = 20_000
+"""Steps whose losses are compared, from the first on: they are made again, which takes as long."""
+
 QUIET, ELSEWHERE, ATTACK = "quiet", "elsewhere", "attack"
 TURNS: Final = (QUIET, ELSEWHERE, ATTACK)
 
@@ -83,9 +86,10 @@ class Outside:
         self.memory_mib: dict[str, float] = {}
         self.messages = 0
         self.connections: Counter[str] = Counter()
+        self.elsewhere = 0
         self.statuses: Counter[str] = Counter()
         self.met = 0
-        self.steps = 0
+        self.steps = self.uncommitted = 0
         self._findings = findings
         self._cluster = cluster
         self._targets = {
@@ -114,13 +118,15 @@ class Outside:
         sockets = Sockets(self._findings, ports, JOB, token)
         servers = HostileServers(self._findings)
         calls = sockets.calls(f"{seed}/calls", amount.messages)
-        attacks = sockets.attacks(f"{seed}/attacks", amount.connections, 48)
+        attacks = sockets.attacks(f"{seed}/attacks", amount.connections, 96)
         await asyncio.gather(calls, attacks, servers.run(f"{seed}/servers", amount.servers))
         await sockets.close()
         if kind == ATTACK:
             self.health_s += (await self.services.healthy_s()).values()
+            self.connections += sockets.connections
+        else:
+            self.elsewhere += sockets.connections.total()
         self.messages += sockets.messages
-        self.connections += sockets.connections
         self.statuses += sockets.statuses
         self.met += servers.connections
 
@@ -154,7 +160,9 @@ class Outside:
 
     def compare_losses(self) -> int:
         """Compare what the job has lost with a job that nobody attacked; returns the number of steps compared."""
-        committed = [s.loss for s in steps_of(self._path) if s.committed]
+        steps = steps_of(self._path)
+        self.uncommitted = sum(not s.committed for s in steps)
+        committed = [s.loss for s in steps if s.committed][:COMPARED]
         expected = beside.losses(len(committed))
         for number, (loss, wanted) in enumerate(zip(committed, expected, strict=True)):
             if loss != wanted:
@@ -166,10 +174,6 @@ class Outside:
         """The median step of the job, by kind of turn."""
         found = {kind: [s.took_s for t in self.turns if t.kind == kind for s in t.steps] for kind in TURNS}
         return {kind: 1000 * statistics.median(steps) for kind, steps in found.items() if steps}
-
-    def uncommitted(self) -> int:
-        """Steps of the job that did not commit."""
-        return sum(not s.committed for s in steps_of(self._path))
 
     def longest_ms(self) -> dict[str, float]:
         """The longest step, by kind of turn."""

@@ -224,6 +224,9 @@ def test_a_compressor_is_its_name_and_options() -> None:
     assert (str(Int8(64)), str(BF16()), BF16().options) == ("int8 in blocks of 64", "bf16", {})
     with pytest.raises(InvalidRequest, match="option block_numel of compressor 'int8' is 64.5; it must be an integer"):
         compressor("int8", block_numel=64.5)
+    for number in (float("inf"), float("-inf"), float("nan")):
+        with pytest.raises(InvalidRequest, match=f"block_numel of .* is {number}; it must be an integer"):
+            compressor("int8", block_numel=number)
     with pytest.raises(InvalidRequest, match="option fraction of compressor 'top_k' is 'half'; it must be a number"):
         compressor("top_k", fraction="half")  # type: ignore[arg-type]
 
