@@ -39,7 +39,15 @@ from axon_ps.observe.tracing.span import TraceOrder
 from axon_ps.rpc.status import error_from_detail, error_to_detail
 from axon_ps.types import Decision, Membership, Role
 from axon_ps.wire import codec
-from axon_ps.wire.v1 import checkpoint_pb2, logs_pb2, placement_pb2, revocation_pb2, session_pb2, status_pb2
+from axon_ps.wire.v1 import (
+    checkpoint_pb2,
+    logs_pb2,
+    memory_pb2,
+    placement_pb2,
+    revocation_pb2,
+    session_pb2,
+    status_pb2,
+)
 
 MAX_SNAPSHOT_FILES = 1 << 16
 """Most files that one shard server may report for one checkpoint."""
@@ -77,7 +85,7 @@ def join_to_proto(request: JoinRequest, role: Role) -> session_pb2.SessionReques
             standby=request.standby,
             optimizers=() if known is None else sorted(known.optimizers),
             compressors=() if known is None else sorted(known.compressors),
-            memory=None if request.memory is None else session_pb2.Memory(**vars(request.memory)),
+            memory=None if request.memory is None else memory_pb2.Memory(**vars(request.memory)),
         )
     )
 
@@ -104,7 +112,7 @@ def join_from_proto(message: session_pb2.Join) -> tuple[Role, JoinRequest]:
     )
 
 
-def _memory_from_proto(message: session_pb2.Memory) -> ServerMemory:
+def _memory_from_proto(message: memory_pb2.Memory) -> ServerMemory:
     return ServerMemory(
         available_bytes=message.available_bytes,
         resident_bytes=message.resident_bytes,

@@ -55,7 +55,7 @@ from axon_ps.sharding.job import JobSpec
 from axon_ps.sharding.layout import Layout, build_unit
 from axon_ps.storage.manifest import read_manifest
 from axon_ps.types import Decision, DType, Membership, Outcome, Role
-from axon_ps.wire.v1 import session_pb2
+from axon_ps.wire.v1 import membership_pb2, session_pb2
 from coordinator_harness import OPTIMIZER, SOON_S, SPEC, Coordinator, Member, coordinator, ready
 
 Test = Callable[[Coordinator], Awaitable[None]]
@@ -262,7 +262,7 @@ def test_the_token(tmp_path: Path) -> None:
 def test_what_is_no_protocol_is_refused(tmp_path: Path) -> None:
     async def test(c: Coordinator) -> None:
         raw = RawSession(c)
-        await raw.stream.write(session_pb2.SessionRequest(heartbeat=session_pb2.Heartbeat()))
+        await raw.stream.write(session_pb2.SessionRequest(heartbeat=membership_pb2.Heartbeat()))
         assert "begins with heartbeat; its first message is a Join" in str(await raw.error())
         await raw.close()
         worker = await c.join(Role.WORKER)

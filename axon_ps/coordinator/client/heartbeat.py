@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 
 from axon_ps.coordinator.messages import logged_to_proto
 from axon_ps.observe.log_buffer import LogBuffer
-from axon_ps.wire.v1 import session_pb2
+from axon_ps.wire.v1 import membership_pb2, session_pb2
 
 _logger = logging.getLogger(__name__)
 
@@ -25,5 +25,5 @@ def heartbeat(measure: Callable[[], Mapping[str, float]], log: LogBuffer | None)
         _logger.debug("measuring for a heartbeat failed: %r", error)
         measured = {}
     records, dropped = ([], 0) if log is None else log.take()
-    beat = session_pb2.Heartbeat(metrics=measured, logs=logged_to_proto(records), logs_dropped=dropped)
+    beat = membership_pb2.Heartbeat(metrics=measured, logs=logged_to_proto(records), logs_dropped=dropped)
     return session_pb2.SessionRequest(heartbeat=beat)

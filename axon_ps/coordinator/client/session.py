@@ -82,7 +82,7 @@ from axon_ps.rpc.service import Stub
 from axon_ps.rpc.status import error_to_detail
 from axon_ps.rpc.stream import Stream
 from axon_ps.types import CopyFrom, Decision, Hyper, Membership, Role
-from axon_ps.wire.v1 import checkpoint_pb2, common_pb2, session_pb2
+from axon_ps.wire.v1 import checkpoint_pb2, common_pb2, memory_pb2, session_pb2
 
 __all__ = [
     "CheckpointReply",
@@ -350,7 +350,7 @@ class CoordinatorClient(Calls):
 
     def no_room(self, model: int, placement: int, error: AxonError) -> None:
         """Shard server: report that there is no memory for what a placement gives us of a model. Sent again, too."""
-        report = session_pb2.NoRoom(model=model, placement=placement, error=error_to_detail(error))
+        report = memory_pb2.NoRoom(model=model, placement=placement, error=error_to_detail(error))
         message = session_pb2.SessionRequest(no_room=report)
         self._call_soon(self._send_recorded, self._delivery.record_no_room, message)
 

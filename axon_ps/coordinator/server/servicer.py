@@ -50,6 +50,7 @@ from axon_ps.wire.v1 import (
     common_pb2,
     coordinator_pb2,
     logs_pb2,
+    membership_pb2,
     placement_pb2,
     revocation_pb2,
     session_pb2,
@@ -436,7 +437,7 @@ def _timeout(timeout_s: float) -> float:
     return timeout_s
 
 
-def _metrics(heartbeat: session_pb2.Heartbeat) -> dict[str, float]:
+def _metrics(heartbeat: membership_pb2.Heartbeat) -> dict[str, float]:
     if len(heartbeat.metrics) > MAX_METRICS:
         raise InvalidRequest(f"a heartbeat has {len(heartbeat.metrics)} metrics; at most {MAX_METRICS} are allowed")
     return {codec.name_from_proto(name, "a metric's name"): value for name, value in heartbeat.metrics.items()}

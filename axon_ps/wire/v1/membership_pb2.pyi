@@ -1,4 +1,5 @@
 from axon_ps.wire.v1 import common_pb2 as _common_pb2
+from axon_ps.wire.v1 import logs_pb2 as _logs_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
@@ -72,3 +73,20 @@ class CopyFrom(_message.Message):
     weight: float
     version: int
     def __init__(self, source: _Optional[int] = ..., weight: _Optional[float] = ..., version: _Optional[int] = ...) -> None: ...
+
+class Heartbeat(_message.Message):
+    __slots__ = ("metrics", "logs", "logs_dropped")
+    class MetricsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+    METRICS_FIELD_NUMBER: _ClassVar[int]
+    LOGS_FIELD_NUMBER: _ClassVar[int]
+    LOGS_DROPPED_FIELD_NUMBER: _ClassVar[int]
+    metrics: _containers.ScalarMap[str, float]
+    logs: _containers.RepeatedCompositeFieldContainer[_logs_pb2.LogRecord]
+    logs_dropped: int
+    def __init__(self, metrics: _Optional[_Mapping[str, float]] = ..., logs: _Optional[_Iterable[_Union[_logs_pb2.LogRecord, _Mapping]]] = ..., logs_dropped: _Optional[int] = ...) -> None: ...

@@ -24,64 +24,54 @@ _sym_db = _symbol_database.Default()
 
 from axon_ps.wire.v1 import checkpoint_pb2 as axon__ps_dot_wire_dot_v1_dot_checkpoint__pb2
 from axon_ps.wire.v1 import common_pb2 as axon__ps_dot_wire_dot_v1_dot_common__pb2
-from axon_ps.wire.v1 import logs_pb2 as axon__ps_dot_wire_dot_v1_dot_logs__pb2
 from axon_ps.wire.v1 import membership_pb2 as axon__ps_dot_wire_dot_v1_dot_membership__pb2
+from axon_ps.wire.v1 import memory_pb2 as axon__ps_dot_wire_dot_v1_dot_memory__pb2
 from axon_ps.wire.v1 import placement_pb2 as axon__ps_dot_wire_dot_v1_dot_placement__pb2
 from axon_ps.wire.v1 import revocation_pb2 as axon__ps_dot_wire_dot_v1_dot_revocation__pb2
 from axon_ps.wire.v1 import trace_pb2 as axon__ps_dot_wire_dot_v1_dot_trace__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1d\x61xon_ps/wire/v1/session.proto\x12\x0f\x61xon_ps.wire.v1\x1a axon_ps/wire/v1/checkpoint.proto\x1a\x1c\x61xon_ps/wire/v1/common.proto\x1a\x1a\x61xon_ps/wire/v1/logs.proto\x1a axon_ps/wire/v1/membership.proto\x1a\x1f\x61xon_ps/wire/v1/placement.proto\x1a axon_ps/wire/v1/revocation.proto\x1a\x1b\x61xon_ps/wire/v1/trace.proto\"\xbb\x04\n\x0eSessionRequest\x12%\n\x04join\x18\x01 \x01(\x0b\x32\x15.axon_ps.wire.v1.JoinH\x00\x12/\n\theartbeat\x18\x02 \x01(\x0b\x32\x1a.axon_ps.wire.v1.HeartbeatH\x00\x12%\n\x04vote\x18\x03 \x01(\x0b\x32\x15.axon_ps.wire.v1.VoteH\x00\x12\'\n\x05ready\x18\x04 \x01(\x0b\x32\x16.axon_ps.wire.v1.ReadyH\x00\x12\x33\n\x0binitialized\x18\x05 \x01(\x0b\x32\x1c.axon_ps.wire.v1.InitializedH\x00\x12\x33\n\x08snapshot\x18\x06 \x01(\x0b\x32\x1f.axon_ps.wire.v1.SnapshotReportH\x00\x12\x31\n\x07restore\x18\x07 \x01(\x0b\x32\x1e.axon_ps.wire.v1.RestoreReportH\x00\x12\'\n\x05leave\x18\x08 \x01(\x0b\x32\x16.axon_ps.wire.v1.LeaveH\x00\x12+\n\x07\x61rrived\x18\t \x01(\x0b\x32\x18.axon_ps.wire.v1.ArrivedH\x00\x12)\n\x06\x63opied\x18\n \x01(\x0b\x32\x17.axon_ps.wire.v1.CopiedH\x00\x12,\n\x05spans\x18\x0b \x01(\x0b\x32\x1b.axon_ps.wire.v1.SpanReportH\x00\x12*\n\x07no_room\x18\x0c \x01(\x0b\x32\x17.axon_ps.wire.v1.NoRoomH\x00\x42\t\n\x07message\"\xfb\x01\n\x04Join\x12\x0b\n\x03job\x18\x01 \x01(\t\x12#\n\x04role\x18\x02 \x01(\x0e\x32\x15.axon_ps.wire.v1.Role\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\x12\x0c\n\x04node\x18\x04 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x05 \x01(\t\x12\x16\n\x0erequested_rank\x18\x06 \x01(\x05\x12\x12\n\nworld_size\x18\x07 \x01(\r\x12\x0f\n\x07standby\x18\x08 \x01(\x08\x12\x12\n\noptimizers\x18\t \x03(\t\x12\x13\n\x0b\x63ompressors\x18\n \x03(\t\x12\'\n\x06memory\x18\x0b \x01(\x0b\x32\x17.axon_ps.wire.v1.Memory\"G\n\x06Memory\x12\x17\n\x0f\x61vailable_bytes\x18\x01 \x01(\x04\x12\x16\n\x0eresident_bytes\x18\x02 \x01(\x04\x12\x0c\n\x04pool\x18\x03 \x01(\t\"W\n\x06NoRoom\x12\r\n\x05model\x18\x01 \x01(\r\x12\x11\n\tplacement\x18\x02 \x01(\x04\x12+\n\x05\x65rror\x18\x03 \x01(\x0b\x32\x1c.axon_ps.wire.v1.ErrorDetail\"\xb5\x01\n\tHeartbeat\x12\x38\n\x07metrics\x18\x01 \x03(\x0b\x32\'.axon_ps.wire.v1.Heartbeat.MetricsEntry\x12(\n\x04logs\x18\x02 \x03(\x0b\x32\x1a.axon_ps.wire.v1.LogRecord\x12\x14\n\x0clogs_dropped\x18\x03 \x01(\x04\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"\xb2\x02\n\x04Vote\x12\x12\n\ngeneration\x18\x01 \x01(\x04\x12\x0c\n\x04step\x18\x02 \x01(\x04\x12\x10\n\x08max_norm\x18\x03 \x01(\x01\x12%\n\x05hyper\x18\x04 \x03(\x0b\x32\x16.axon_ps.wire.v1.Hyper\x12\x0f\n\x07version\x18\x05 \x01(\x04\x12\r\n\x05model\x18\x06 \x01(\r\x12\'\n\x04\x63opy\x18\x07 \x01(\x0b\x32\x19.axon_ps.wire.v1.CopyFrom\x12\x0f\n\x07\x62locked\x18\x08 \x01(\x08\x12\x31\n\x06\x63ommit\x18\t \x03(\x0b\x32!.axon_ps.wire.v1.Vote.CommitEntry\x12\x13\n\x0btraceparent\x18\n \x01(\t\x1a-\n\x0b\x43ommitEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"K\n\x07\x41rrived\x12\x12\n\ngeneration\x18\x01 \x01(\x04\x12\x0c\n\x04step\x18\x02 \x01(\x04\x12\r\n\x05model\x18\x03 \x01(\r\x12\x0f\n\x07\x62locked\x18\x04 \x01(\x08\"\xa5\x01\n\x05Ready\x12\x12\n\ngeneration\x18\x01 \x01(\x04\x12\x0c\n\x04step\x18\x02 \x01(\x04\x12\x17\n\x0fsums_of_squares\x18\x06 \x03(\x01\x12\x0f\n\x07replica\x18\x04 \x01(\r\x12\r\n\x05model\x18\x05 \x01(\r\x12\x11\n\tplacement\x18\x07 \x01(\x04\x12(\n\x07\x64igests\x18\x08 \x03(\x0b\x32\x17.axon_ps.wire.v1.DigestJ\x04\x08\x03\x10\x04\"<\n\x0bInitialized\x12\x0f\n\x07version\x18\x01 \x01(\x04\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\r\n\x05model\x18\x03 \x01(\r\")\n\x05Leave\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x10\n\x08\x66inished\x18\x02 \x01(\x08\"\xaa\x03\n\x0cSessionEvent\x12+\n\x07welcome\x18\x01 \x01(\x0b\x32\x18.axon_ps.wire.v1.WelcomeH\x00\x12\x36\n\nmembership\x18\x02 \x01(\x0b\x32 .axon_ps.wire.v1.MembershipEventH\x00\x12(\n\x03job\x18\x03 \x01(\x0b\x32\x19.axon_ps.wire.v1.JobEventH\x00\x12\x32\n\x08\x64\x65\x63ision\x18\x04 \x01(\x0b\x32\x1e.axon_ps.wire.v1.DecisionEventH\x00\x12\x32\n\x08snapshot\x18\x05 \x01(\x0b\x32\x1e.axon_ps.wire.v1.SnapshotOrderH\x00\x12\x30\n\x07restore\x18\x06 \x01(\x0b\x32\x1d.axon_ps.wire.v1.RestoreOrderH\x00\x12,\n\x05trace\x18\x07 \x01(\x0b\x32\x1b.axon_ps.wire.v1.TraceOrderH\x00\x12\x38\n\x0brevocations\x18\x08 \x01(\x0b\x32!.axon_ps.wire.v1.RevocationsEventH\x00\x42\t\n\x07message\"t\n\x07Welcome\x12\x0c\n\x04rank\x18\x01 \x01(\r\x12\x0f\n\x07lease_s\x18\x02 \x01(\x01\x12\x12\n\nworld_size\x18\x03 \x01(\r\x12\x12\n\nnum_shards\x18\x04 \x01(\r\x12\x10\n\x08state_id\x18\x05 \x01(\t\x12\x10\n\x08released\x18\x06 \x03(\r\"\x88\x03\n\x08JobEvent\x12&\n\x04spec\x18\x01 \x01(\x0b\x32\x18.axon_ps.wire.v1.JobSpec\x12\x31\n\toptimizer\x18\x02 \x01(\x0b\x32\x1e.axon_ps.wire.v1.OptimizerSpec\x12\x13\n\x0binitialized\x18\x03 \x01(\x08\x12\x0f\n\x07version\x18\x04 \x01(\x04\x12\r\n\x05\x65poch\x18\x05 \x01(\x04\x12\r\n\x05model\x18\x06 \x01(\r\x12\x0c\n\x04name\x18\x07 \x01(\t\x12\x0e\n\x06\x63opied\x18\x08 \x01(\x04\x12\x10\n\x08released\x18\t \x01(\x08\x12-\n\tplacement\x18\n \x01(\x0b\x32\x1a.axon_ps.wire.v1.Placement\x12;\n\tcommitted\x18\x0b \x03(\x0b\x32(.axon_ps.wire.v1.JobEvent.CommittedEntry\x12\x0f\n\x07no_room\x18\x0c \x01(\t\x1a\x30\n\x0e\x43ommittedEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\xc2\x03\n\rDecisionEvent\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\x12\n\ngeneration\x18\x02 \x01(\x04\x12)\n\x07outcome\x18\x03 \x01(\x0e\x32\x18.axon_ps.wire.v1.Outcome\x12\x0f\n\x07version\x18\x04 \x01(\x04\x12\x11\n\tgrad_norm\x18\x05 \x01(\x01\x12\x13\n\x0b\x63lip_factor\x18\x06 \x01(\x01\x12%\n\x05hyper\x18\x07 \x03(\x0b\x32\x16.axon_ps.wire.v1.Hyper\x12\x0e\n\x06reason\x18\x08 \x01(\t\x12\x17\n\x0fnext_generation\x18\t \x01(\x04\x12#\n\x04turn\x18\n \x01(\x0b\x32\x15.axon_ps.wire.v1.Turn\x12\r\n\x05model\x18\x0b \x01(\r\x12\'\n\x04\x63opy\x18\x0c \x01(\x0b\x32\x19.axon_ps.wire.v1.CopyFrom\x12:\n\x06\x63ommit\x18\r \x03(\x0b\x32*.axon_ps.wire.v1.DecisionEvent.CommitEntry\x12\x13\n\x0btraceparent\x18\x0e \x01(\t\x1a-\n\x0b\x43ommitEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01*[\n\x07Outcome\x12\x17\n\x13OUTCOME_UNSPECIFIED\x10\x00\x12\x12\n\x0eOUTCOME_COMMIT\x10\x01\x12\x10\n\x0cOUTCOME_SKIP\x10\x02\x12\x11\n\rOUTCOME_ABORT\x10\x03\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1d\x61xon_ps/wire/v1/session.proto\x12\x0f\x61xon_ps.wire.v1\x1a axon_ps/wire/v1/checkpoint.proto\x1a\x1c\x61xon_ps/wire/v1/common.proto\x1a axon_ps/wire/v1/membership.proto\x1a\x1c\x61xon_ps/wire/v1/memory.proto\x1a\x1f\x61xon_ps/wire/v1/placement.proto\x1a axon_ps/wire/v1/revocation.proto\x1a\x1b\x61xon_ps/wire/v1/trace.proto\"\xbb\x04\n\x0eSessionRequest\x12%\n\x04join\x18\x01 \x01(\x0b\x32\x15.axon_ps.wire.v1.JoinH\x00\x12/\n\theartbeat\x18\x02 \x01(\x0b\x32\x1a.axon_ps.wire.v1.HeartbeatH\x00\x12%\n\x04vote\x18\x03 \x01(\x0b\x32\x15.axon_ps.wire.v1.VoteH\x00\x12\'\n\x05ready\x18\x04 \x01(\x0b\x32\x16.axon_ps.wire.v1.ReadyH\x00\x12\x33\n\x0binitialized\x18\x05 \x01(\x0b\x32\x1c.axon_ps.wire.v1.InitializedH\x00\x12\x33\n\x08snapshot\x18\x06 \x01(\x0b\x32\x1f.axon_ps.wire.v1.SnapshotReportH\x00\x12\x31\n\x07restore\x18\x07 \x01(\x0b\x32\x1e.axon_ps.wire.v1.RestoreReportH\x00\x12\'\n\x05leave\x18\x08 \x01(\x0b\x32\x16.axon_ps.wire.v1.LeaveH\x00\x12+\n\x07\x61rrived\x18\t \x01(\x0b\x32\x18.axon_ps.wire.v1.ArrivedH\x00\x12)\n\x06\x63opied\x18\n \x01(\x0b\x32\x17.axon_ps.wire.v1.CopiedH\x00\x12,\n\x05spans\x18\x0b \x01(\x0b\x32\x1b.axon_ps.wire.v1.SpanReportH\x00\x12*\n\x07no_room\x18\x0c \x01(\x0b\x32\x17.axon_ps.wire.v1.NoRoomH\x00\x42\t\n\x07message\"\xfb\x01\n\x04Join\x12\x0b\n\x03job\x18\x01 \x01(\t\x12#\n\x04role\x18\x02 \x01(\x0e\x32\x15.axon_ps.wire.v1.Role\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\x12\x0c\n\x04node\x18\x04 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x05 \x01(\t\x12\x16\n\x0erequested_rank\x18\x06 \x01(\x05\x12\x12\n\nworld_size\x18\x07 \x01(\r\x12\x0f\n\x07standby\x18\x08 \x01(\x08\x12\x12\n\noptimizers\x18\t \x03(\t\x12\x13\n\x0b\x63ompressors\x18\n \x03(\t\x12\'\n\x06memory\x18\x0b \x01(\x0b\x32\x17.axon_ps.wire.v1.Memory\"\xb2\x02\n\x04Vote\x12\x12\n\ngeneration\x18\x01 \x01(\x04\x12\x0c\n\x04step\x18\x02 \x01(\x04\x12\x10\n\x08max_norm\x18\x03 \x01(\x01\x12%\n\x05hyper\x18\x04 \x03(\x0b\x32\x16.axon_ps.wire.v1.Hyper\x12\x0f\n\x07version\x18\x05 \x01(\x04\x12\r\n\x05model\x18\x06 \x01(\r\x12\'\n\x04\x63opy\x18\x07 \x01(\x0b\x32\x19.axon_ps.wire.v1.CopyFrom\x12\x0f\n\x07\x62locked\x18\x08 \x01(\x08\x12\x31\n\x06\x63ommit\x18\t \x03(\x0b\x32!.axon_ps.wire.v1.Vote.CommitEntry\x12\x13\n\x0btraceparent\x18\n \x01(\t\x1a-\n\x0b\x43ommitEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"K\n\x07\x41rrived\x12\x12\n\ngeneration\x18\x01 \x01(\x04\x12\x0c\n\x04step\x18\x02 \x01(\x04\x12\r\n\x05model\x18\x03 \x01(\r\x12\x0f\n\x07\x62locked\x18\x04 \x01(\x08\"\xa5\x01\n\x05Ready\x12\x12\n\ngeneration\x18\x01 \x01(\x04\x12\x0c\n\x04step\x18\x02 \x01(\x04\x12\x17\n\x0fsums_of_squares\x18\x06 \x03(\x01\x12\x0f\n\x07replica\x18\x04 \x01(\r\x12\r\n\x05model\x18\x05 \x01(\r\x12\x11\n\tplacement\x18\x07 \x01(\x04\x12(\n\x07\x64igests\x18\x08 \x03(\x0b\x32\x17.axon_ps.wire.v1.DigestJ\x04\x08\x03\x10\x04\"<\n\x0bInitialized\x12\x0f\n\x07version\x18\x01 \x01(\x04\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\r\n\x05model\x18\x03 \x01(\r\")\n\x05Leave\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x10\n\x08\x66inished\x18\x02 \x01(\x08\"\xaa\x03\n\x0cSessionEvent\x12+\n\x07welcome\x18\x01 \x01(\x0b\x32\x18.axon_ps.wire.v1.WelcomeH\x00\x12\x36\n\nmembership\x18\x02 \x01(\x0b\x32 .axon_ps.wire.v1.MembershipEventH\x00\x12(\n\x03job\x18\x03 \x01(\x0b\x32\x19.axon_ps.wire.v1.JobEventH\x00\x12\x32\n\x08\x64\x65\x63ision\x18\x04 \x01(\x0b\x32\x1e.axon_ps.wire.v1.DecisionEventH\x00\x12\x32\n\x08snapshot\x18\x05 \x01(\x0b\x32\x1e.axon_ps.wire.v1.SnapshotOrderH\x00\x12\x30\n\x07restore\x18\x06 \x01(\x0b\x32\x1d.axon_ps.wire.v1.RestoreOrderH\x00\x12,\n\x05trace\x18\x07 \x01(\x0b\x32\x1b.axon_ps.wire.v1.TraceOrderH\x00\x12\x38\n\x0brevocations\x18\x08 \x01(\x0b\x32!.axon_ps.wire.v1.RevocationsEventH\x00\x42\t\n\x07message\"t\n\x07Welcome\x12\x0c\n\x04rank\x18\x01 \x01(\r\x12\x0f\n\x07lease_s\x18\x02 \x01(\x01\x12\x12\n\nworld_size\x18\x03 \x01(\r\x12\x12\n\nnum_shards\x18\x04 \x01(\r\x12\x10\n\x08state_id\x18\x05 \x01(\t\x12\x10\n\x08released\x18\x06 \x03(\r\"\x88\x03\n\x08JobEvent\x12&\n\x04spec\x18\x01 \x01(\x0b\x32\x18.axon_ps.wire.v1.JobSpec\x12\x31\n\toptimizer\x18\x02 \x01(\x0b\x32\x1e.axon_ps.wire.v1.OptimizerSpec\x12\x13\n\x0binitialized\x18\x03 \x01(\x08\x12\x0f\n\x07version\x18\x04 \x01(\x04\x12\r\n\x05\x65poch\x18\x05 \x01(\x04\x12\r\n\x05model\x18\x06 \x01(\r\x12\x0c\n\x04name\x18\x07 \x01(\t\x12\x0e\n\x06\x63opied\x18\x08 \x01(\x04\x12\x10\n\x08released\x18\t \x01(\x08\x12-\n\tplacement\x18\n \x01(\x0b\x32\x1a.axon_ps.wire.v1.Placement\x12;\n\tcommitted\x18\x0b \x03(\x0b\x32(.axon_ps.wire.v1.JobEvent.CommittedEntry\x12\x0f\n\x07no_room\x18\x0c \x01(\t\x1a\x30\n\x0e\x43ommittedEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\xc2\x03\n\rDecisionEvent\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\x12\n\ngeneration\x18\x02 \x01(\x04\x12)\n\x07outcome\x18\x03 \x01(\x0e\x32\x18.axon_ps.wire.v1.Outcome\x12\x0f\n\x07version\x18\x04 \x01(\x04\x12\x11\n\tgrad_norm\x18\x05 \x01(\x01\x12\x13\n\x0b\x63lip_factor\x18\x06 \x01(\x01\x12%\n\x05hyper\x18\x07 \x03(\x0b\x32\x16.axon_ps.wire.v1.Hyper\x12\x0e\n\x06reason\x18\x08 \x01(\t\x12\x17\n\x0fnext_generation\x18\t \x01(\x04\x12#\n\x04turn\x18\n \x01(\x0b\x32\x15.axon_ps.wire.v1.Turn\x12\r\n\x05model\x18\x0b \x01(\r\x12\'\n\x04\x63opy\x18\x0c \x01(\x0b\x32\x19.axon_ps.wire.v1.CopyFrom\x12:\n\x06\x63ommit\x18\r \x03(\x0b\x32*.axon_ps.wire.v1.DecisionEvent.CommitEntry\x12\x13\n\x0btraceparent\x18\x0e \x01(\t\x1a-\n\x0b\x43ommitEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01*[\n\x07Outcome\x12\x17\n\x13OUTCOME_UNSPECIFIED\x10\x00\x12\x12\n\x0eOUTCOME_COMMIT\x10\x01\x12\x10\n\x0cOUTCOME_SKIP\x10\x02\x12\x11\n\rOUTCOME_ABORT\x10\x03\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'axon_ps.wire.v1.session_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_HEARTBEAT_METRICSENTRY']._loaded_options = None
-  _globals['_HEARTBEAT_METRICSENTRY']._serialized_options = b'8\001'
   _globals['_VOTE_COMMITENTRY']._loaded_options = None
   _globals['_VOTE_COMMITENTRY']._serialized_options = b'8\001'
   _globals['_JOBEVENT_COMMITTEDENTRY']._loaded_options = None
   _globals['_JOBEVENT_COMMITTEDENTRY']._serialized_options = b'8\001'
   _globals['_DECISIONEVENT_COMMITENTRY']._loaded_options = None
   _globals['_DECISIONEVENT_COMMITENTRY']._serialized_options = b'8\001'
-  _globals['_OUTCOME']._serialized_start=3500
-  _globals['_OUTCOME']._serialized_end=3591
-  _globals['_SESSIONREQUEST']._serialized_start=273
-  _globals['_SESSIONREQUEST']._serialized_end=844
-  _globals['_JOIN']._serialized_start=847
-  _globals['_JOIN']._serialized_end=1098
-  _globals['_MEMORY']._serialized_start=1100
-  _globals['_MEMORY']._serialized_end=1171
-  _globals['_NOROOM']._serialized_start=1173
-  _globals['_NOROOM']._serialized_end=1260
-  _globals['_HEARTBEAT']._serialized_start=1263
-  _globals['_HEARTBEAT']._serialized_end=1444
-  _globals['_HEARTBEAT_METRICSENTRY']._serialized_start=1398
-  _globals['_HEARTBEAT_METRICSENTRY']._serialized_end=1444
-  _globals['_VOTE']._serialized_start=1447
-  _globals['_VOTE']._serialized_end=1753
-  _globals['_VOTE_COMMITENTRY']._serialized_start=1708
-  _globals['_VOTE_COMMITENTRY']._serialized_end=1753
-  _globals['_ARRIVED']._serialized_start=1755
-  _globals['_ARRIVED']._serialized_end=1830
-  _globals['_READY']._serialized_start=1833
-  _globals['_READY']._serialized_end=1998
-  _globals['_INITIALIZED']._serialized_start=2000
-  _globals['_INITIALIZED']._serialized_end=2060
-  _globals['_LEAVE']._serialized_start=2062
-  _globals['_LEAVE']._serialized_end=2103
-  _globals['_SESSIONEVENT']._serialized_start=2106
-  _globals['_SESSIONEVENT']._serialized_end=2532
-  _globals['_WELCOME']._serialized_start=2534
-  _globals['_WELCOME']._serialized_end=2650
-  _globals['_JOBEVENT']._serialized_start=2653
-  _globals['_JOBEVENT']._serialized_end=3045
-  _globals['_JOBEVENT_COMMITTEDENTRY']._serialized_start=2997
-  _globals['_JOBEVENT_COMMITTEDENTRY']._serialized_end=3045
-  _globals['_DECISIONEVENT']._serialized_start=3048
-  _globals['_DECISIONEVENT']._serialized_end=3498
-  _globals['_DECISIONEVENT_COMMITENTRY']._serialized_start=1708
-  _globals['_DECISIONEVENT_COMMITENTRY']._serialized_end=1753
+  _globals['_OUTCOME']._serialized_start=3156
+  _globals['_OUTCOME']._serialized_end=3247
+  _globals['_SESSIONREQUEST']._serialized_start=275
+  _globals['_SESSIONREQUEST']._serialized_end=846
+  _globals['_JOIN']._serialized_start=849
+  _globals['_JOIN']._serialized_end=1100
+  _globals['_VOTE']._serialized_start=1103
+  _globals['_VOTE']._serialized_end=1409
+  _globals['_VOTE_COMMITENTRY']._serialized_start=1364
+  _globals['_VOTE_COMMITENTRY']._serialized_end=1409
+  _globals['_ARRIVED']._serialized_start=1411
+  _globals['_ARRIVED']._serialized_end=1486
+  _globals['_READY']._serialized_start=1489
+  _globals['_READY']._serialized_end=1654
+  _globals['_INITIALIZED']._serialized_start=1656
+  _globals['_INITIALIZED']._serialized_end=1716
+  _globals['_LEAVE']._serialized_start=1718
+  _globals['_LEAVE']._serialized_end=1759
+  _globals['_SESSIONEVENT']._serialized_start=1762
+  _globals['_SESSIONEVENT']._serialized_end=2188
+  _globals['_WELCOME']._serialized_start=2190
+  _globals['_WELCOME']._serialized_end=2306
+  _globals['_JOBEVENT']._serialized_start=2309
+  _globals['_JOBEVENT']._serialized_end=2701
+  _globals['_JOBEVENT_COMMITTEDENTRY']._serialized_start=2653
+  _globals['_JOBEVENT_COMMITTEDENTRY']._serialized_end=2701
+  _globals['_DECISIONEVENT']._serialized_start=2704
+  _globals['_DECISIONEVENT']._serialized_end=3154
+  _globals['_DECISIONEVENT_COMMITENTRY']._serialized_start=1364
+  _globals['_DECISIONEVENT_COMMITENTRY']._serialized_end=1409
 # @@protoc_insertion_point(module_scope)

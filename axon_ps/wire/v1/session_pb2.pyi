@@ -1,7 +1,7 @@
 from axon_ps.wire.v1 import checkpoint_pb2 as _checkpoint_pb2
 from axon_ps.wire.v1 import common_pb2 as _common_pb2
-from axon_ps.wire.v1 import logs_pb2 as _logs_pb2
 from axon_ps.wire.v1 import membership_pb2 as _membership_pb2
+from axon_ps.wire.v1 import memory_pb2 as _memory_pb2
 from axon_ps.wire.v1 import placement_pb2 as _placement_pb2
 from axon_ps.wire.v1 import revocation_pb2 as _revocation_pb2
 from axon_ps.wire.v1 import trace_pb2 as _trace_pb2
@@ -40,7 +40,7 @@ class SessionRequest(_message.Message):
     SPANS_FIELD_NUMBER: _ClassVar[int]
     NO_ROOM_FIELD_NUMBER: _ClassVar[int]
     join: Join
-    heartbeat: Heartbeat
+    heartbeat: _membership_pb2.Heartbeat
     vote: Vote
     ready: Ready
     initialized: Initialized
@@ -50,8 +50,8 @@ class SessionRequest(_message.Message):
     arrived: Arrived
     copied: _placement_pb2.Copied
     spans: _trace_pb2.SpanReport
-    no_room: NoRoom
-    def __init__(self, join: _Optional[_Union[Join, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., vote: _Optional[_Union[Vote, _Mapping]] = ..., ready: _Optional[_Union[Ready, _Mapping]] = ..., initialized: _Optional[_Union[Initialized, _Mapping]] = ..., snapshot: _Optional[_Union[_checkpoint_pb2.SnapshotReport, _Mapping]] = ..., restore: _Optional[_Union[_checkpoint_pb2.RestoreReport, _Mapping]] = ..., leave: _Optional[_Union[Leave, _Mapping]] = ..., arrived: _Optional[_Union[Arrived, _Mapping]] = ..., copied: _Optional[_Union[_placement_pb2.Copied, _Mapping]] = ..., spans: _Optional[_Union[_trace_pb2.SpanReport, _Mapping]] = ..., no_room: _Optional[_Union[NoRoom, _Mapping]] = ...) -> None: ...
+    no_room: _memory_pb2.NoRoom
+    def __init__(self, join: _Optional[_Union[Join, _Mapping]] = ..., heartbeat: _Optional[_Union[_membership_pb2.Heartbeat, _Mapping]] = ..., vote: _Optional[_Union[Vote, _Mapping]] = ..., ready: _Optional[_Union[Ready, _Mapping]] = ..., initialized: _Optional[_Union[Initialized, _Mapping]] = ..., snapshot: _Optional[_Union[_checkpoint_pb2.SnapshotReport, _Mapping]] = ..., restore: _Optional[_Union[_checkpoint_pb2.RestoreReport, _Mapping]] = ..., leave: _Optional[_Union[Leave, _Mapping]] = ..., arrived: _Optional[_Union[Arrived, _Mapping]] = ..., copied: _Optional[_Union[_placement_pb2.Copied, _Mapping]] = ..., spans: _Optional[_Union[_trace_pb2.SpanReport, _Mapping]] = ..., no_room: _Optional[_Union[_memory_pb2.NoRoom, _Mapping]] = ...) -> None: ...
 
 class Join(_message.Message):
     __slots__ = ("job", "role", "incarnation", "node", "address", "requested_rank", "world_size", "standby", "optimizers", "compressors", "memory")
@@ -76,45 +76,8 @@ class Join(_message.Message):
     standby: bool
     optimizers: _containers.RepeatedScalarFieldContainer[str]
     compressors: _containers.RepeatedScalarFieldContainer[str]
-    memory: Memory
-    def __init__(self, job: _Optional[str] = ..., role: _Optional[_Union[_common_pb2.Role, str]] = ..., incarnation: _Optional[str] = ..., node: _Optional[str] = ..., address: _Optional[str] = ..., requested_rank: _Optional[int] = ..., world_size: _Optional[int] = ..., standby: bool = ..., optimizers: _Optional[_Iterable[str]] = ..., compressors: _Optional[_Iterable[str]] = ..., memory: _Optional[_Union[Memory, _Mapping]] = ...) -> None: ...
-
-class Memory(_message.Message):
-    __slots__ = ("available_bytes", "resident_bytes", "pool")
-    AVAILABLE_BYTES_FIELD_NUMBER: _ClassVar[int]
-    RESIDENT_BYTES_FIELD_NUMBER: _ClassVar[int]
-    POOL_FIELD_NUMBER: _ClassVar[int]
-    available_bytes: int
-    resident_bytes: int
-    pool: str
-    def __init__(self, available_bytes: _Optional[int] = ..., resident_bytes: _Optional[int] = ..., pool: _Optional[str] = ...) -> None: ...
-
-class NoRoom(_message.Message):
-    __slots__ = ("model", "placement", "error")
-    MODEL_FIELD_NUMBER: _ClassVar[int]
-    PLACEMENT_FIELD_NUMBER: _ClassVar[int]
-    ERROR_FIELD_NUMBER: _ClassVar[int]
-    model: int
-    placement: int
-    error: _common_pb2.ErrorDetail
-    def __init__(self, model: _Optional[int] = ..., placement: _Optional[int] = ..., error: _Optional[_Union[_common_pb2.ErrorDetail, _Mapping]] = ...) -> None: ...
-
-class Heartbeat(_message.Message):
-    __slots__ = ("metrics", "logs", "logs_dropped")
-    class MetricsEntry(_message.Message):
-        __slots__ = ("key", "value")
-        KEY_FIELD_NUMBER: _ClassVar[int]
-        VALUE_FIELD_NUMBER: _ClassVar[int]
-        key: str
-        value: float
-        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
-    METRICS_FIELD_NUMBER: _ClassVar[int]
-    LOGS_FIELD_NUMBER: _ClassVar[int]
-    LOGS_DROPPED_FIELD_NUMBER: _ClassVar[int]
-    metrics: _containers.ScalarMap[str, float]
-    logs: _containers.RepeatedCompositeFieldContainer[_logs_pb2.LogRecord]
-    logs_dropped: int
-    def __init__(self, metrics: _Optional[_Mapping[str, float]] = ..., logs: _Optional[_Iterable[_Union[_logs_pb2.LogRecord, _Mapping]]] = ..., logs_dropped: _Optional[int] = ...) -> None: ...
+    memory: _memory_pb2.Memory
+    def __init__(self, job: _Optional[str] = ..., role: _Optional[_Union[_common_pb2.Role, str]] = ..., incarnation: _Optional[str] = ..., node: _Optional[str] = ..., address: _Optional[str] = ..., requested_rank: _Optional[int] = ..., world_size: _Optional[int] = ..., standby: bool = ..., optimizers: _Optional[_Iterable[str]] = ..., compressors: _Optional[_Iterable[str]] = ..., memory: _Optional[_Union[_memory_pb2.Memory, _Mapping]] = ...) -> None: ...
 
 class Vote(_message.Message):
     __slots__ = ("generation", "step", "max_norm", "hyper", "version", "model", "copy", "blocked", "commit", "traceparent")
