@@ -356,7 +356,11 @@ def event_from_proto(message: session_pb2.SessionEvent) -> ServerEvent | None:
         order = message.snapshot
         models = tuple(map(codec.progress_from_proto, order.models))
         return SnapshotOrder(
-            id=order.id, uri=order.uri, version=order.version, models=models, background=order.background
+            id=order.id,
+            uri=codec.name_from_proto(order.uri, "the checkpoint's URI"),
+            version=order.version,
+            models=models,
+            background=order.background,
         )
     if kind == "restore":
         return restore_from_proto(message.restore)

@@ -154,7 +154,7 @@ def main() -> int:
         | {"from servers that the SDK met": services.met, "to services beside (not counted)": services.elsewhere},
         memory_mib={"warm": services.warm_mib, "end": services.memory_mib},
         step_ms={"median": services.medians_ms(), "longest": services.longest_ms(), "aborted": services.uncommitted},
-        findings=found,
+        findings=sorted(found),
     )
     print(f"\n{path.relative_to(ROOT)}")
     return 1 if found else 0

@@ -16,6 +16,7 @@ import grpc
 
 from axon_ps.errors import AxonError
 from axon_ps.rpc.in_process import EOF, InProcessChannel
+from axon_ps.rpc.status import ERROR_KEY
 from entropy import Entropy
 from findings import Case, Findings, LoggedTracebacks, where
 from grown import Grower
@@ -176,7 +177,10 @@ class Services:
 
     def _ended(self, case: Case, error: grpc.aio.AioRpcError) -> None:
         self.statuses[error.code().name] += 1
-        if error.code() in UNFORESEEN:
+        foreseen = error.code() is grpc.StatusCode.UNKNOWN and any(
+            key == ERROR_KEY for key, _ in error.trailing_metadata()
+        )
+        if error.code() in UNFORESEEN and not foreseen:  # an `AxonError` of no other class is UNKNOWN, too
             self._findings.add(f"{error.code().name} of {case.what}: {error.details()[:80]}", [case], error.details())
 
     # ------------------------------------------------------------------ the job

@@ -253,11 +253,11 @@ def restore_from_proto(message: checkpoint_pb2.RestoreOrder) -> RestoreOrder:
     """An order to restore, from a message.
 
     Raises:
-        InvalidRequest: the name of the model is malformed.
+        InvalidRequest: the URI or the name of the model is malformed.
     """
     return RestoreOrder(
         epoch=message.epoch,
-        uri=message.uri,
+        uri=codec.name_from_proto(message.uri, "the checkpoint's URI", empty=True),
         version=message.version,
         model=message.model,
         section=codec.name_from_proto(message.section, "a model's name", empty=True),

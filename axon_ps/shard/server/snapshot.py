@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from axon_ps.errors import CheckpointCorrupt, Closed, Misuse
+from axon_ps.errors import Busy, CheckpointCorrupt, Closed, Misuse
 from axon_ps.host.priority import UNTHROTTLED, Throttle
 from axon_ps.observe.moments import Moment, reached
 from axon_ps.observe.work import Work
@@ -177,7 +177,7 @@ def prepare(
         number: moves_into(
             Slice(unit=s.chunks.unit, server=0, begin=s.chunks.begin, end=s.chunks.end), layout, manifest.layout
         )
-        for number, s in engine.slices.items()
+        for number, s in engine.slices.copy().items()  # this is a thread, and the placement may change meanwhile
     }
     slices = manifest.plan.slices
     files = {
@@ -199,6 +199,7 @@ def load(engine: ShardEngine, restore: Restore, work: Work | None = None) -> Non
 
     Raises:
         CheckpointError: a file could not be read after all; the slices hold anything.
+        Busy: a slice came after the checkpoint was prepared; the slices hold anything.
     """
     assert engine.spec is not None
     store = open_store(restore.manifest.uri)
@@ -206,7 +207,11 @@ def load(engine: ShardEngine, restore: Restore, work: Work | None = None) -> Non
         names = {file: restore.manifest.files[file].name for file in restore.files}
         readers = {file: files.enter_context(open_file(store, name)) for file, name in names.items()}
         loader = _Loader(readers, restore.manifest, engine.spec.layout)
-        for number, owned in engine.slices.items():
+        for number, owned in engine.slices.copy().items():
+            if number not in restore.moves:
+                if owned.copying:  # its primary has the values
+                    continue
+                raise Busy(f"slice {number} came while {restore.manifest.uri} was being read; restore it again")
             loader.fill(owned, restore.moves[number])
             reached(Moment.RESTORE, restore.manifest.version)
             owned.publish(restore.manifest.version)

@@ -157,6 +157,7 @@ def reported(**values: float) -> status_pb2.StatusReply:
         (m.join_from_proto, session_pb2.Join(role=common_pb2.ROLE_SHARD), "without an address"),
         (m.join_from_proto, session_pb2.Join(role=common_pb2.ROLE_WORKER, incarnation="a" * 32), "the node is empty"),
         (m.ready_from_proto, session_pb2.Ready(sums_of_squares=[1.0, -0.5]), "0 or more"),
+        (m.event_from_proto, session_pb2.SessionEvent(snapshot=checkpoint_pb2.SnapshotOrder(uri="a\0b")), "printable"),
         (m.status_from_proto, reported(step=float("nan")), "step nan of 0"),
         (m.status_from_proto, reported(step=1.0, steps=float("inf")), "step 1.0 of inf"),
         (

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from axon_ps.errors import CheckpointCorrupt, CheckpointError, Closed, InvalidRequest, Misuse
+from axon_ps.errors import Busy, CheckpointCorrupt, CheckpointError, Closed, InvalidRequest, Misuse
 from axon_ps.shard.core.engine import ShardEngine
 from axon_ps.shard.core.slices import OwnedSlice
 from axon_ps.shard.server import snapshot
@@ -420,3 +420,23 @@ def test_export_refuses_what_it_cannot(tmp_path: Path) -> None:
         export_model(str(tmp_path), str(tmp_path / "m"), DType.I64)
     with pytest.raises(InvalidRequest, match="does not end in a file name"):
         export_model(str(tmp_path), f"{tmp_path}/")
+
+
+@pytest.mark.parametrize("copying", [True, False])
+def test_a_slice_that_comes_while_a_checkpoint_is_read(tmp_path: Path, copying: bool) -> None:
+    """One that is copied has its values from its primary; any other one is missed, and said so."""
+    units = layout("ab", "cd")
+    servers = made(units, 1)
+    servers.upload(first_values(units))
+    save(servers, str(tmp_path), optimizer_of(units))
+    (engine,) = servers.engines
+    engine.parameters.begin_restore()
+    prepared = snapshot.prepare(engine, str(tmp_path), servers.version)
+    del prepared.moves[1]
+    engine.slices[1].copying = copying
+    engine.parameters.withdraw()
+    if copying:
+        snapshot.load(engine, prepared)
+        return
+    with pytest.raises(Busy, match="slice 1 came while .* was being read; restore it again"):
+        snapshot.load(engine, prepared)
