@@ -56,6 +56,7 @@ def test_a_command_that_is_not_run_is_one_that_there_is(
     monkeypatch.chdir(tmp_path)
     for words in block.commands:
         for file in (w for w in words if w.endswith((".pem", ".key")) or w == "token"):
+            (tmp_path / file).parent.mkdir(exist_ok=True)
             (tmp_path / file).touch()  # the block before makes them
         match words:
             case ["axon-ps", *arguments]:

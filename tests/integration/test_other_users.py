@@ -19,7 +19,7 @@ import pytest
 
 import axon_ps
 from axon_ps.errors import Unreachable
-from axon_ps.host import shared_memory
+from axon_ps.host import fork, shared_memory
 from axon_ps.host.host_peer import HostPeer
 from axon_ps.host.peer_socket import Listener, PeerSocket
 from axon_ps.host.shared_memory import Access
@@ -42,6 +42,7 @@ def process_of(user: int, work: Callable[[int], None]) -> Iterator[int]:
         status = 1
         try:
             ours.close()
+            fork._parent = 0  # it stands for a program of its own, also where this one has joined jobs before
             os.setgroups([])
             os.setgid(user)
             os.setuid(user)

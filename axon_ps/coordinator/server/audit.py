@@ -62,7 +62,7 @@ def audited(perform: Callable[[S, Any, Any], Awaitable[Any]]) -> Callable[[S, An
                 job, who = servicer.job_and_name(request.context.incarnation)
                 about = {name: str(getattr(request, name))[:_MAX_TEXT] for name in _ABOUT if hasattr(request, name)}
                 peer = context.peer() if hasattr(context, "peer") else ""
-                shown = calling().text
-                record(job, perform.__name__, who=who, peer=peer, credentials=shown, about=about, result=result)
+                credentials = calling().text
+                record(job, perform.__name__, who=who, peer=peer, credentials=credentials, about=about, result=result)
 
     return recorded

@@ -31,9 +31,9 @@ def test_what_was_minted_is_verified_by_any_secret_of_the_job() -> None:
 @pytest.mark.parametrize(
     ("token", "words"),
     [
-        (mint(OTHER, WORKER, 60.0), "not signed by this job's secret"),
+        (mint(OTHER, WORKER, 3600.0), "not signed by this job's secret"),
         (mint(SECRET, WORKER, -60.0), r"expired at 20\d\d-\d\d-\d\d \d\d:\d\d:\d\d UTC"),
-        (mint(SECRET, Identity(Principal.WORKER, "k"), 60.0), "is of job 'k', and this is job 'j'"),
+        (mint(SECRET, Identity(Principal.WORKER, "k"), 3600.0), "is of job 'k', and this is job 'j'"),
         (signed({"sub": "worker", "aud": "j", "jti": "1"}), 'missing the "exp" claim'),
         (signed({"sub": "king", "aud": "j", "jti": "1", "exp": 2**40}), "names the role 'king'"),
         (signed({"sub": "worker", "aud": ["j"], "jti": "1", "exp": 2**40}), "does not say its role"),
