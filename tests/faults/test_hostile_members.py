@@ -345,7 +345,7 @@ def test_half_open_gathers_and_health_watches_are_refused() -> None:
             context = member.context()
             context.generation = 1 << 62
             channel = connect(cluster.address_of(Role.SHARD), cluster.security)
-            stub = Stub(channel, SHARD, cluster.token)
+            stub = Stub(channel, SHARD, cluster.security)
 
             async def gather() -> None:
                 stream = stub.open("AllGather")
