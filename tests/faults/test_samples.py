@@ -29,11 +29,11 @@ from axon_ps.data.elastic import ElasticBatch, Place, Position, SamplePlan
 from axon_ps.observe import moments
 from axon_ps.parallel import FSDP, SGD, ElasticLoader, ShardingStrategy
 from axon_ps.sharding.plan import PlanOptions
-from axon_ps.storage.manifest import list_checkpoints
 from axon_ps.testing import LocalCluster, run_threads
 from axon_ps.testing.cluster import COORDINATOR
 from axon_ps.testing.workers import WorkerProcess
 from axon_ps.types import Decision, Role
+from checkpointed_job import until, versions
 from pausing import make_pipes, pause, paused
 
 SAMPLES, BATCH, EPOCHS, WIDTH = 44, 8, 2, 16
@@ -278,6 +278,7 @@ def test_everything_is_killed_and_goes_on_from_a_checkpoint(tmp_path: Path, unfa
     with LocalCluster(shards=2, world_size=2, checkpoint_dir=checkpoints, checkpoint_every="2") as cluster:
         workers = [start(cluster, notes, 0, pauses=(9, tmp_path)), start(cluster, notes, 1)]
         with paused(tmp_path):
+            until(lambda: bool(versions(checkpoints)))
             for rank in range(2):
                 cluster.kill(Role.SHARD, rank)
             cluster.kill(COORDINATOR)
@@ -286,7 +287,7 @@ def test_everything_is_killed_and_goes_on_from_a_checkpoint(tmp_path: Path, unfa
         cluster.restart(COORDINATOR)
         for rank in range(2):
             cluster.restart(Role.SHARD, rank)
-        version = max(manifest.version for manifest in list_checkpoints(str(checkpoints)))
+        version = max(versions(checkpoints))
         values = values_of([start(cluster, tmp_path / "after", rank) for rank in range(2)])
     assert 0 < version <= 9
     assert_same(values, unfailed)
@@ -300,7 +301,7 @@ def test_a_server_is_lost_and_the_loop_goes_back_with_the_parameters(tmp_path: P
     with LocalCluster(shards=2, world_size=2, checkpoint_dir=checkpoints, checkpoint_every="5") as cluster:
         workers = [start(cluster, notes, 0, pauses=(8, tmp_path)), start(cluster, notes, 1)]
         with paused(tmp_path):
-            assert [manifest.version for manifest in list_checkpoints(str(checkpoints))] == [5]
+            until(lambda: versions(checkpoints) == [5])
             cluster.kill(Role.SHARD)
             cluster.restart(Role.SHARD)
         values = values_of(workers)
