@@ -6,17 +6,23 @@ primary, and workers and servers of one node, and no others, share memory.
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 import ray
+from ray.exceptions import ActorDiedError, RayError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from axon_ps.errors import Busy
 
 _HEAD: Final = "node:__internal_head__"
+RESTART_S: Final = 1.0
+"""How long until a service that has died is asked again whether Ray has started it again."""
+
 _NOT_ASKED: Final = ("memory", "object_store_memory")
 
 
@@ -70,6 +76,45 @@ def place(what: str, bundles: Sequence[Mapping[str, float]], strategy: str, time
         f"Its nodes have: {here}; free, of all together: {_text(free)}. Ask for fewer or smaller ones, add nodes, or, "
         "if STRICT_SPREAD was asked for, use SPREAD"
     )
+
+
+class Release:
+    """Removes a placement group when a service that has a bundle of it is gone for good; a detached actor.
+
+    Args:
+        service: that service's actor.
+        group: the placement group.
+    """
+
+    def __init__(self, service: Any, group: PlacementGroup) -> None:
+        threading.Thread(target=self._run, args=(service, group), daemon=True).start()
+
+    def _run(self, service: Any, group: PlacementGroup) -> None:
+        while not _has_ended(service):
+            time.sleep(RESTART_S)
+        remove_placement_group(group)
+        ray.actor.exit_actor()
+
+
+def _has_ended(service: Any) -> bool:
+    """Wait for the end of a service; False = Ray starts it again, or cannot say."""
+    try:
+        ray.get(service.wait.remote())
+    except ActorDiedError:
+        return True
+    except RayError:
+        return False
+    return True
+
+
+def release_with(service: Any, group: PlacementGroup) -> None:
+    """Have a placement group removed with a service, if this process, an actor, does not live to do it.
+
+    Ray removes by itself what a driver has made when that ends. What an actor has made it keeps until the actor *and*
+    its driver have ended: the shard servers' reservation would outlive each run of Ray Train.
+    """
+    options = {"num_cpus": 0, "lifetime": "detached", "max_restarts": -1}
+    ray.remote(Release).options(**options).remote(service, group)
 
 
 def in_bundle(group: PlacementGroup, index: int, resources: Mapping[str, float]) -> dict[str, Any]:

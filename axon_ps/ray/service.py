@@ -109,6 +109,10 @@ class ServiceActor(ABC):
         self._loop.call_soon_threadsafe(self._stop.set)
         self._ended.wait(STOP_S)
 
+    def wait(self) -> None:
+        """Return when it has ended in order; the call fails when the actor dies."""
+        self._ended.wait()
+
     def _main(self) -> None:
         try:
             self._loop.run_until_complete(self._run())

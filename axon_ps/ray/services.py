@@ -1,9 +1,10 @@
 """`Services`: coordinator and shard servers of one job as Ray actors, from their placement to their end.
 
 The actors live as long as the process that made them (a driver, or Ray Train's controller), and no longer: Ray ends
-them with it. Until then Ray starts each again whose process or node has died: shard servers on the node to which Ray
-moves their bundle, coordinators on their own node alone, because members know them by their addresses. That node is the
-head, whose death ends the Ray cluster; with their state in etcd there are several.
+them with it. What was reserved for them Ray would keep until the driver ends, so `placement.release_with` frees a
+controller's. Until then Ray starts each again whose process or node has died: shard servers on the node to which
+Ray moves their bundle, coordinators on their own node alone, because members know them by their addresses. That node is
+the head, whose death ends the Ray cluster; with their state in etcd there are several.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from ray.util.placement_group import remove_placement_group
 
 from axon_ps.errors import Timeout
 from axon_ps.ray.config import ClusterConfig
-from axon_ps.ray.placement import RayNode, in_bundle, nodes, on_node, place
+from axon_ps.ray.placement import RayNode, in_bundle, nodes, on_node, place, release_with
 from axon_ps.ray.service import STOP_S, CoordinatorActor, ServiceConfig, ShardActor
 from axon_ps.rpc.channels import join_address
 from axon_ps.rpc.deadlines import Deadline
@@ -61,6 +62,8 @@ class Services:
             service = self._service(present)
             self._start_coordinators(present, service, world_size, deadline)
             self._start_shards(service, deadline)
+            if ray.get_runtime_context().get_actor_id() is not None:
+                release_with(self.shards[0], self._group)
         except BaseException:
             self.close()
             raise
@@ -111,7 +114,7 @@ class Services:
         threads = max(1, int(config.resources_per_shard.get("CPU", 1)))
         for index in range(config.shards):
             options = in_bundle(self._group, index, config.resources_per_shard)
-            actor = ray.remote(ShardActor).options(**options, max_restarts=-1)
+            actor = ray.remote(ShardActor).options(**options, max_restarts=-1, max_concurrency=2)
             self.shards.append(actor.remote(config.job, self.address, service, threads))
         _ports("shard servers", self.shards, deadline)
 

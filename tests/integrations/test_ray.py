@@ -70,19 +70,24 @@ def nodes() -> Iterator[Cluster]:
 
 @pytest.fixture(autouse=True)
 def nothing_left_behind(nodes: Cluster) -> Iterator[None]:
-    """After each test no actor of ours lives. (Ray's own processes stay for the next one.)"""
+    """After each test no actor of ours lives, and nothing is reserved. (Ray's own processes stay for the next one.)"""
     yield
     deadline = threading.Event()
     for _ in range(100):
-        if not (left := ours()):
+        if not (left := [*ours(), *reserved()]):
             return
         deadline.wait(0.1)  # Ray ends the actors of a controller that has ended
-    raise AssertionError(f"actors are left: {left}")
+    raise AssertionError(f"actors or reservations are left: {left}")
 
 
 def ours() -> list[psutil.Process]:
     """Processes of actors of ours, by the titles that Ray gives them."""
-    return [p for kind in ("ShardActor", "CoordinatorActor", "WorkerActor") for p in processes(kind)]
+    return [p for kind in ("ShardActor", "CoordinatorActor", "WorkerActor", "Release") for p in processes(kind)]
+
+
+def reserved() -> list[dict[str, Any]]:
+    """Placement groups that there are."""
+    return [group for group in ray.util.placement_group_table().values() if group["state"] != "REMOVED"]
 
 
 def processes(kind: str) -> list[psutil.Process]:
@@ -303,8 +308,7 @@ def test_what_cannot_be_placed_is_an_error_and_leaves_nothing() -> None:
         RayCluster(1, ClusterConfig(shards=5, placement="STRICT_SPREAD", start_timeout_s=1)).__enter__()
     with pytest.raises(Busy, match="could not place the workers"):
         RayCluster(99, ClusterConfig(start_timeout_s=1)).__enter__()
-    states = {group["state"] for group in ray.util.placement_group_table().values()}
-    assert states <= {"REMOVED"}
+    assert not reserved()
 
 
 def test_a_service_that_cannot_start_says_why() -> None:
