@@ -148,7 +148,7 @@ def raw_cpu_s_per_gb() -> float:
     port = int(server.stdout.readline())
 
     async def push() -> float:
-        client, frames = RawClient(port), make_frames(total, MIB)
+        client, frames = RawClient(f"127.0.0.1:{port}"), make_frames(total, MIB)
         await client.push(frames[:16], copy=True)
         before_s = cpu_s(os.getpid()) + cpu_s(server.pid)
         for _ in range(4):

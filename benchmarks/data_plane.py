@@ -113,7 +113,7 @@ def raw(total_bytes: int, chunk_bytes: int, *, tuned: bool) -> Iterator[dict[str
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "bufsize": 1}
     server = subprocess.Popen(command, **pipes)
     assert server.stdout is not None
-    client = subprocess.Popen([*command, "--client", server.stdout.readline().strip()], **pipes)
+    client = subprocess.Popen([*command, "--client", f"127.0.0.1:{server.stdout.readline().strip()}"], **pipes)
 
     def told(line: str) -> float:
         assert client.stdin is not None

@@ -4,9 +4,11 @@ As a program, a `grpc.aio` server with identity serializers, one process, that k
 `/raw/Pull` streams ready-made messages to the client, `/raw/Push` reads the client's messages and drops them,
 `/raw/PushCopy` also copies each into a buffer, as every receiver that keeps what it got must. It prints its port.
 
-With `--client PORT` it is a client of such a server: one channel, the same channel options as the data plane's. For
-each line "pull", "pull copy", "push" or "push copy" that it reads it does that and prints the seconds it took. With
-`--retain-message-memory` malloc retains freed messages, as our processes have it; nothing else knows of axon_ps.
+With `--client HOST:PORT` it is a client of such a server: one channel, the same channel options as the data plane's.
+For each line "pull", "pull copy", "push" or "push copy" that it reads it does that and prints the seconds it took. With
+`--retain-message-memory` malloc retains freed messages, as our processes have it; nothing else knows of axon_ps. With
+`--tls DIRECTORY` all of it is mutual TLS, by the one certificate `cert.pem` there, which both ends show and trust, and
+its `key.pem`.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import asyncio
 import sys
 import time
 from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -28,7 +31,7 @@ OPTIONS: tuple[tuple[str, int], ...] = (
 )
 
 
-async def serve(total_bytes: int, chunk_bytes: int) -> None:
+async def serve(total_bytes: int, chunk_bytes: int, host: str, tls: Path | None) -> None:
     """Serve until standard input ends."""
     frames = make_frames(total_bytes, chunk_bytes)
     buffer = np.zeros(total_bytes, np.uint8)
@@ -55,11 +58,20 @@ async def serve(total_bytes: int, chunk_bytes: int) -> None:
     }
     server = grpc.aio.server(options=OPTIONS)
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("raw", handlers),))
-    port = server.add_insecure_port("127.0.0.1:0")
+    if tls is None:
+        port = server.add_insecure_port(f"{host}:0")
+    else:
+        key, cert = pem_files(tls)
+        port = server.add_secure_port(f"{host}:0", grpc.ssl_server_credentials([(key, cert)], cert, True))
     await server.start()
     print(port, flush=True)
     await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)
     await server.stop(None)
+
+
+def pem_files(directory: Path) -> tuple[bytes, bytes]:
+    """Key and certificate."""
+    return (directory / "key.pem").read_bytes(), (directory / "cert.pem").read_bytes()
 
 
 def make_frames(total_bytes: int, chunk_bytes: int) -> list[bytes]:
@@ -77,8 +89,13 @@ def keep(frame: bytes, buffer: np.ndarray, position: int) -> int:
 class RawClient:
     """One channel to a raw server. Call it on one event loop."""
 
-    def __init__(self, port: int) -> None:
-        self._channel = grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=OPTIONS)
+    def __init__(self, address: str, tls: Path | None = None) -> None:
+        if tls is None:
+            self._channel = grpc.aio.insecure_channel(address, options=OPTIONS)
+        else:
+            key, cert = pem_files(tls)
+            credentials = grpc.ssl_channel_credentials(cert, key, cert)
+            self._channel = grpc.aio.secure_channel(address, credentials, options=OPTIONS)
         self._pull: Any = self._channel.unary_stream("/raw/Pull")
         self._push: dict[bool, Any] = {
             copy: self._channel.stream_unary("/raw/PushCopy" if copy else "/raw/Push") for copy in (False, True)
@@ -105,9 +122,9 @@ class RawClient:
         await self._channel.close()
 
 
-async def obey(port: int, total_bytes: int, chunk_bytes: int) -> None:
+async def obey(address: str, total_bytes: int, chunk_bytes: int, tls: Path | None) -> None:
     """Do what standard input says until it ends."""
-    client = RawClient(port)
+    client = RawClient(address, tls)
     frames, buffer = make_frames(total_bytes, chunk_bytes), np.zeros(total_bytes, np.uint8)
     loop = asyncio.get_running_loop()
     while line := await loop.run_in_executor(None, sys.stdin.readline):
@@ -126,7 +143,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--total-bytes", type=int, required=True)
     parser.add_argument("--chunk-bytes", type=int, required=True)
-    parser.add_argument("--client", type=int, metavar="PORT")
+    parser.add_argument("--host", default="127.0.0.1", help="where the server listens")
+    parser.add_argument("--client", metavar="HOST:PORT")
+    parser.add_argument("--tls", type=Path, metavar="DIRECTORY")
     parser.add_argument("--retain-message-memory", action="store_true")
     arguments = parser.parse_args()
     if arguments.retain_message_memory:
@@ -134,7 +153,10 @@ def main() -> None:
 
         retain_message_memory()
     sizes = arguments.total_bytes, arguments.chunk_bytes
-    asyncio.run(serve(*sizes) if arguments.client is None else obey(arguments.client, *sizes))
+    if arguments.client is None:
+        asyncio.run(serve(*sizes, arguments.host, arguments.tls))
+    else:
+        asyncio.run(obey(arguments.client, *sizes, arguments.tls))
 
 
 if __name__ == "__main__":

@@ -4,6 +4,10 @@ One worker and one shard server, by gRPC: between two hosts (network namespaces 
 acceptance has it, and on loopback, where a byte of plaintext costs the kernel least. The same once more with mutual TLS
 by the job's own authority. Each round gathers and pushes one unit; processor time is that of both processes, in user
 mode and in the kernel. Medians over the rounds, and the median of each round's ratio.
+
+Beside them, in the same turns, raw streams of gRPC (raw_stream.py), which know nothing of axon_ps: what TLS adds to
+them it must add to us, who send the same bytes through the same library. ReduceScatter is a push and the gather that
+follows the update, so two bytes travel for each of its own.
 """
 
 from __future__ import annotations
@@ -17,7 +21,16 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+from ipaddress import ip_address
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
+
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import NameOID
 
 import _report
 from axon_ps.rpc.auth.tokens import new_secret
@@ -29,8 +42,9 @@ from axon_ps.worker.environment import worker_config
 from axon_ps.worker.world import World
 from cluster import cpu_s, free_port
 from data_plane import MIB, Ours
-from netns import Network
+from netns import Network, stop
 
+HERE = Path(__file__).parent
 BOUND = 1.25
 """The most that mutual TLS may cost, of plaintext, between hosts."""
 
@@ -108,12 +122,66 @@ def work(options: argparse.Namespace) -> None:
             print(json.dumps(used.round()), flush=True)
 
 
-def rounds_of(ways: dict[str, Callable[[], Took]], rounds: int) -> dict[str, dict[str, list[tuple[float, float]]]]:
+@contextmanager
+def raw(network: Network | None, directory: Path, total_bytes: int, *, tls: bool) -> Iterator[Callable[[], Took]]:
+    """A raw server and its client: on hosts of their own, or on loopback."""
+    host = network.address("server") if network else "127.0.0.1"
+    sizes = ["--total-bytes", str(total_bytes), "--chunk-bytes", str(DEFAULT_CHUNK_NUMEL * 4)]
+    command = [sys.executable, str(HERE / "raw_stream.py"), *sizes, "--retain-message-memory"]
+    if tls:
+        make_certificate(directory, host)
+        command += ["--tls", str(directory)]
+
+    def start(where: str, *more: str) -> subprocess.Popen[str]:
+        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "bufsize": 1}
+        return (
+            network.popen(where, [*command, *more], **pipes)
+            if network
+            else subprocess.Popen([*command, *more], **pipes)
+        )
+
+    server = start("server", "--host", host)
+    assert server.stdout is not None
+    client = start("worker", "--client", f"{host}:{server.stdout.readline().strip()}")
+
+    def told(line: str) -> tuple[float, float]:
+        assert client.stdin is not None
+        assert client.stdout is not None
+        before_s = cpu_s(client.pid) + cpu_s(server.pid)
+        client.stdin.write(line + "\n")
+        spent_s = float(client.stdout.readline())
+        return cpu_s(client.pid) + cpu_s(server.pid) - before_s, spent_s
+
+    try:
+        yield lambda: {"raw pull": told("pull"), "raw push": told("push")}
+    finally:
+        stop([client, server])
+
+
+def make_certificate(directory: Path, host: str) -> None:
+    """A key and a certificate of its own, for an address."""
+    key, now = ec.generate_private_key(ec.SECP256R1()), datetime.now(UTC)
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "raw")])
+    certificate = (
+        x509.CertificateBuilder(name, name, key.public_key(), x509.random_serial_number(), now, now + timedelta(days=1))
+        .add_extension(x509.SubjectAlternativeName([x509.IPAddress(ip_address(host))]), critical=False)
+        .add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
+        .sign(key, hashes.SHA256())
+    )
+    plain = serialization.NoEncryption()
+    pem = serialization.Encoding.PEM
+    (directory / "key.pem").write_bytes(key.private_bytes(pem, serialization.PrivateFormat.PKCS8, plain))
+    (directory / "cert.pem").write_bytes(certificate.public_bytes(pem))
+
+
+def rounds_of(
+    ways: dict[str, list[Callable[[], Took]]], rounds: int
+) -> dict[str, dict[str, list[tuple[float, float]]]]:
     """By way, by call, what each round took, in turns; the first warms up."""
     found: dict[str, dict[str, list[tuple[float, float]]]] = {way: {} for way in ways}
     for number in range(-1, rounds):
-        for way, once in ways.items():
-            for name, took in once().items():
+        for way, all_of in ways.items():
+            for name, took in [each for once in all_of for each in once().items()]:
                 if number >= 0:
                     found[way].setdefault(name, []).append(took)
     return found
@@ -124,18 +192,22 @@ def measure(where: str, options: argparse.Namespace) -> list[dict[str, Any]]:
     dtype, total_bytes = DType.parse(options.dtype), options.mib * MIB
     numel = total_bytes // dtype.itemsize
     with ExitStack() as stack:
-        ways: dict[str, Callable[[], Took]] = {}
+        ways: dict[str, list[Callable[[], Took]]] = {}
         for way in ("plaintext", "mutual TLS"):
             tls = way == "mutual TLS"
+            directory = Path(stack.enter_context(TemporaryDirectory()))
             if where == "loopback":
-                ways[way] = stack.enter_context(on_loopback(numel, dtype, tls=tls))
+                network, ours = None, on_loopback(numel, dtype, tls=tls)
             else:
                 network = stack.enter_context(Network(["server", "worker"], rate_mbit=options.mbit))
-                ways[way] = stack.enter_context(between_hosts(network, numel, dtype, tls=tls))
+                ours = between_hosts(network, numel, dtype, tls=tls)
+            both = ours, raw(network, directory, total_bytes, tls=tls)
+            ways[way] = [stack.enter_context(each) for each in both]
         found = rounds_of(ways, options.rounds)
     rows = []
     for name in found["plaintext"]:
         of_plain = [t[0] / p[0] for t, p in zip(found["mutual TLS"][name], found["plaintext"][name], strict=True)]
+        added = [t[0] - p[0] for t, p in zip(found["mutual TLS"][name], found["plaintext"][name], strict=True)]
         for way, by_name in found.items():
             cpu, wall = (statistics.median(took[i] for took in by_name[name]) for i in (0, 1))
             rows.append(
@@ -144,6 +216,9 @@ def measure(where: str, options: argparse.Namespace) -> list[dict[str, Any]]:
                     "what": name,
                     "way": way,
                     "cpu_ns_per_byte": round(cpu / total_bytes * 1e9, 3),
+                    "tls_adds_ns": round(statistics.median(added) / total_bytes * 1e9, 3)
+                    if way != "plaintext"
+                    else 0.0,
                     "gb_per_s": round(total_bytes / wall / 1e9, 2),
                     "cpu_of_plaintext": round(statistics.median(of_plain), 3) if way != "plaintext" else 1.0,
                 }
@@ -167,7 +242,7 @@ def main() -> None:
     if options.quick:
         options.mib, options.rounds = 64, 5
     rows = [row for where in ("hosts", "loopback") for row in measure(where, options)]
-    columns = ("where", "what", "way", "cpu_ns_per_byte", "gb_per_s", "cpu_of_plaintext")
+    columns = ("where", "what", "way", "cpu_ns_per_byte", "tls_adds_ns", "gb_per_s", "cpu_of_plaintext")
     _report.table("What mutual TLS costs", columns, [[row[c] for c in columns] for row in rows])
     about = {"mib": options.mib, "rounds": options.rounds, "chunk_numel": DEFAULT_CHUNK_NUMEL, "mbit": options.mbit}
     _report.write("tls_cost", rows, **about, bound=BOUND)
