@@ -140,6 +140,14 @@ CheckpointEvery = Annotated[
         show_default="never",
     ),
 ]
+AuditLog = Annotated[
+    str | None,
+    typer.Option(
+        help="File that says who has changed the job, as JSON lines; - = standard error \\[env: AXON_PS_AUDIT_LOG].",
+        show_default="beside the state, or under ~/.local/state",
+        rich_help_panel=_SECURITY,
+    ),
+]
 CheckpointKeyFile = Annotated[
     Path | None,
     typer.Option(

@@ -7,6 +7,7 @@ server), ends it as it is. The exit code is 0 after SIGTERM (the way supervisors
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import os
 import signal
@@ -23,6 +24,7 @@ from axon_ps.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from axon_ps.cli.settings import Settings
+    from axon_ps.coordinator.server.audit import AuditLog
     from axon_ps.rpc.http import HttpServer
     from axon_ps.rpc.security import Security
     from axon_ps.storage.state_store import StateStore
@@ -72,6 +74,7 @@ def coordinator(
         typer.Option(help="Checkpoint (or directory of some) to load though it is not signed with the job's key."),
     ] = None,
     replication: o.Replication = 0,
+    audit_log: o.AuditLog = None,
     http_port: o.HttpPort = None,
     trace_every: o.TraceEvery = None,
     plugins: o.Plugins = None,
@@ -95,7 +98,7 @@ def coordinator(
         config, job=job, plugins=plugins, token=token, token_file=token_file, observer_token_file=observer_token_file,
         tls_ca=tls_ca, tls_cert=tls_cert, tls_key=tls_key, tls_dir=tls_dir, tls=tls, tls_mutual=tls_mutual,
         insecure=insecure, log=log, log_level=log_level, http_port=http_port, trace_every=trace_every,
-        checkpoint_key_file=checkpoint_key_file,
+        checkpoint_key_file=checkpoint_key_file, audit_log=audit_log,
     )  # fmt: skip
     security = _security(settings, host, "coordinator")
     http = _http(settings, host, security)
@@ -125,9 +128,9 @@ def coordinator(
     _configure_logging(settings, "coordinator")
 
     def start(ready: Ready, stop: asyncio.Event) -> Awaitable[None]:
-        return serve(configuration, host, port, security, store, ready, stop, http, settings.tracing())
+        return serve(configuration, host, port, security, store, ready, stop, http, settings.tracing(), audit)
 
-    with store:
+    with store, contextlib.closing(_audit_log(settings, store, security)) as audit:
         leave(_in_foreground(start, host, ready_fd, http))
 
 
@@ -253,6 +256,15 @@ def _state_store(state: str | None, job: str) -> StateStore:
     from axon_ps.storage.state_store import open_state
 
     return open_state(state or str(Path.home() / ".local" / "state" / "axon-ps" / f"{job}.sqlite"), job)
+
+
+def _audit_log(settings: Settings, store: StateStore, security: Security) -> AuditLog:
+    from axon_ps.cli.settings import state_directory
+    from axon_ps.coordinator.server.audit import opened
+    from axon_ps.storage.state_store import SqliteStateStore
+
+    state = Path(store.path) if isinstance(store, SqliteStateStore) else state_directory() / f"{settings.job}.state"
+    return opened(settings.audit_log, state.with_suffix(".audit.jsonl"), security.secrets)
 
 
 def _coordinator_address(settings: Settings) -> str:

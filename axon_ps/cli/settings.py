@@ -61,6 +61,8 @@ class Settings(BaseSettings):
         checkpoint_dir: the directory of the job's checkpoints.
         checkpoint_roots: the directories (paths or URIs, with commas between them) in which services open checkpoints;
             empty = see `storage.roots.default_roots`.
+        audit_log: coordinators: the file that says who has changed the job; "-" = standard error; empty = beside the
+            job's state, else in `state_directory`.
         checkpoint_key_file: coordinators: a file with the secret that checkpoints are signed with; None = they are not.
         plugins: names of modules that services import, with commas between them; see `axon_ps.plugins`.
         log: how records are written.
@@ -91,6 +93,7 @@ class Settings(BaseSettings):
     memory_gb: float = Field(default=0.0, ge=0, lt=1e6)
     checkpoint_dir: str = ""
     checkpoint_roots: str = ""
+    audit_log: str = ""
     checkpoint_key_file: Path | None = None
     plugins: str = ""
     log: LogStyle = LogStyle.AUTO
@@ -223,6 +226,7 @@ class Settings(BaseSettings):
             "SPIFFE_PATTERN": self.spiffe_pattern,
             "CHECKPOINT_DIR": self.checkpoint_dir,
             "CHECKPOINT_ROOTS": self.checkpoint_roots,
+            "AUDIT_LOG": self.audit_log,
             "CHECKPOINT_KEY_FILE": str(self.checkpoint_key_file or ""),
             "PLUGINS": self.plugins,
             "NODE": self.node,
@@ -281,6 +285,11 @@ def _with_file(config: Path) -> type[Settings]:
         model_config = SettingsConfigDict(toml_file=config)
 
     return SettingsWithFile
+
+
+def state_directory() -> Path:
+    """Where a user's programs store what is to survive them (XDG)."""
+    return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "axon-ps"
 
 
 def child_environment(values: Mapping[str, str]) -> dict[str, str]:

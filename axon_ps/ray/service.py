@@ -11,6 +11,7 @@ it again. A failure at the first start is raised by `port`, since the next would
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import shutil
@@ -27,6 +28,7 @@ import ray
 
 from axon_ps import plugins
 from axon_ps.coordinator.core.config import CoordinatorConfig
+from axon_ps.coordinator.server import audit
 from axon_ps.coordinator.server import server as coordinator_server
 from axon_ps.errors import Broken, ConfigurationError, Timeout
 from axon_ps.observe.logging import LogStyle, configure
@@ -159,7 +161,9 @@ class CoordinatorActor(ServiceActor):
 
     def __init__(self, job: CoordinatorConfig, config: ServiceConfig, name: str, state: str) -> None:
         self._job, self._state = job, state
-        self._directory = Path(ray._private.worker._global_node.get_session_dir_path(), "axon_ps", name)
+        session = Path(ray._private.worker._global_node.get_session_dir_path())
+        self._directory = session / "axon_ps" / name
+        self._audit_file = session / "logs" / f"axon_ps-{name}.audit.jsonl"  # which outlives the job
         self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         super().__init__("coordinator", config)
 
@@ -175,10 +179,13 @@ class CoordinatorActor(ServiceActor):
             port.write_text(str(number))
             ready(number)
 
-        with open_state(self._state or str(self._directory / "state.sqlite"), self._job.job) as store:
-            host, security = self._config.host, self._config.security
+        host, security = self._config.host, self._config.security
+        with (
+            open_state(self._state or str(self._directory / "state.sqlite"), self._job.job) as store,
+            contextlib.closing(audit.opened("", self._audit_file, security.secrets)) as audit_log,
+        ):
             number = int(port.read_text()) if port.exists() else 0
-            await coordinator_server.serve(self._job, host, number, security, store, listens, stop)
+            await coordinator_server.serve(self._job, host, number, security, store, listens, stop, audit=audit_log)
 
 
 class ShardActor(ServiceActor):

@@ -69,6 +69,12 @@ MAY_CALL: Final[Mapping[str, frozenset[Principal] | None]] = {
 }
 """The roles that may call an RPC, by its path, or an HTTP path, by "METHOD PATH"; None = anybody, also a stranger."""
 
+CHANGES_A_JOB: Final = frozenset(
+    {_C + name for name in ("Register", "Release", "SaveCheckpoint", "RestoreCheckpoint", "Drain", "Revoke", "Session")}
+    | {"POST /api/servers/RANK/drain"}
+)
+"""Of these, who is refused is in the audit log."""
+
 
 def needs_nothing(path: str) -> bool:
     """Whether anybody may call `path`, without credentials: health checks, and the page's files."""

@@ -175,6 +175,10 @@ class ServerStream:
         self._first = None
         return message
 
+    def peer(self) -> str:
+        """The address of the client; empty in one process."""
+        return str(self._context.peer()) if hasattr(self._context, "peer") else ""
+
     def write(self, message: Any) -> Shielded[None]:
         """Await it to send a message; it ends when the transport has taken it."""
         return Shielded(self._context.write(message))

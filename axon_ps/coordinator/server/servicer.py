@@ -30,7 +30,7 @@ from axon_ps.coordinator.messages import (
     vote_from_proto,
 )
 from axon_ps.coordinator.server import manifests
-from axon_ps.coordinator.server.audit import audited
+from axon_ps.coordinator.server.audit import AuditLog, audited, recording, refused
 from axon_ps.coordinator.server.feed import MAX_READERS, TICK_S, Feed
 from axon_ps.coordinator.server.shared_calls import SharedCalls
 from axon_ps.coordinator.server.shell import Session, Shell
@@ -38,6 +38,7 @@ from axon_ps.coordinator.server.trace_calls import TraceCalls
 from axon_ps.errors import AxonError, Busy, InvalidRequest, Misuse, PermissionDenied, Timeout
 from axon_ps.observe.log_buffer import TAKEN
 from axon_ps.observe.metrics.histogram import Histogram
+from axon_ps.rpc.access import CHANGES_A_JOB, short
 from axon_ps.rpc.auth import credentials as auth
 from axon_ps.rpc.auth.identity import Principal
 from axon_ps.rpc.service import ServerStream
@@ -93,6 +94,16 @@ class CoordinatorServicer:
         self._log_readers = 0
         self._traces = TraceCalls(shell)
 
+    @property
+    def audit(self) -> AuditLog:
+        """Where it is recorded who has changed the job."""
+        return self._shell.audit
+
+    def refused(self, path: str, credentials: auth.Credentials, peer: str, error: AxonError) -> None:
+        """A caller's role does not allow a call."""
+        if path in CHANGES_A_JOB:
+            refused(self, short(path), credentials, peer, error)
+
     def job_and_name(self, incarnation: str) -> tuple[str, str]:
         """The job, and what a caller is called in the audit log."""
         state = self._shell.state
@@ -108,7 +119,11 @@ class CoordinatorServicer:
         if not first.HasField("join"):
             raise InvalidRequest(f"a session begins with {first.WhichOneof('message')}; its first message is a Join")
         role, request = join_from_proto(first.join)
-        request = _with_credentials(role, request, self._shell.state)
+        try:
+            request = _with_credentials(role, request, self._shell.state)
+        except PermissionDenied as error:
+            refused(self, "join", auth.calling(), context.peer(), error)
+            raise
         session = self._shell.open_session()
         reader: asyncio.Task[None] | None = None
         try:
@@ -310,6 +325,11 @@ class CoordinatorServicer:
         if Principal.OPERATOR not in auth.calling().roles and not by_itself:
             raise PermissionDenied(f"{auth.calling().text} may drain only itself, not shard server {request.rank}")
         return placement_pb2.DrainReply(slices=await self.drain_server(caller, request.rank))
+
+    async def drain_by_http(self, rank: int, peer: str) -> int:
+        """Have it do so for an operator's browser."""
+        with recording(self, "drain", "", peer, {"rank": str(rank)}):
+            return await self.drain_server(Caller(job=""), rank)
 
     async def drain_server(self, caller: Caller, rank: int) -> int:
         """Have it do so; returns how many slices it still has. See `CoordinatorState.drain`."""

@@ -16,7 +16,7 @@ import contextlib
 import hmac
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Final
@@ -137,6 +137,9 @@ class Revocations:
                     del self._calls[name]
 
 
+OnRefused = Callable[[str, Credentials, str, PermissionDenied], None]
+
+
 class Guard:
     """Who may do what at one server.
 
@@ -146,6 +149,7 @@ class Guard:
 
     Attributes:
         revocations: the same.
+        on_refused: gets path, credentials, address and error of each caller whom we know and whose role may not.
         asks: whether credentials are asked for at all.
 
     Raises:
@@ -154,6 +158,7 @@ class Guard:
 
     def __init__(self, security: Security, revocations: Revocations | None = None) -> None:
         self.revocations = revocations or Revocations()
+        self.on_refused: OnRefused = _nothing
         self._security = security
         self._job = "" if security.identity is None else security.identity.job
         tokens, observer = security.tokens(), security.observer_token
@@ -165,13 +170,14 @@ class Guard:
             raise ConfigurationError("the observer's token equals the job's, so it is not read-only; give another")
         self.asks = bool(tokens) or security.spiffe
 
-    def admit(self, path: str, authorization: bytes, certificate: bytes = b"") -> Credentials:
+    def admit(self, path: str, authorization: bytes, certificate: bytes = b"", peer: str = "") -> Credentials:
         """Whoever makes a call to `path`, if it may.
 
         Args:
             path: the RPC, or "METHOD PATH" of HTTP, as in `access`.
             authorization: the value of its `authorization`; empty = none.
             certificate: its certificate, as PEM, which the handshake has verified; empty = none.
+            peer: its address.
 
         Raises:
             Unknown: it is nobody that we know.
@@ -179,7 +185,9 @@ class Guard:
         """
         credentials = self.credentials(authorization, certificate)
         if not may_call(credentials.roles, path):
-            raise PermissionDenied(refusal(credentials.roles, path))
+            error = PermissionDenied(refusal(credentials.roles, path))
+            self.on_refused(path, credentials, peer, error)
+            raise error
         return credentials
 
     def credentials(self, authorization: bytes, certificate: bytes) -> Credentials:
@@ -236,6 +244,10 @@ class Guard:
     def _check_job(self, identity: Identity, what: str) -> None:
         if self._job and identity.job and identity.job != self._job:
             raise PermissionDenied(f"the {what} is of job {identity.job!r}, and this is job {self._job!r}")
+
+
+def _nothing(path: str, credentials: Credentials, peer: str, error: PermissionDenied) -> None:
+    """Nobody wants to know who is refused."""
 
 
 def _names_of(certificate: PeerCertificate) -> tuple[str, ...]:

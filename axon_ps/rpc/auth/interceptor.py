@@ -72,7 +72,7 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):
     async def _admit(self, path: str, given: bytes, context: Any) -> Credentials:
         certificate = next(iter(context.auth_context().get(_CERTIFICATE, ())), b"")
         try:
-            return self._guard.admit(path, given, certificate)
+            return self._guard.admit(path, given, certificate, context.peer())
         except PermissionDenied as error:
             await _refuse(context, error)
             raise AssertionError("an aborted call raises") from None
