@@ -256,14 +256,17 @@ class CoordinatorState:
         self._out.reply(call, registered)
         return self._out.take()
 
-    def release(self, call: int, caller: Caller, number: int) -> list[Action]:
+    def release(self, call: int, caller: Caller, number: int, name: str) -> list[Action]:
         """Release a model; `call` gets whether it was registered.
 
         Raises:
+            InvalidRequest: it has another name.
             Busy: a checkpoint is being written, which it is to be in.
         """
-        self.check_member_or_operator(caller)
+        self.check_takes_away(caller)
         if (model := self._models.get(number)) is not None and model.registered:
+            if model.name != name:
+                raise InvalidRequest(f"model {number} is {model.name!r}, not {name!r}; nothing is released")
             self._snapshots.check_free()
         self._out.reply(call, self._registrations.release(number))
         return self._out.take()
@@ -311,9 +314,16 @@ class CoordinatorState:
             InvalidRequest: there is no such shard server, or no other could take its slices.
             Misuse: parameters are being set or restored.
         """
-        self.check_member_or_operator(caller)
+        self.check_takes_away(caller)
         self._out.reply(call, self._members.drain(rank, now))
         return self._out.take()
+
+    # ------------------------------------------------------------------ credentials
+
+    def revoke(self, call: int, caller: Caller, target: str, reason: str, now: float) -> list[Action]:
+        """Have credentials hold no more; see `RevocationList.revoke`."""
+        self.check_takes_away(caller)
+        return self.revocations.revoke(call, target, reason, now)
 
     # ------------------------------------------------------------------ checkpoints
 
@@ -370,13 +380,13 @@ class CoordinatorState:
             Misuse: the job has no layout yet.
             InvalidRequest: the job does not have one of the models.
         """
-        self.check_member_or_operator(caller)
+        self.check_takes_away(caller)
         if not self._models.registered:
             raise Misuse("there is nothing to restore into: no worker has registered a layout yet")
         self._restores.order(resumes, now, call)
         return self._out.take()
 
-    def replace(self, call: int, caller: Caller, now: float, name: str = records.FIRST_NAME) -> list[Action]:
+    def replace(self, call: int, caller: Caller, now: float, name: str) -> list[Action]:
         """Have a worker upload other values of a model; `call` gets a `CheckpointInfo` when the servers hold them.
 
         Raises:
@@ -459,6 +469,15 @@ class CoordinatorState:
         self.check_caller(caller)
         if caller.incarnation:
             self._member(caller)
+
+    def check_takes_away(self, caller: Caller) -> None:
+        """Refuse a caller of what takes something away, likewise, and one that does not name the job."""
+        if not caller.job:
+            raise InvalidRequest(
+                f"this call takes something away, so it must name the job; this is {self.config.job!r} (job of the "
+                "context; --job or AXON_PS_JOB of the command line)"
+            )
+        self.check_member_or_operator(caller)
 
     @property
     def membership(self) -> Membership:

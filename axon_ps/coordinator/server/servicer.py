@@ -264,7 +264,12 @@ class CoordinatorServicer:
     async def release(self, request: coordinator_pb2.ReleaseRequest, context: Any) -> coordinator_pb2.ReleaseReply:
         """Drop a model."""
         caller, state = self._caller(request.context), self._shell.state
-        released = await self._shell.call(lambda call: state.release(call, caller, request.model))
+        if not (request.HasField("model") and request.name):
+            raise InvalidRequest(
+                f"a release names its model by number and name; this is {request.name!r}, number "
+                f"{request.model if request.HasField('model') else 'not given'}"
+            )
+        released = await self._shell.call(lambda call: state.release(call, caller, request.model, request.name))
         return coordinator_pb2.ReleaseReply(released=released)
 
     @audited
@@ -304,12 +309,14 @@ class CoordinatorServicer:
     ) -> coordinator_pb2.CheckpointReply:
         """Read the manifest, then have the servers load their slices, or take what a worker uploads."""
         caller, state = self._caller(request.context), self._shell.state
-        state.check_member_or_operator(caller)
+        state.check_takes_away(caller)
         uri = codec.name_from_proto(request.uri, "the checkpoint's URI")
         if len(request.models) > MAX_MODELS:
             raise InvalidRequest(f"{len(request.models)} models are to be restored; a job has at most {MAX_MODELS}")
         if uri == UPLOADED:
-            name = next(iter(request.models), FIRST_NAME)
+            if len(request.models) != 1:
+                raise InvalidRequest(f"one model is replaced at a time, by its name; {len(request.models)} are named")
+            name = request.models[0]
             return _checkpoint(
                 await self._shell.call(lambda call: state.replace(call, caller, self._shell.now(), name))
             )
@@ -320,6 +327,8 @@ class CoordinatorServicer:
     @audited
     async def drain(self, request: placement_pb2.DrainRequest, context: Any) -> placement_pb2.DrainReply:
         """Have a shard server give up what it holds."""
+        if not request.HasField("rank"):
+            raise InvalidRequest("a drain names its shard server by rank; none is given")
         caller = self._caller(request.context)
         by_itself = _rank_of(caller.incarnation, self._shell.state) == request.rank
         if Principal.OPERATOR not in auth.calling().roles and not by_itself:
@@ -329,7 +338,7 @@ class CoordinatorServicer:
     async def drain_by_http(self, rank: int, peer: str) -> int:
         """Have it do so for an operator's browser."""
         with recording(self, "drain", "", peer, {"rank": str(rank)}):
-            return await self.drain_server(Caller(job=""), rank)
+            return await self.drain_server(Caller(job=self._shell.state.config.job), rank)
 
     async def drain_server(self, caller: Caller, rank: int) -> int:
         """Have it do so; returns how many slices it still has. See `CoordinatorState.drain`."""
@@ -341,9 +350,8 @@ class CoordinatorServicer:
     async def revoke(self, request: revocation_pb2.RevokeRequest, context: Any) -> revocation_pb2.RevokeReply:
         """Have credentials hold no more."""
         caller, state = self._caller(request.context), self._shell.state
-        state.check_caller(caller)
         done: RevokeReply = await self._shell.call(
-            lambda call: state.revocations.revoke(call, request.target, request.reason, self._shell.now())
+            lambda call: state.revoke(call, caller, request.target, request.reason, self._shell.now())
         )
         self._revocations.set(state.revocations.reasons)
         return revocation_pb2.RevokeReply(names=done.names, members=done.members, has_secret=done.has_secret)

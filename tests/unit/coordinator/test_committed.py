@@ -130,7 +130,7 @@ def test_it_is_the_model_s_and_is_deleted_with_it() -> None:
         w.vote(model=1, commit={"used": "5"})
     assert "model/1/committed" in d.store.load()
     assert {e.model: e.committed for e in d.worker(rank=2).received(JobState)} == {0: {}, 1: {"used": "5"}}
-    d.call(lambda call: d.state.release(call, workers[0].caller, 1))
+    d.call(lambda call: d.state.release(call, workers[0].caller, 1, "critic"))
     assert not [key for key in d.store.load() if key.startswith("model/1/")]
 
 

@@ -347,8 +347,9 @@ def test_when_one_model_cannot_be_loaded_the_job_waits_for_another_restore() -> 
 # ---------------------------------------------------------------------- release
 
 
-def release(d: Driver, number: int) -> Any:
-    return d.call(lambda call: d.state.release(call, OPERATOR, number))
+def release(d: Driver, number: int, name: str = "") -> Any:
+    name = name or ("policy", "critic")[number]
+    return d.call(lambda call: d.state.release(call, OPERATOR, number, name))
 
 
 def test_a_released_model_is_gone_and_its_name_is_free() -> None:
@@ -364,6 +365,15 @@ def test_a_released_model_is_gone_and_its_name_is_free() -> None:
     assert d.register(workers[0], OTHER, OTHER_OPTIMIZER, name="critic").model == 3
     late = servers[0].join()
     assert late.last(Welcome).released == (1,)
+
+
+def test_a_release_takes_the_model_of_that_number_only_if_it_has_that_name() -> None:
+    d, _, _ = several()
+    with pytest.raises(InvalidRequest, match="model 0 is 'policy', not 'critic'; nothing is released"):
+        release(d, 0, "critic")
+    release(d, 1, "critic")
+    assert not release(d, 1, "whatever it was called")
+    assert versions(d) == {"policy": 0, "target": 0}
 
 
 def test_the_first_model_can_be_released_and_a_checkpoint_under_way_keeps_all() -> None:

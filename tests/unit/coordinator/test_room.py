@@ -128,7 +128,7 @@ def test_other_models_count_and_go_on() -> None:
     with pytest.raises(Busy, match=r"needs? 12\.0 GiB beside the 12\.0 GiB of other models and can have 20\.0 GiB"):
         d.register(worker, spec_of(1 << 30), None, name="b")
     assert [m.name for m in d.state.status().models] == ["a"]
-    d.call(lambda call: d.state.release(call, worker.caller, 0))
+    d.call(lambda call: d.state.release(call, worker.caller, 0, "a"))
     assert d.register(worker, spec_of(1 << 30), None, name="b").first
 
 
@@ -194,7 +194,7 @@ def test_a_restarted_coordinator_with_a_poisoned_state_says_so_and_lets_it_be_re
     worker.join()
     no_room(d, server)
     assert any("is not held" in p for p in d.state.status().pending)
-    d.call(lambda call: d.state.release(call, OPERATOR, 0))
+    d.call(lambda call: d.state.release(call, OPERATOR, 0, "model 0"))
     assert d.state.status().pending == ()
     assert d.register(worker, SPEC).first
 
@@ -204,7 +204,7 @@ def test_released_memory_is_offered_to_a_model_that_was_not_held() -> None:
     d.register(worker, name="a")
     d.register(worker, spec_of(1 << 20), ADAMW, name="b")
     no_room(d, server, 1)
-    d.call(lambda call: d.state.release(call, worker.caller, 0))
+    d.call(lambda call: d.state.release(call, worker.caller, 0, "a"))
     assert server.last(JobState).spec is not None
     assert not any("is not held" in p for p in d.state.status().pending)
 
