@@ -7,6 +7,9 @@ only what is not in the table. Health checks need no role.
 Operators and observers are no members: they join nothing, and nobody waits for them. A worker trains: it registers
 models, steps, stores values and writes and restores checkpoints, as a training script does; it does not move shard
 servers or take rights away, which is an operator's.
+
+That is by role. Who among these is a member of the job, and may call as one, is decided by the coordinator's core alone
+(`CoordinatorState.check_caller` and the like), once for each call.
 """
 
 from __future__ import annotations

@@ -765,6 +765,64 @@ def test_what_takes_something_away_names_it_and_the_job(tmp_path: Path, rpc: str
     run(tmp_path, test)
 
 
+WHO_MAY = {
+    "Barrier": "member",
+    "Register": "member",
+    "KV": "member or operator",
+    "Release": "member or operator",
+    "SaveCheckpoint": "member or operator",
+    "RestoreCheckpoint": "member or operator",
+    "Drain": "member or operator",
+    "Revoke": "member or operator",
+    "Describe": "anybody",
+    "Status": "anybody",
+    "Logs": "anybody",
+    "Trace": "anybody",
+}
+"""By call of one message, who of those whose role may; roles are in `access`."""
+
+
+def test_who_of_those_whose_role_may_is_a_member(tmp_path: Path) -> None:
+    async def test(c: Coordinator) -> None:
+        workers, _ = await c.assembled()
+        stub = await c.operator()._connected(Deadline(SOON_S))
+        unary = [m for m in SERVICE.methods if not m.client_streaming]
+        assert {m.name for m in unary} == set(WHO_MAY)
+        member, stranger = workers[0].incarnation, "0" * 32
+        values = {
+            "model": 0,
+            "name": "model 1",
+            "rank": 1,
+            "uri": str(tmp_path / "no"),
+            "target": "shard/9",
+            "op": 2,
+            "extra_json": "no",
+        }
+        for method in unary:
+            known = {f.name for f in method.input_type.fields if f.name in values and not f.message_type}
+            given = {name: values[name] for name in known} if method.name not in ("Describe", "Trace") else {}
+
+            async def refused(job: str, incarnation: str, method: Any = method, given: Any = given) -> type[AxonError]:
+                context = common_pb2.CallContext(job=job, incarnation=incarnation)
+                request = GetMessageClass(method.input_type)(context=context, **given)
+                try:
+                    await stub.call(method.name, request, timeout_s=SOON_S)
+                except AxonError as error:
+                    return type(error)
+                return AxonError
+
+            who = WHO_MAY[method.name]
+            assert await refused("other", "") is PermissionDenied, method.name
+            assert await refused("other", member) is PermissionDenied, method.name
+            turned_away = (PermissionDenied, GenerationChanged)
+            assert (await refused("job", stranger) in turned_away) == (who != "anybody"), method.name
+            assert (await refused("job", "") in turned_away) == (who == "member"), method.name
+            if method.name not in ("Barrier", "Drain"):  # it would wait; only an operator, or the server itself
+                assert await refused("job", member) not in turned_away, method.name
+
+    run(tmp_path, test)
+
+
 def test_generation_changed_is_what_a_stranger_gets(tmp_path: Path) -> None:
     async def test(c: Coordinator) -> None:
         await c.join(Role.WORKER)

@@ -327,16 +327,16 @@ class CoordinatorState:
 
     # ------------------------------------------------------------------ checkpoints
 
-    def save(self, call: int, caller: Caller, uri: str, *, background: bool = False) -> list[Action]:
+    def save(self, call: int, uri: str, *, background: bool = False) -> list[Action]:
         """Begin a checkpoint of the current version; `call` gets a `snapshots.Snapshot`.
 
-        It takes longer, and steps less so, in the `background`.
+        It takes longer, and steps less so, in the `background`. Who asks for this or for a restore is checked before,
+        by `check_member_or_operator` or `check_takes_away`: files are read in between.
 
         Raises:
             Misuse: there is nothing to save.
             Busy: another is being written.
         """
-        self.check_member_or_operator(caller)
         a, shards = self._assembly, self._assembly.shards()
         if not self._models.registered:
             raise Misuse("there is nothing to save: the shard servers hold no parameters yet")
@@ -373,20 +373,19 @@ class CoordinatorState:
             self._snapshots.report(entry.member.rank, report)
         return self._out.take()
 
-    def restore(self, call: int, caller: Caller, resumes: Sequence[Resume], now: float) -> list[Action]:
+    def restore(self, call: int, resumes: Sequence[Resume], now: float) -> list[Action]:
         """Restore models from a checkpoint; `call` gets a `CheckpointInfo` when all servers have loaded it.
 
         Raises:
             Misuse: the job has no layout yet.
             InvalidRequest: the job does not have one of the models.
         """
-        self.check_takes_away(caller)
         if not self._models.registered:
             raise Misuse("there is nothing to restore into: no worker has registered a layout yet")
         self._restores.order(resumes, now, call)
         return self._out.take()
 
-    def replace(self, call: int, caller: Caller, now: float, name: str) -> list[Action]:
+    def replace(self, call: int, now: float, name: str) -> list[Action]:
         """Have a worker upload other values of a model; `call` gets a `CheckpointInfo` when the servers hold them.
 
         Raises:
@@ -395,7 +394,7 @@ class CoordinatorState:
         """
         model = self._models.named(name)
         version = 0 if model is None else model.version
-        return self.restore(call, caller, [Resume(uri=UPLOADED, version=version, model=name)], now)
+        return self.restore(call, [Resume(uri=UPLOADED, version=version, model=name)], now)
 
     def begin_again(self, now: float) -> list[Action]:
         """Nothing is left of a job that `lost_everything`: the next worker uploads first values, for version 0."""

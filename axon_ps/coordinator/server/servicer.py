@@ -278,20 +278,18 @@ class CoordinatorServicer:
     ) -> coordinator_pb2.CheckpointReply:
         """Have the servers write their slices, then the manifest; equal requests at the same version are one."""
         uri = codec.name_from_proto(request.uri, "the checkpoint's URI")
-        caller = self._caller(request.context)
-        self._shell.state.check_member_or_operator(caller)
+        self._shell.state.check_member_or_operator(self._caller(request.context))
         check_allowed(uri)  # before the servers write there
-        return _checkpoint(await self.save(caller, uri, request.extra_json, background=request.background))
+        return _checkpoint(await self.save(uri, request.extra_json, background=request.background))
 
-    async def save(self, caller: Caller, uri: str, extra_json: str, *, background: bool = False) -> CheckpointReply:
+    async def save(self, uri: str, extra_json: str, *, background: bool = False) -> CheckpointReply:
         """Write a checkpoint, with a JSON object; see `CoordinatorState.save`."""
         state, extra = self._shell.state, manifests.check_extra(extra_json)
-        state.check_caller(caller)
 
         async def save() -> CheckpointReply:
             log, began_s = self._shell.checkpoints, self._shell.now()
             try:
-                snapshot = await self._shell.call(lambda call: state.save(call, caller, uri, background=background))
+                snapshot = await self._shell.call(lambda call: state.save(call, uri, background=background))
                 with log.doing(f"writing {uri}"):
                     info = await asyncio.to_thread(manifests.complete, state.config.job, snapshot, extra)
             except AxonError as error:
@@ -308,8 +306,8 @@ class CoordinatorServicer:
         self, request: coordinator_pb2.RestoreCheckpointRequest, context: Any
     ) -> coordinator_pb2.CheckpointReply:
         """Read the manifest, then have the servers load their slices, or take what a worker uploads."""
-        caller, state = self._caller(request.context), self._shell.state
-        state.check_takes_away(caller)
+        state = self._shell.state
+        state.check_takes_away(self._caller(request.context))
         uri = codec.name_from_proto(request.uri, "the checkpoint's URI")
         if len(request.models) > MAX_MODELS:
             raise InvalidRequest(f"{len(request.models)} models are to be restored; a job has at most {MAX_MODELS}")
@@ -317,11 +315,9 @@ class CoordinatorServicer:
             if len(request.models) != 1:
                 raise InvalidRequest(f"one model is replaced at a time, by its name; {len(request.models)} are named")
             name = request.models[0]
-            return _checkpoint(
-                await self._shell.call(lambda call: state.replace(call, caller, self._shell.now(), name))
-            )
+            return _checkpoint(await self._shell.call(lambda call: state.replace(call, self._shell.now(), name)))
         found = await asyncio.to_thread(manifests.find, uri, state.specs, tuple(request.models))
-        await self._shell.call(lambda call: state.restore(call, caller, found.resumes, self._shell.now()))
+        await self._shell.call(lambda call: state.restore(call, found.resumes, self._shell.now()))
         return _checkpoint(found.info)
 
     @audited

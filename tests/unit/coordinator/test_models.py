@@ -290,7 +290,7 @@ def test_there_is_no_deadlock_before_a_change_or_with_threads_or_while_a_step_wa
 def test_a_checkpoint_is_of_all_models_each_at_its_version() -> None:
     d, workers, servers = several()
     step(workers, servers, 1)
-    call = d.call(lambda call: d.state.save(call, OPERATOR, "/ckpt"))
+    call = d.call(lambda call: d.state.save(call, "/ckpt"))
     order = servers[0].last(SnapshotOrder)
     assert (order.version, [(p.model, p.version) for p in order.models]) == (0, [(1, 1), (2, 0)])
     files = tuple(SnapshotFile(name=f"f{m}", sha256="0" * 64, bytes=1, model=m) for m in range(3))
@@ -305,7 +305,7 @@ def test_a_checkpoint_is_of_all_models_each_at_its_version() -> None:
 
 
 def restore(d: Driver, *resumes: Resume) -> Any:
-    return d.call(lambda call: d.state.restore(call, OPERATOR, resumes, d.clock()))
+    return d.call(lambda call: d.state.restore(call, resumes, d.clock()))
 
 
 def test_all_models_go_back_at_one_moment() -> None:
@@ -378,7 +378,7 @@ def test_a_release_takes_the_model_of_that_number_only_if_it_has_that_name() -> 
 
 def test_the_first_model_can_be_released_and_a_checkpoint_under_way_keeps_all() -> None:
     d, workers, servers = several()
-    d.call(lambda call: d.state.save(call, OPERATOR, "/ckpt"))
+    d.call(lambda call: d.state.save(call, "/ckpt"))
     with pytest.raises(Busy, match="is being written"):
         release(d, 0)
     order = servers[0].last(SnapshotOrder)

@@ -180,7 +180,7 @@ def test_a_server_that_no_room_a_model_is_a_reason_for_it_alone() -> None:
     with pytest.raises(Busy, match="4 GiB needed, 1 GiB there; release it"):
         d.register(worker, spec_of(1 << 40), name="huge")
     assert "is not held" in worker.last(JobState).no_room
-    d.state.save(1, OPERATOR, "memory://x")
+    d.state.save(1, "memory://x")
     worker.vote()
     server.ready()
     assert d.state.status().version == 1
@@ -217,7 +217,7 @@ def test_a_restore_that_the_servers_left_no_room_is_refused() -> None:
     measures = {"available_bytes": 1.0 * GIB, "memory_bytes": 1.0 * GIB}
     d.perform(d.state.heartbeat(servers[0].session, measures, d.clock()))
     with pytest.raises(Busy, match="the restore of /c is refused, nothing has changed: shard server 0 would need"):
-        d.state.restore(1, OPERATOR, [Resume(uri="/c", version=3)], d.clock())
+        d.state.restore(1, [Resume(uri="/c", version=3)], d.clock())
     assert not servers[0].received(RestoreOrder)
 
 
