@@ -91,8 +91,8 @@ def _encoded(obj: Any, group: AxonProcessGroup) -> bytes:
     except InvalidRequest as error:
         what, collective = _caller()
         refused = InvalidRequest(
-            f"{what}{str(error).removeprefix(_ANY)}. Over 'axon' objects are not pickled; {ALLOW_PICKLE}=1 on every rank pickles them, if each "
-            "rank may run code in all the others"
+            f"{what}{str(error).removeprefix(_ANY)}. Over 'axon' objects are not pickled; {ALLOW_PICKLE}=1 on every "
+            "rank pickles them, if each rank may run code in all the others"
         )
         if not collective:
             raise refused from error

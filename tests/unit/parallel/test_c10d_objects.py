@@ -1,4 +1,4 @@
-"""What is sent in place of a pickle: the function's name is looked for when there is an error to say it in, only then."""
+"""Objects in place of pickles: which of torch's functions it is, is looked for when there is an error to say it in."""
 
 from __future__ import annotations
 
