@@ -25,7 +25,7 @@ from urllib.parse import urlsplit
 
 from axon_ps.errors import ConfigurationError, Misuse, PermissionDenied
 from axon_ps.rpc.access import needs_nothing
-from axon_ps.rpc.auth.credentials import Guard, OnRefused, Revocations, Revoked, Unknown
+from axon_ps.rpc.auth.credentials import Ended, Guard, OnRefused, Revocations, Revoked, Unknown
 from axon_ps.rpc.auth.server_context import server_context
 from axon_ps.rpc.channels import join_address
 from axon_ps.rpc.security import Security
@@ -169,9 +169,9 @@ class HttpServer:
             given = request.headers.get("Authorization", "").encode()
             try:
                 credentials = self._guard.admit(row, given, _certificate_of(request), request.remote or "")
-                with self._guard.revocations.watching(credentials):
+                with self._guard.revocations.watching(credentials, is_stream=True):
                     return await route.handler(request)
-            except Revoked as error:  # it may have been answered in part
+            except (Revoked, Ended) as error:  # it may have been answered in part
                 if request.transport is not None:
                     request.transport.close()
                 raise web.HTTPUnauthorized(text=f"{error}\n", headers=_CHALLENGE) from None

@@ -93,6 +93,7 @@ class CoordinatorServicer:
         self._saves = SharedCalls[CheckpointReply]()
         self._log_readers = 0
         self._traces = TraceCalls(shell)
+        self._ends: dict[str, auth.StreamEnd] = {}  # of sessions, by incarnation
 
     @property
     def audit(self) -> AuditLog:
@@ -126,7 +127,10 @@ class CoordinatorServicer:
             raise
         session = self._shell.open_session()
         reader: asyncio.Task[None] | None = None
+        end = auth.stream_end()
         try:
+            if end is not None:
+                self._ends[request.incarnation] = end
             self._shell.perform(self._shell.state.join(session.number, role, request, self._shell.now()))
             reader = asyncio.create_task(self._read(context, session))
             async for event in session.events():
@@ -135,6 +139,8 @@ class CoordinatorServicer:
             if reader is not None:
                 reader.cancel()
             self._shell.close_session(session)
+            if self._ends.get(request.incarnation) is end:
+                self._ends.pop(request.incarnation, None)
 
     async def _read(self, context: ServerStream, session: Session) -> None:
         """Pass a member's messages on until its stream ends; a malformed one ends the session with an error."""
@@ -198,6 +204,8 @@ class CoordinatorServicer:
             rank = _rank_of(caller.incarnation, self._shell.state)
             if rank not in (None, credentials.rank):
                 raise PermissionDenied(f"{credentials.text} may not call as the member of rank {rank}")
+        if (end := self._ends.get(caller.incarnation)) is not None:
+            end.extend(credentials)
         return caller
 
     async def barrier(self, request: coordinator_pb2.BarrierRequest, context: Any) -> coordinator_pb2.BarrierReply:
