@@ -222,7 +222,7 @@ def shard(
     )
     _configure_logging(settings, "shard")
     settings.load_plugins()
-    settings.allow_roots()
+    settings.allow_roots(host, ordered=True)
 
     def start(ready: Ready, stop: asyncio.Event) -> Awaitable[None]:
         return serve(configuration, ready, stop, http)

@@ -155,19 +155,21 @@ class Settings(BaseSettings):
 
         plugins.load(_names(self.plugins))
 
-    def allow_roots(self, host: str = "", *configured: str) -> None:
+    def allow_roots(self, host: str, *configured: str, ordered: bool = False) -> None:
         """Have this process, a service, open checkpoints only where it may.
 
         Args:
-            host: the address on which others ask it to; empty = nobody does but the coordinator.
+            host: the address on which others ask it to.
             configured: the places that its configuration names.
+            ordered: only its coordinator asks it to, which has roots itself: without any configuration it needs none.
         """
         from axon_ps.rpc.auth.loopback import is_loopback
         from axon_ps.storage import roots
 
-        private = not host or (is_loopback(host) and bool(self.resolved_token))
+        places = (self.checkpoint_dir, *configured)
+        private = (is_loopback(host) and bool(self.resolved_token)) or (ordered and not any(places))
         given = _names(self.checkpoint_roots) or None
-        roots.allow_roots(given or roots.default_roots(private=private, configured=(self.checkpoint_dir, *configured)))
+        roots.allow_roots(given or roots.default_roots(private=private, configured=places))
 
     def sign_checkpoints(self, trusted: Sequence[str]) -> None:
         """Have this process, a coordinator, sign manifests and check their signatures, if it has a key.

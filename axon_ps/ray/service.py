@@ -36,6 +36,7 @@ from axon_ps.rpc.auth.loopback import is_loopback
 from axon_ps.rpc.security import Security
 from axon_ps.shard.server import server as shard_server
 from axon_ps.shard.server.server import ShardConfig
+from axon_ps.storage import roots
 from axon_ps.storage.state_store import open_state
 
 STOP_S: Final = 10.0
@@ -58,6 +59,8 @@ class ServiceConfig:
         security: TLS and token.
         plugins: modules to import.
         log_level: the lowest level that is logged.
+        roots: where checkpoints are opened; empty = see `places`.
+        places: those of the configuration, which count with the actor's own directory, unless `host` is loopback.
     """
 
     host: str
@@ -65,6 +68,8 @@ class ServiceConfig:
     security: Security
     plugins: tuple[str, ...] = ()
     log_level: str = "WARNING"
+    roots: tuple[str, ...] = ()
+    places: tuple[str, ...] = ()
 
 
 class ServiceActor(ABC):
@@ -134,6 +139,8 @@ class ServiceActor(ABC):
                 "when nodes of both hosts are there"
             )
         plugins.load(self._config.plugins)
+        private = is_loopback(self._config.host)  # there is always a token
+        roots.allow_roots(self._config.roots or roots.default_roots(private=private, configured=self._config.places))
         await self._serve(self._on_ready, self._stop)
         if not self._stop.is_set():
             raise Broken(f"the {self._name} ended by itself")
