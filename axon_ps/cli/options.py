@@ -78,6 +78,15 @@ TlsMutual = Annotated[
         "--tls-mutual", help="Ask clients for a certificate too.", show_default=False, rich_help_panel=_SECURITY
     ),
 ]
+Debuggable = Annotated[
+    bool | None,
+    typer.Option(
+        "--debuggable",
+        help="Let debuggers of the same user in, and core dumps be written \\[env: AXON_PS_DEBUGGABLE].",
+        show_default=False,
+        rich_help_panel=_SECURITY,
+    ),
+]
 Insecure = Annotated[
     bool | None,
     typer.Option(

@@ -88,6 +88,7 @@ def coordinator(
     tls: o.Tls = None,
     tls_mutual: o.TlsMutual = None,
     insecure: o.Insecure = None,
+    debuggable: o.Debuggable = None,
     config: o.Config = None,
     log: o.Log = None,
     log_level: o.LogLevel = None,
@@ -98,7 +99,7 @@ def coordinator(
         config, job=job, plugins=plugins, token=token, token_file=token_file, observer_token_file=observer_token_file,
         tls_ca=tls_ca, tls_cert=tls_cert, tls_key=tls_key, tls_dir=tls_dir, tls=tls, tls_mutual=tls_mutual,
         insecure=insecure, log=log, log_level=log_level, http_port=http_port, trace_every=trace_every,
-        checkpoint_key_file=checkpoint_key_file, audit_log=audit_log,
+        checkpoint_key_file=checkpoint_key_file, audit_log=audit_log, debuggable=debuggable,
     )  # fmt: skip
     security = _security(settings, host, "coordinator")
     http = _http(settings, host, security)
@@ -126,6 +127,7 @@ def coordinator(
     settings.sign_checkpoints(trust_checkpoint or ())
     store = _state_store(state, settings.job)
     _configure_logging(settings, "coordinator")
+    _make_memory_private(settings)
 
     def start(ready: Ready, stop: asyncio.Event) -> Awaitable[None]:
         return serve(configuration, host, port, security, store, ready, stop, http, settings.tracing(), audit)
@@ -182,6 +184,7 @@ def shard(
     tls: o.Tls = None,
     tls_mutual: o.TlsMutual = None,
     insecure: o.Insecure = None,
+    debuggable: o.Debuggable = None,
     config: o.Config = None,
     log: o.Log = None,
     log_level: o.LogLevel = None,
@@ -193,7 +196,7 @@ def shard(
         observer_token_file=observer_token_file, tls_ca=tls_ca, tls_cert=tls_cert, tls_key=tls_key,
         tls_dir=tls_dir, tls=tls,
         tls_mutual=tls_mutual, insecure=insecure, log=log, log_level=log_level, http_port=http_port,
-        trace_every=trace_every, memory_gb=memory_gb,
+        trace_every=trace_every, memory_gb=memory_gb, debuggable=debuggable,
     )  # fmt: skip
     security = _security(settings, host, "shard")
     http = _http(settings, host, security)
@@ -221,6 +224,7 @@ def shard(
         ),
     )
     _configure_logging(settings, "shard")
+    _make_memory_private(settings)
     settings.load_plugins()
     settings.allow_roots(host, ordered=True)
 
@@ -281,6 +285,13 @@ def _configure_logging(settings: Settings, role: str) -> None:
     from axon_ps.observe.logging import configure
 
     configure(role, style=settings.log, level=settings.log_level or "INFO")
+
+
+def _make_memory_private(settings: Settings) -> None:
+    from axon_ps.host.private_memory import make_memory_private
+
+    if not settings.debuggable:
+        make_memory_private()
 
 
 def _in_foreground(

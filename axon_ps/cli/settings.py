@@ -64,6 +64,7 @@ class Settings(BaseSettings):
         audit_log: coordinators: the file that says who has changed the job; "-" = standard error; empty = beside the
             job's state, else in `state_directory`.
         checkpoint_key_file: coordinators: a file with the secret that checkpoints are signed with; None = they are not.
+        debuggable: services: whether other processes of their user may read their memory, and core dumps are written.
         plugins: names of modules that services import, with commas between them; see `axon_ps.plugins`.
         log: how records are written.
         log_level: the lowest level that is written; empty = the command's default.
@@ -95,6 +96,7 @@ class Settings(BaseSettings):
     checkpoint_roots: str = ""
     audit_log: str = ""
     checkpoint_key_file: Path | None = None
+    debuggable: bool = False
     plugins: str = ""
     log: LogStyle = LogStyle.AUTO
     log_level: str = ""
@@ -230,6 +232,7 @@ class Settings(BaseSettings):
             "CHECKPOINT_ROOTS": self.checkpoint_roots,
             "AUDIT_LOG": self.audit_log,
             "CHECKPOINT_KEY_FILE": str(self.checkpoint_key_file or ""),
+            "DEBUGGABLE": "1" if self.debuggable else "",
             "PLUGINS": self.plugins,
             "NODE": self.node,
             "TRACE_EVERY": str(self.trace_every or ""),

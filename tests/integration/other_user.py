@@ -18,6 +18,7 @@ from axon_ps.errors import Unreachable
 from axon_ps.host import shared_memory
 from axon_ps.host.host_peer import HostPeer
 from axon_ps.host.peer_socket import Listener, PeerSocket
+from axon_ps.host.private_memory import make_memory_private
 from axon_ps.host.shared_memory import Access
 
 
@@ -124,6 +125,19 @@ def everything(pids: list[int], own: str) -> list[str]:
 def attack(victim: int, fd: str) -> list[str]:
     """A process, and a descriptor of it."""
     return found_in_proc(victim) + [f"read {fd}"] * reads(Path(f"/proc/{victim}/fd/{fd}"))
+
+
+def keep_private(connection: int, private: bool) -> None:
+    """A service of that user's, which does what it must with its own descriptors."""
+    ctypes.CDLL(None).prctl(4, 1, 0, 0, 0)  # as `exec` does; a change of user is undone by it
+    if private:
+        make_memory_private()
+    assert str(connection) in os.listdir("/proc/self/fd")
+    file = os.memfd_create("own")
+    Path(f"/proc/self/fd/{file}").write_text("own")
+    assert os.pread(file, 3, 0) == b"own"
+    os.write(connection, b"r")
+    os.read(connection, 1)
 
 
 def connect(name: str) -> list[str]:

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import resource
 import socket
 import subprocess
 import sys
@@ -114,6 +116,40 @@ def test_of_two_ordinary_users_neither_gets_anything_of_the_other() -> None:
         assert report_of(STRANGER, other_user.attack, victim, fd) == []
         os.write(connection, b"z")
         os.close(connection)
+
+
+@needs_root
+@pytest.mark.parametrize("private", [True, False])
+def test_the_memory_of_a_service_is_private_to_it_among_processes_of_one_user(private: bool) -> None:
+    with process_of(VICTIM, other_user.keep_private, private) as connection:
+        assert os.read(connection, 1) == b"r"
+        service = next(
+            int(pid)
+            for pid in os.listdir("/proc")
+            if pid.isdigit() and parent(int(pid)) == os.getpid() and uid_of(pid) == VICTIM
+        )
+        found = report_of(VICTIM, other_user.attack, service, "0")
+        os.write(connection, b"z")
+        os.close(connection)
+    assert (found == []) == private, found
+
+
+@pytest.mark.parametrize(("options", "limit"), [([], "0"), (["--debuggable"], "4096")])
+def test_services_are_so_by_default(options: list[str], limit: str) -> None:
+    before = resource.getrlimit(resource.RLIMIT_CORE)
+    resource.setrlimit(resource.RLIMIT_CORE, (4096, before[1]))
+    try:
+        command = [sys.executable, "-P", "-m", "axon_ps.cli.main", "coordinator", "--port", "0", "--state", "memory"]
+        service = subprocess.Popen([*command, *options], stderr=subprocess.PIPE, text=True)
+    finally:
+        resource.setrlimit(resource.RLIMIT_CORE, before)
+    with service:
+        assert service.stderr is not None
+        assert "listening" in service.stderr.readline()
+        limits = Path(f"/proc/{service.pid}/limits").read_text()
+        service.terminate()
+        service.communicate(timeout=20)
+    assert re.search(rf"^Max core file size +{limit} ", limits, re.MULTILINE), limits
 
 
 @needs_root
