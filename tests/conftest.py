@@ -30,7 +30,15 @@ hypothesis.settings.load_profile("no test asserts a time")
 
 
 @pytest.fixture(scope="session", autouse=True)
-def workers_are_forks() -> Iterator[None]:
+def state_is_temporary(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Coordinators without a state of their own write their audit logs here."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def workers_are_forks(state_is_temporary: None) -> Iterator[None]:
     """Workers of clusters begin with torch imported."""
     with preloaded(WORKERS_IMPORT):
         yield

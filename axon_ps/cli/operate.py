@@ -69,7 +69,7 @@ async def _released(settings: Settings, name: str) -> None:
         if name not in models:
             known = ", ".join(map(repr, models)) or "none"
             raise ConfigurationError(f"the job has no model {name!r}; it has {known}")
-        await operator.release(models[name])
+        await operator.release(models[name], name)
 
 
 async def _drained(settings: Settings, server: int, timeout_s: float, work: Work) -> None:

@@ -78,6 +78,15 @@ TlsMutual = Annotated[
         "--tls-mutual", help="Ask clients for a certificate too.", show_default=False, rich_help_panel=_SECURITY
     ),
 ]
+Debuggable = Annotated[
+    bool | None,
+    typer.Option(
+        "--debuggable",
+        help="Let debuggers of the same user in, and core dumps be written \\[env: AXON_PS_DEBUGGABLE].",
+        show_default=False,
+        rich_help_panel=_SECURITY,
+    ),
+]
 Insecure = Annotated[
     bool | None,
     typer.Option(
@@ -138,6 +147,14 @@ CheckpointEvery = Annotated[
     typer.Option(
         help="Write a checkpoint to --checkpoint-dir every so many steps (500), or after a time (90s, 10m, 2h).",
         show_default="never",
+    ),
+]
+AuditLog = Annotated[
+    str | None,
+    typer.Option(
+        help="File that says who has changed the job, as JSON lines; - = standard error \\[env: AXON_PS_AUDIT_LOG].",
+        show_default="beside the state, or under ~/.local/state",
+        rich_help_panel=_SECURITY,
     ),
 ]
 CheckpointKeyFile = Annotated[

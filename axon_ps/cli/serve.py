@@ -7,6 +7,7 @@ server), ends it as it is. The exit code is 0 after SIGTERM (the way supervisors
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import os
 import signal
@@ -23,6 +24,7 @@ from axon_ps.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from axon_ps.cli.settings import Settings
+    from axon_ps.coordinator.server.audit import AuditLog
     from axon_ps.rpc.http import HttpServer
     from axon_ps.rpc.security import Security
     from axon_ps.storage.state_store import StateStore
@@ -72,6 +74,7 @@ def coordinator(
         typer.Option(help="Checkpoint (or directory of some) to load though it is not signed with the job's key."),
     ] = None,
     replication: o.Replication = 0,
+    audit_log: o.AuditLog = None,
     http_port: o.HttpPort = None,
     trace_every: o.TraceEvery = None,
     plugins: o.Plugins = None,
@@ -85,6 +88,7 @@ def coordinator(
     tls: o.Tls = None,
     tls_mutual: o.TlsMutual = None,
     insecure: o.Insecure = None,
+    debuggable: o.Debuggable = None,
     config: o.Config = None,
     log: o.Log = None,
     log_level: o.LogLevel = None,
@@ -95,7 +99,7 @@ def coordinator(
         config, job=job, plugins=plugins, token=token, token_file=token_file, observer_token_file=observer_token_file,
         tls_ca=tls_ca, tls_cert=tls_cert, tls_key=tls_key, tls_dir=tls_dir, tls=tls, tls_mutual=tls_mutual,
         insecure=insecure, log=log, log_level=log_level, http_port=http_port, trace_every=trace_every,
-        checkpoint_key_file=checkpoint_key_file,
+        checkpoint_key_file=checkpoint_key_file, audit_log=audit_log, debuggable=debuggable,
     )  # fmt: skip
     security = _security(settings, host, "coordinator")
     http = _http(settings, host, security)
@@ -123,11 +127,12 @@ def coordinator(
     settings.sign_checkpoints(trust_checkpoint or ())
     store = _state_store(state, settings.job)
     _configure_logging(settings, "coordinator")
+    _make_memory_private(settings)
 
     def start(ready: Ready, stop: asyncio.Event) -> Awaitable[None]:
-        return serve(configuration, host, port, security, store, ready, stop, http, settings.tracing())
+        return serve(configuration, host, port, security, store, ready, stop, http, settings.tracing(), audit)
 
-    with store:
+    with store, contextlib.closing(_audit_log(settings, store, security)) as audit:
         leave(_in_foreground(start, host, ready_fd, http))
 
 
@@ -179,6 +184,7 @@ def shard(
     tls: o.Tls = None,
     tls_mutual: o.TlsMutual = None,
     insecure: o.Insecure = None,
+    debuggable: o.Debuggable = None,
     config: o.Config = None,
     log: o.Log = None,
     log_level: o.LogLevel = None,
@@ -190,7 +196,7 @@ def shard(
         observer_token_file=observer_token_file, tls_ca=tls_ca, tls_cert=tls_cert, tls_key=tls_key,
         tls_dir=tls_dir, tls=tls,
         tls_mutual=tls_mutual, insecure=insecure, log=log, log_level=log_level, http_port=http_port,
-        trace_every=trace_every, memory_gb=memory_gb,
+        trace_every=trace_every, memory_gb=memory_gb, debuggable=debuggable,
     )  # fmt: skip
     security = _security(settings, host, "shard")
     http = _http(settings, host, security)
@@ -218,8 +224,9 @@ def shard(
         ),
     )
     _configure_logging(settings, "shard")
+    _make_memory_private(settings)
     settings.load_plugins()
-    settings.allow_roots()
+    settings.allow_roots(host, ordered=True)
 
     def start(ready: Ready, stop: asyncio.Event) -> Awaitable[None]:
         return serve(configuration, ready, stop, http)
@@ -255,6 +262,15 @@ def _state_store(state: str | None, job: str) -> StateStore:
     return open_state(state or str(Path.home() / ".local" / "state" / "axon-ps" / f"{job}.sqlite"), job)
 
 
+def _audit_log(settings: Settings, store: StateStore, security: Security) -> AuditLog:
+    from axon_ps.cli.settings import state_directory
+    from axon_ps.coordinator.server.audit import opened
+    from axon_ps.storage.state_store import SqliteStateStore
+
+    state = Path(store.path) if isinstance(store, SqliteStateStore) else state_directory() / f"{settings.job}.state"
+    return opened(settings.audit_log, state.with_suffix(".audit.jsonl"), security.secrets)
+
+
 def _coordinator_address(settings: Settings) -> str:
     """The coordinator's address; `-` reads it from standard input, so that this can start before it is known."""
     if settings.coordinator != "-":
@@ -269,6 +285,13 @@ def _configure_logging(settings: Settings, role: str) -> None:
     from axon_ps.observe.logging import configure
 
     configure(role, style=settings.log, level=settings.log_level or "INFO")
+
+
+def _make_memory_private(settings: Settings) -> None:
+    from axon_ps.host.private_memory import make_memory_private
+
+    if not settings.debuggable:
+        make_memory_private()
 
 
 def _in_foreground(

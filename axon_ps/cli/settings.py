@@ -61,7 +61,10 @@ class Settings(BaseSettings):
         checkpoint_dir: the directory of the job's checkpoints.
         checkpoint_roots: the directories (paths or URIs, with commas between them) in which services open checkpoints;
             empty = see `storage.roots.default_roots`.
+        audit_log: coordinators: the file that says who has changed the job; "-" = standard error; empty = beside the
+            job's state, else in `state_directory`.
         checkpoint_key_file: coordinators: a file with the secret that checkpoints are signed with; None = they are not.
+        debuggable: services: whether other processes of their user may read their memory, and core dumps are written.
         plugins: names of modules that services import, with commas between them; see `axon_ps.plugins`.
         log: how records are written.
         log_level: the lowest level that is written; empty = the command's default.
@@ -91,7 +94,9 @@ class Settings(BaseSettings):
     memory_gb: float = Field(default=0.0, ge=0, lt=1e6)
     checkpoint_dir: str = ""
     checkpoint_roots: str = ""
+    audit_log: str = ""
     checkpoint_key_file: Path | None = None
+    debuggable: bool = False
     plugins: str = ""
     log: LogStyle = LogStyle.AUTO
     log_level: str = ""
@@ -152,19 +157,21 @@ class Settings(BaseSettings):
 
         plugins.load(_names(self.plugins))
 
-    def allow_roots(self, host: str = "", *configured: str) -> None:
+    def allow_roots(self, host: str, *configured: str, ordered: bool = False) -> None:
         """Have this process, a service, open checkpoints only where it may.
 
         Args:
-            host: the address on which others ask it to; empty = nobody does but the coordinator.
+            host: the address on which others ask it to.
             configured: the places that its configuration names.
+            ordered: only its coordinator asks it to, which has roots itself: without any configuration it needs none.
         """
         from axon_ps.rpc.auth.loopback import is_loopback
         from axon_ps.storage import roots
 
-        private = not host or (is_loopback(host) and bool(self.resolved_token))
+        places = (self.checkpoint_dir, *configured)
+        private = (is_loopback(host) and bool(self.resolved_token)) or (ordered and not any(places))
         given = _names(self.checkpoint_roots) or None
-        roots.allow_roots(given or roots.default_roots(private=private, configured=(self.checkpoint_dir, *configured)))
+        roots.allow_roots(given or roots.default_roots(private=private, configured=places))
 
     def sign_checkpoints(self, trusted: Sequence[str]) -> None:
         """Have this process, a coordinator, sign manifests and check their signatures, if it has a key.
@@ -223,7 +230,9 @@ class Settings(BaseSettings):
             "SPIFFE_PATTERN": self.spiffe_pattern,
             "CHECKPOINT_DIR": self.checkpoint_dir,
             "CHECKPOINT_ROOTS": self.checkpoint_roots,
+            "AUDIT_LOG": self.audit_log,
             "CHECKPOINT_KEY_FILE": str(self.checkpoint_key_file or ""),
+            "DEBUGGABLE": "1" if self.debuggable else "",
             "PLUGINS": self.plugins,
             "NODE": self.node,
             "TRACE_EVERY": str(self.trace_every or ""),
@@ -281,6 +290,11 @@ def _with_file(config: Path) -> type[Settings]:
         model_config = SettingsConfigDict(toml_file=config)
 
     return SettingsWithFile
+
+
+def state_directory() -> Path:
+    """Where a user's programs store what is to survive them (XDG)."""
+    return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "axon-ps"
 
 
 def child_environment(values: Mapping[str, str]) -> dict[str, str]:

@@ -30,7 +30,9 @@ TAKEN_CHARACTERS: Final = 16_000
 """At most so much is given at a time, and one record."""
 
 _REMOVED: Final = "***"
-_CREDENTIALS: Final = re.compile(r"(?<=://)[^/\s@]+(?=@)|(?<=Bearer )[^\s\"']+")
+_CREDENTIALS: Final = re.compile(r"(?<=://)[^/\s@]+(?=@)|(?<=Bearer )[^\s\"']+|\beyJ[\w-]{10,}\.[\w-]{10,}\.[\w-]{10,}")
+"""Of URIs, of headers, and JWT, which begin with `{"` in base64."""
+
 _claiming = threading.Lock()
 
 
@@ -63,7 +65,7 @@ class LogBuffer(logging.Handler):
         self._records: deque[Logged] = deque()
         self._dropped = 0
         self._lock = self.lock or threading.RLock()  # the handler's own, which a fork finds free
-        self._secrets = [secret for secret in secrets if secret]
+        self._secrets = tuple(secrets)
         self.setFormatter(logging.Formatter())
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -113,9 +115,14 @@ class LogBuffer(logging.Handler):
         return True
 
     def _cleaned(self, text: str) -> str:
-        for secret in self._secrets:
-            text = text.replace(secret, _REMOVED)
-        return _CREDENTIALS.sub(_REMOVED, text)
+        return without_credentials(text, self._secrets)
+
+
+def without_credentials(text: str, secrets: Iterable[str] = ()) -> str:
+    """The text without these secrets, the credentials in URIs and headers, and tokens of roles."""
+    for secret in filter(None, secrets):
+        text = text.replace(secret, _REMOVED)
+    return _CREDENTIALS.sub(_REMOVED, text)
 
 
 def collect(secrets: Iterable[str] = ()) -> LogBuffer | None:

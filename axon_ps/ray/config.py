@@ -38,6 +38,9 @@ class ClusterConfig:
         checkpoint_dir: where the job writes checkpoints by itself, and what it resumes from; empty = it does not.
         checkpoint_every: how often: steps, as "500", or a time, as "10m"; empty = it only resumes.
         checkpoint_limit: how many of them remain.
+        checkpoint_roots: the directories (paths or URIs) in which the services open checkpoints; empty = if their nodes
+            are on several hosts, `checkpoint_dir`, `resume` and the directories that driver and services were started
+            in; on one host, where only its user can ask them, all.
         lease_s: seconds of silence after which a member is lost.
         join_timeout_s: seconds that the job waits for lost workers when fewer than `min_workers` are left.
         step_timeout_s: seconds that a step waits for a worker that takes no part in it.
@@ -63,6 +66,7 @@ class ClusterConfig:
     checkpoint_dir: str = ""
     checkpoint_every: str = ""
     checkpoint_limit: int = 3
+    checkpoint_roots: tuple[str, ...] = ()
     lease_s: float = 5.0
     join_timeout_s: float = 600.0
     step_timeout_s: float = math.inf

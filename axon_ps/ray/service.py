@@ -11,6 +11,7 @@ it again. A failure at the first start is raised by `port`, since the next would
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import shutil
@@ -27,6 +28,7 @@ import ray
 
 from axon_ps import plugins
 from axon_ps.coordinator.core.config import CoordinatorConfig
+from axon_ps.coordinator.server import audit
 from axon_ps.coordinator.server import server as coordinator_server
 from axon_ps.errors import Broken, ConfigurationError, Timeout
 from axon_ps.observe.logging import LogStyle, configure
@@ -34,6 +36,7 @@ from axon_ps.rpc.auth.loopback import is_loopback
 from axon_ps.rpc.security import Security
 from axon_ps.shard.server import server as shard_server
 from axon_ps.shard.server.server import ShardConfig
+from axon_ps.storage import roots
 from axon_ps.storage.state_store import open_state
 
 STOP_S: Final = 10.0
@@ -56,6 +59,8 @@ class ServiceConfig:
         security: TLS and token.
         plugins: modules to import.
         log_level: the lowest level that is logged.
+        roots: where checkpoints are opened; empty = see `places`.
+        places: those of the configuration, which count with the actor's own directory, unless `host` is loopback.
     """
 
     host: str
@@ -63,6 +68,8 @@ class ServiceConfig:
     security: Security
     plugins: tuple[str, ...] = ()
     log_level: str = "WARNING"
+    roots: tuple[str, ...] = ()
+    places: tuple[str, ...] = ()
 
 
 class ServiceActor(ABC):
@@ -136,6 +143,8 @@ class ServiceActor(ABC):
                 "when nodes of both hosts are there"
             )
         plugins.load(self._config.plugins)
+        private = is_loopback(self._config.host)  # there is always a token
+        roots.allow_roots(self._config.roots or roots.default_roots(private=private, configured=self._config.places))
         await self._serve(self._on_ready, self._stop)
         if not self._stop.is_set():
             raise Broken(f"the {self._name} ended by itself")
@@ -163,7 +172,9 @@ class CoordinatorActor(ServiceActor):
 
     def __init__(self, job: CoordinatorConfig, config: ServiceConfig, name: str, state: str) -> None:
         self._job, self._state = job, state
-        self._directory = Path(ray._private.worker._global_node.get_session_dir_path(), "axon_ps", name)
+        session = Path(ray._private.worker._global_node.get_session_dir_path())
+        self._directory = session / "axon_ps" / name
+        self._audit_file = session / "logs" / f"axon_ps-{name}.audit.jsonl"  # which outlives the job
         self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         super().__init__("coordinator", config)
 
@@ -179,10 +190,13 @@ class CoordinatorActor(ServiceActor):
             port.write_text(str(number))
             ready(number)
 
-        with open_state(self._state or str(self._directory / "state.sqlite"), self._job.job) as store:
-            host, security = self._config.host, self._config.security
+        host, security = self._config.host, self._config.security
+        with (
+            open_state(self._state or str(self._directory / "state.sqlite"), self._job.job) as store,
+            contextlib.closing(audit.opened("", self._audit_file, security.secrets)) as audit_log,
+        ):
             number = int(port.read_text()) if port.exists() else 0
-            await coordinator_server.serve(self._job, host, number, security, store, listens, stop)
+            await coordinator_server.serve(self._job, host, number, security, store, listens, stop, audit=audit_log)
 
 
 class ShardActor(ServiceActor):

@@ -10,6 +10,7 @@ the head, whose death ends the Ray cluster; with their state in etcd there are s
 from __future__ import annotations
 
 import logging
+import os
 import secrets
 from typing import Any
 
@@ -95,6 +96,8 @@ class Services:
             security=config.security,
             plugins=config.plugins,
             log_level=config.log_level,
+            roots=config.checkpoint_roots,
+            places=(*filter(None, (config.checkpoint_dir, config.resume)), os.getcwd()),
         )
 
     def _start_coordinators(

@@ -7,6 +7,9 @@ only what is not in the table. Health checks need no role.
 Operators and observers are no members: they join nothing, and nobody waits for them. A worker trains: it registers
 models, steps, stores values and writes and restores checkpoints, as a training script does; it does not move shard
 servers or take rights away, which is an operator's.
+
+That is by role. Who among these is a member of the job, and may call as one, is decided by the coordinator's core alone
+(`CoordinatorState.check_caller` and the like), once for each call.
 """
 
 from __future__ import annotations
@@ -68,6 +71,12 @@ MAY_CALL: Final[Mapping[str, frozenset[Principal] | None]] = {
     "POST /api/servers/RANK/drain": _OPERATOR,
 }
 """The roles that may call an RPC, by its path, or an HTTP path, by "METHOD PATH"; None = anybody, also a stranger."""
+
+CHANGES_A_JOB: Final = frozenset(
+    {_C + name for name in ("Register", "Release", "SaveCheckpoint", "RestoreCheckpoint", "Drain", "Revoke", "Session")}
+    | {"POST /api/servers/RANK/drain"}
+)
+"""Of these, who is refused is in the audit log."""
 
 
 def needs_nothing(path: str) -> bool:

@@ -25,7 +25,7 @@ from urllib.parse import urlsplit
 
 from axon_ps.errors import ConfigurationError, Misuse, PermissionDenied
 from axon_ps.rpc.access import needs_nothing
-from axon_ps.rpc.auth.credentials import Guard, Revocations, Revoked, Unknown
+from axon_ps.rpc.auth.credentials import Ended, Guard, OnRefused, Revocations, Revoked, Unknown
 from axon_ps.rpc.auth.server_context import server_context
 from axon_ps.rpc.channels import join_address
 from axon_ps.rpc.security import Security
@@ -86,6 +86,10 @@ class HttpServer:
     def refuse(self, revocations: Revocations) -> None:
         """Refuse what another server of this process refuses; before it is started."""
         self._guard.revocations = revocations
+
+    def report_refused(self, report: OnRefused) -> None:
+        """Have `report` get who is refused; see `Guard.on_refused`."""
+        self._guard.on_refused = report
 
     def add(self, *routes: Route) -> None:
         """Serve these, too.
@@ -164,10 +168,10 @@ class HttpServer:
                 return await route.handler(request)
             given = request.headers.get("Authorization", "").encode()
             try:
-                credentials = self._guard.admit(row, given, _certificate_of(request))
-                with self._guard.revocations.watching(credentials):
+                credentials = self._guard.admit(row, given, _certificate_of(request), request.remote or "")
+                with self._guard.revocations.watching(credentials, is_stream=True):
                     return await route.handler(request)
-            except Revoked as error:  # it may have been answered in part
+            except (Revoked, Ended) as error:  # it may have been answered in part
                 if request.transport is not None:
                     request.transport.close()
                 raise web.HTTPUnauthorized(text=f"{error}\n", headers=_CHALLENGE) from None

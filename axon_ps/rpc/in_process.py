@@ -24,7 +24,7 @@ from weakref import WeakValueDictionary
 import grpc
 
 from axon_ps.errors import Misuse
-from axon_ps.rpc.auth.credentials import Revocations
+from axon_ps.rpc.auth.credentials import OnRefused, Revocations
 
 SUFFIX: Final = ".in-process"
 """How the host names of this process end."""
@@ -77,6 +77,9 @@ class InProcessServer:
     def address(self) -> str:
         """ "host:port" under which it is found."""
         return f"{self.host}:{self.port}"
+
+    def report_refused(self, report: OnRefused) -> None:
+        """Does nothing: nobody is refused."""
 
     async def start(self, *, serving: bool = True) -> int:
         """Serve, and return the port. There is no health service, so `serving` says nothing to anybody.

@@ -63,6 +63,10 @@ class RenewedChannel:
         """As gRPC's, of the newest connection."""
         await self._now.channel.wait_for_state_change(last_observed_state)
 
+    def newest(self) -> object:
+        """What stands for the connection that the next call is made on."""
+        return self._newest()
+
     async def close(self, grace: float | None = None) -> None:
         """Close every connection; calls get `grace` seconds to end. Harmless when repeated."""
         self._closed = True

@@ -11,7 +11,7 @@ from typing import Any
 import grpc
 
 from axon_ps.errors import ConfigurationError, Misuse
-from axon_ps.rpc.auth.credentials import Guard, Revocations
+from axon_ps.rpc.auth.credentials import Guard, OnRefused, Revocations
 from axon_ps.rpc.auth.interceptor import AccessInterceptor
 from axon_ps.rpc.channels import SERVER_OPTIONS, join_address
 from axon_ps.rpc.in_process import InProcessServer, is_in_process
@@ -77,6 +77,10 @@ class Server:
         self._names = tuple(service_names)
         self._server: grpc.aio.Server | None = None
         self._health: Any = None
+
+    def report_refused(self, report: OnRefused) -> None:
+        """Have `report` get who is refused; see `Guard.on_refused`."""
+        self._guard.on_refused = report
 
     async def start(self, *, serving: bool = True) -> int:
         """Bind, serve, and return the port.

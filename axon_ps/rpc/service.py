@@ -40,6 +40,7 @@ from google.protobuf.message_factory import GetMessageClass
 from axon_ps.errors import AxonError, Broken, Closed, InternalError, InvalidRequest, Timeout
 from axon_ps.rpc import channels
 from axon_ps.rpc.limits import FIRST_MESSAGE_S
+from axon_ps.rpc.renewed_channel import RenewedChannel
 from axon_ps.rpc.security import Security
 from axon_ps.rpc.shielded import Shielded
 from axon_ps.rpc.status import error_of, status_of
@@ -105,6 +106,7 @@ class Stub:
     ) -> None:
         self.peer = peer or channels.address_of(channel)
         self._security = NO_TOKEN if channels.proves_the_secret(channel) else security
+        self._newest = channel.newest if isinstance(channel, RenewedChannel) else _plain
         self._calls = {m.name: _callable(channel, m) for m in descriptor.methods if not _is_one_way(m)}
 
     async def call(self, method: str, request: Message, *, timeout_s: float | None = None) -> Any:
@@ -146,7 +148,16 @@ class Stub:
             call = self._calls[method](timeout=_timeout(timeout_s), metadata=self._security.metadata())
         except grpc.aio.UsageError:
             raise self._closed(method) from None
-        return Stream(call, self.peer, method, timeout_s)
+        shown = self.credentials()
+        return Stream(call, self.peer, method, timeout_s, lambda: self.credentials() == shown)
+
+    def credentials(self) -> object:
+        """What stands for the credentials that the next call shows; another value once there are newer ones.
+
+        Raises:
+            ConfigurationError: the token's file cannot be read or has none.
+        """
+        return self._newest(), self._security.metadata()
 
     def _closed(self, method: str) -> Closed:
         return Closed(f"the connection to {self.peer} was closed before {method} was done")
@@ -175,6 +186,10 @@ class ServerStream:
         self._first = None
         return message
 
+    def peer(self) -> str:
+        """The address of the client; empty in one process."""
+        return str(self._context.peer()) if hasattr(self._context, "peer") else ""
+
     def write(self, message: Any) -> Shielded[None]:
         """Await it to send a message; it ends when the transport has taken it."""
         return Shielded(self._context.write(message))
@@ -192,6 +207,11 @@ async def together(calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         raise
+
+
+def _plain() -> object:
+    """There is one connection, without a certificate."""
+    return None
 
 
 def _timeout(timeout_s: float | None) -> float | None:

@@ -49,8 +49,11 @@ class Stream:
     refers to it any more.
     """
 
-    def __init__(self, call: Any, peer: str, method: str, timeout_s: float | None) -> None:
+    def __init__(
+        self, call: Any, peer: str, method: str, timeout_s: float | None, is_current: Callable[[], bool] = lambda: True
+    ) -> None:
         self._call = call
+        self._is_current = is_current
         self._peer = peer
         self._method = method
         self._timeout_s = timeout_s
@@ -143,7 +146,11 @@ class Stream:
 
     async def is_free(self) -> bool:
         """Whether it can still be used. See `rpc.stream_pool`."""
-        return not self.done()
+        return not self.done() and self.is_current()
+
+    def is_current(self) -> bool:
+        """Whether it was opened with our newest credentials. Others end, and the server ends the stream soon after."""
+        return self._is_current()
 
     @property
     def place(self) -> str:

@@ -66,6 +66,7 @@ class StreamPool(Generic[T]):
             stream = idle.pop()
             if await stream.is_free():
                 break
+            stream.cancel()  # it may only be older than our credentials
         else:
             stream = self._open(stub)
         timer = None

@@ -18,6 +18,9 @@ from axon_ps.errors import ConfigurationError, InvalidRequest
 OBJECT_STORES: Final = frozenset({"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss"})
 SCHEMES: Final = OBJECT_STORES | {"file", "memory"}
 
+VARIABLE: Final = "AXON_PS_CHECKPOINT_ROOTS"
+"""Roots, with commas between them."""
+
 _HOW: Final = "--checkpoint-dir or AXON_PS_CHECKPOINT_ROOTS, with the directory of the checkpoints, lets it"
 
 _roots: tuple[str, ...] | None = None
@@ -48,6 +51,12 @@ def default_roots(*, private: bool, configured: Iterable[str]) -> list[str] | No
         return None
     here = os.path.realpath(os.curdir)
     return [*(place for place in configured if place), *([here] if here != os.path.realpath(os.sep) else [])]
+
+
+def roots_of_children(*, private: bool, configured: Iterable[str]) -> dict[str, str]:
+    """The variable by which services that this process starts have the roots that it would have; none if private."""
+    roots = default_roots(private=private, configured=configured)
+    return {} if roots is None else {VARIABLE: ",".join(roots)}
 
 
 def restricted() -> bool:

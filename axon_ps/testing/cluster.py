@@ -425,7 +425,9 @@ class LocalCluster:
         return {"AXON_PS_JOB": self.job, **security_variables(self.security), **self._environment}
 
     def _service_environment(self) -> dict[str, str]:
-        values = {"AXON_PS_LOG": "plain"} | ({"AXON_PS_OBSERVER_TOKEN": self.observer_token} if self.token else {})
+        values = {"AXON_PS_LOG": "plain", "AXON_PS_AUDIT_LOG": str(self.directory / "audit.jsonl")}
+        values |= {name: self._environment[name] for name in values if name in self._environment}
+        values |= {"AXON_PS_OBSERVER_TOKEN": self.observer_token} if self.token else {}
         if self._security.mutual:
             values["AXON_PS_TLS_MUTUAL"] = "1"
         if self._plugins:

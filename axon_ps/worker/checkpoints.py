@@ -124,10 +124,9 @@ class Checkpoints:
         view, epoch = steps.view, steps.view.epoch
         self._rendezvous.barrier("axon_ps/replace_parameters", timeout_s)
         if self._is_first:
-            names = [view.name] if view.name else []
             replaced = LoopWork(
                 self._loop,
-                self._coordinator.restore_checkpoint(UPLOADED, timeout_s=timeout_s, models=names),
+                self._coordinator.restore_checkpoint(UPLOADED, timeout_s=timeout_s, models=[view.name]),
                 "replacing the parameters",
             )
             view.wait_epoch(epoch + 1, timeout_s, initialized=False)

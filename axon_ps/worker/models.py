@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from axon_ps.coordinator.client.session import CoordinatorClient, Event, JobState, Registered, SessionLost
+from axon_ps.coordinator.core.records import FIRST_NAME
 from axon_ps.errors import Misuse
 from axon_ps.observe.metrics.histogram import Histogram
 from axon_ps.observe.work import process_measures
@@ -149,12 +150,12 @@ class Models:
             raise Misuse(f"the job has several models ({names}); ask the one that is meant, as in model.version")
         return found[0] if found else self.client(0)
 
-    def register(self, spec: JobSpec, name: str = "") -> tuple[StepClient, Registered]:
+    def register(self, spec: JobSpec, name: str = FIRST_NAME) -> tuple[StepClient, Registered]:
         """Set the layout of a model, or check ours against the one that it has.
 
         Args:
             spec: the layout.
-            name: of the model in the job; "" = the first one.
+            name: of the model in the job.
 
         Returns:
             This worker's part in its steps, and the coordinator's reply.
@@ -178,8 +179,8 @@ class Models:
         Raises:
             Busy: a checkpoint is being written.
         """
-        timeout_s = self._view.timeout_s
-        self._loop.run(self._coordinator.release(client.view.model, timeout_s=timeout_s), timeout_s)
+        timeout_s, view = self._view.timeout_s, client.view
+        self._loop.run(self._coordinator.release(view.model, view.name, timeout_s=timeout_s), timeout_s)
         self._view.wait_until(
             lambda: True if client.view.released else None,
             timeout_s,

@@ -168,7 +168,7 @@ def test_a_coordinator_with_a_poisoned_state_comes_up_says_so_and_the_model_can_
         assert "model 'huge' is not held: shard server 0 cannot hold it" in message
         assert "axon-ps release 'huge'" in message
         assert trained(cluster) == 2, "other models go on"
-        as_operator(cluster, lambda operator: operator.release(0))
+        as_operator(cluster, lambda operator: operator.release(0, "huge"))
         assert not any("held" in what for what in status_of(cluster).pending)
         assert trained(cluster) == 4
         assert cluster.process(Role.SHARD, 0).exit_code is None
@@ -229,7 +229,7 @@ def test_who_says_who_it_is_and_is_no_member_saves_and_restores_nothing(tmp_path
             for call in (
                 stranger.save_checkpoint(str(tmp_path / "run")),
                 stranger.restore_checkpoint(str(tmp_path / "run")),
-                stranger.release(0),
+                stranger.release(0, "model 0"),
                 stranger.drain(0),
             ):
                 with pytest.raises(errors.GenerationChanged, match="is no member of generation"):

@@ -259,7 +259,8 @@ Over mutual TLS a connection needs a certificate of the job, also to ask for the
 asks browsers for no certificate; a certificate that does not hold ends the connection.
 
 Joining is finer than this table: `Session` lets only a worker in as a worker, only a shard server as a shard server,
-and with the rank that the credentials name, if they name one. A shard server drains only itself.
+and with the rank that the credentials name, if they name one. A shard server drains only itself. Who is refused what
+would change the job is in the coordinator's [audit log](operations.md#security), if we know who it is.
 
 """
 

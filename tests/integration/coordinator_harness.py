@@ -109,7 +109,7 @@ class Coordinator:
         return member
 
     def operator(self, **options: Any) -> OperatorClient:
-        operator = OperatorClient(self.address, **{"security": self.security, **options})
+        operator = OperatorClient(self.address, **{"security": self.security, "job": self.config.job, **options})
         self._members.append(operator)
         return operator
 

@@ -18,6 +18,7 @@ from cryptography import x509
 from axon_ps.coordinator.client.operator import OperatorClient
 from axon_ps.errors import PermissionDenied
 from axon_ps.rpc.auth.authority import authority_of
+from axon_ps.rpc.auth.credentials import GRACE_S
 from axon_ps.rpc.auth.identity import Identity, Principal
 from axon_ps.rpc.security import Security
 from axon_ps.testing import LocalCluster
@@ -26,8 +27,9 @@ from failover_job import plain, train
 from tables import Record, add
 
 LIFETIME_S = 3.0
-RENEWALS = 3
+RENEWALS = 6  # what was open at first would have ended
 EJECTED_S = 1.0
+SHORT_S = 8.0
 OVER_GRPC = {"AXON_PS_DIRECT_MEMORY": "0"}  # the bytes themselves, too
 SOON_S = 40.0
 
@@ -89,13 +91,16 @@ def test_certificates_are_renewed_and_nobody_notices(tmp_path: Path, record_prop
     add(record_property, "Certificates renewed", times=RENEWALS, within_s=f"{took_s:.1f}", steps=len(made), aborted=0)
 
 
+Issue = Callable[..., dict[str, str]]
+
+
 @pytest.fixture
-def issued(tmp_path: Path) -> Callable[[str, int], dict[str, str]]:
+def issued(tmp_path: Path) -> Issue:
     """Variables of a worker that has a certificate and nothing else."""
 
-    def issue(secret: str, rank: int) -> dict[str, str]:
+    def issue(secret: str, rank: int, lifetime_s: float = 600.0) -> dict[str, str]:
         authority = authority_of(secret)
-        made = authority.issue(Identity(Principal.WORKER, "test", rank), 600.0)
+        made = authority.issue(Identity(Principal.WORKER, "test", rank), lifetime_s)
         directory = tmp_path / f"identity-{rank}"
         directory.mkdir()
         for name, content in (("svid.pem", made.chain), ("svid.key", made.key), ("bundle.pem", authority.certificate)):
@@ -107,7 +112,7 @@ def issued(tmp_path: Path) -> Callable[[str, int], dict[str, str]]:
 
 
 def test_a_worker_whose_certificate_is_revoked_is_ended_and_the_job_goes_on(
-    tmp_path: Path, issued: Callable[[str, int], dict[str, str]], record_property: Record
+    tmp_path: Path, issued: Issue, record_property: Record
 ) -> None:
     async def revoke(cluster: LocalCluster, target: str) -> Any:
         async with OperatorClient(cluster.address, security=cluster.security, job=cluster.job) as operator:
@@ -137,9 +142,27 @@ def test_a_worker_whose_certificate_is_revoked_is_ended_and_the_job_goes_on(
     add(record_property, "A worker whose certificate is revoked", gone_after_s=gone_s, next_commit_after_s=commits_s)
 
 
-def test_a_certificate_is_good_for_its_rank_and_role_only(
-    tmp_path: Path, issued: Callable[[str, int], dict[str, str]]
+def test_a_worker_whose_certificate_is_not_renewed_is_ended_soon_after_its_end_and_the_job_goes_on(
+    tmp_path: Path, issued: Issue, record_property: Record
 ) -> None:
+    with LocalCluster(shards=2, world_size=2, min_workers=1, security=Security(tls=True)) as cluster:
+        ours = cluster.start_workers(train, args=(tmp_path,), ranks=[0], env=OVER_GRPC)
+        env = issued(cluster.token, 1, SHORT_S)
+        ends_s = time.time() + SHORT_S
+        theirs = cluster.start_workers(train, args=(tmp_path,), ranks=[1], env=env)
+        until(lambda: len(steps(tmp_path, 0)) > 5 and len(steps(tmp_path, 1)) > 5)
+        with pytest.raises(WorkerFailed, match="the certificate expired at"):
+            results_of(theirs, timeout_s=SOON_S, check=True)
+        until(lambda: [m.rank for m in cluster.status().membership.workers] == [0])
+        gone_s = time.time() - ends_s
+        assert gone_s > GRACE_S - 1
+        until(lambda: [s for s in steps(tmp_path, 0) if s[2] and s[3] == 1])
+        (tmp_path / "stop").write_text(str(steps(tmp_path, 0)[-1][1] + 20))
+        results_of(ours, timeout_s=SOON_S, check=True)
+    add(record_property, "A worker whose certificate is not renewed", gone_s_after_its_end=f"{gone_s:.1f}")
+
+
+def test_a_certificate_is_good_for_its_rank_and_role_only(tmp_path: Path, issued: Issue) -> None:
     async def drain(security: Security, cluster: LocalCluster) -> None:
         async with OperatorClient(cluster.address, security=security, job=cluster.job) as operator:
             await operator.drain(0)

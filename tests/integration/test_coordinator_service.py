@@ -15,6 +15,7 @@ from typing import Any
 
 import grpc
 import pytest
+from google.protobuf.message_factory import GetMessageClass
 
 from axon_ps.coordinator.client.operator import SERVICE
 from axon_ps.coordinator.client.session import (
@@ -25,7 +26,7 @@ from axon_ps.coordinator.client.session import (
     SnapshotFile,
     SnapshotOrder,
 )
-from axon_ps.coordinator.core.events import JoinRequest
+from axon_ps.coordinator.core.events import UPLOADED, JoinRequest
 from axon_ps.coordinator.messages import join_to_proto
 from axon_ps.coordinator.server.shell import QUEUE_EVENTS, Session
 from axon_ps.errors import (
@@ -55,7 +56,7 @@ from axon_ps.sharding.job import JobSpec
 from axon_ps.sharding.layout import Layout, build_unit
 from axon_ps.storage.manifest import read_manifest
 from axon_ps.types import Decision, DType, Membership, Outcome, Role
-from axon_ps.wire.v1 import membership_pb2, session_pb2
+from axon_ps.wire.v1 import common_pb2, membership_pb2, session_pb2
 from coordinator_harness import OPTIMIZER, SOON_S, SPEC, Coordinator, Member, coordinator, ready
 
 Test = Callable[[Coordinator], Awaitable[None]]
@@ -727,6 +728,99 @@ def test_a_coordinator_that_is_killed_comes_back_where_it_was(tmp_path: Path) ->
             await process.wait()
 
     asyncio.run(main())
+
+
+TAKES_AWAY = {
+    "Release": [{}, {"model": 0}, {"name": "model 0"}, {"model": 1, "name": ""}],
+    "Drain": [{}],
+    "RestoreCheckpoint": [{}, {"uri": UPLOADED}, {"uri": UPLOADED, "models": ["model 0", "b"]}],
+    "Revoke": [{}, {"reason": "none"}],
+}
+"""Calls that take something away, and requests that leave out what."""
+
+
+@pytest.mark.parametrize("rpc", TAKES_AWAY)
+def test_what_takes_something_away_names_it_and_the_job(tmp_path: Path, rpc: str) -> None:
+    """No default value of a message destroys anything, so a client of another version, or a bug, does not."""
+    method = SERVICE.methods_by_name[rpc]
+    kind = GetMessageClass(method.input_type)
+    full = {"model": 0, "name": "model 0", "rank": 0, "uri": str(tmp_path / "run"), "target": "shard/0"}
+
+    async def test(c: Coordinator) -> None:
+        _, shard = await c.assembled()
+        operator = c.operator(job="job")
+        stub = await operator._connected(Deadline(SOON_S))
+        before = await operator.status()
+        known = {field.name for field in method.input_type.fields}
+        named = {name: value for name, value in full.items() if name in known}
+        for job, given in [*(("job", given) for given in TAKES_AWAY[rpc]), ("", named)]:
+            request = kind(context=common_pb2.CallContext(job=job), **given)
+            with pytest.raises(InvalidRequest) as refused:
+                await stub.call(rpc, request, timeout_s=SOON_S)
+            assert job or "it must name the job; this is 'job'" in str(refused.value)
+        after = await operator.status()
+        assert (after.models, after.membership, after.draining) == (before.models, before.membership, before.draining)
+        assert not shard.received(RestoreOrder)
+
+    run(tmp_path, test)
+
+
+WHO_MAY = {
+    "Barrier": "member",
+    "Register": "member",
+    "KV": "member or operator",
+    "Release": "member or operator",
+    "SaveCheckpoint": "member or operator",
+    "RestoreCheckpoint": "member or operator",
+    "Drain": "member or operator",
+    "Revoke": "member or operator",
+    "Describe": "anybody",
+    "Status": "anybody",
+    "Logs": "anybody",
+    "Trace": "anybody",
+}
+"""By call of one message, who of those whose role may; roles are in `access`."""
+
+
+def test_who_of_those_whose_role_may_is_a_member(tmp_path: Path) -> None:
+    async def test(c: Coordinator) -> None:
+        workers, _ = await c.assembled()
+        stub = await c.operator()._connected(Deadline(SOON_S))
+        unary = [m for m in SERVICE.methods if not m.client_streaming]
+        assert {m.name for m in unary} == set(WHO_MAY)
+        member, stranger = workers[0].incarnation, "0" * 32
+        values = {
+            "model": 0,
+            "name": "model 1",
+            "rank": 1,
+            "uri": str(tmp_path / "no"),
+            "target": "shard/9",
+            "op": 2,
+            "extra_json": "no",
+        }
+        for method in unary:
+            known = {f.name for f in method.input_type.fields if f.name in values and not f.message_type}
+            given = {name: values[name] for name in known} if method.name not in ("Describe", "Trace") else {}
+
+            async def refused(job: str, incarnation: str, method: Any = method, given: Any = given) -> type[AxonError]:
+                context = common_pb2.CallContext(job=job, incarnation=incarnation)
+                request = GetMessageClass(method.input_type)(context=context, **given)
+                try:
+                    await stub.call(method.name, request, timeout_s=SOON_S)
+                except AxonError as error:
+                    return type(error)
+                return AxonError
+
+            who = WHO_MAY[method.name]
+            assert await refused("other", "") is PermissionDenied, method.name
+            assert await refused("other", member) is PermissionDenied, method.name
+            turned_away = (PermissionDenied, GenerationChanged)
+            assert (await refused("job", stranger) in turned_away) == (who != "anybody"), method.name
+            assert (await refused("job", "") in turned_away) == (who == "member"), method.name
+            if method.name not in ("Barrier", "Drain"):  # it would wait; only an operator, or the server itself
+                assert await refused("job", member) not in turned_away, method.name
+
+    run(tmp_path, test)
 
 
 def test_generation_changed_is_what_a_stranger_gets(tmp_path: Path) -> None:

@@ -61,7 +61,7 @@ class OperationStream:
         if self._ending is not None:
             await self._ending
             self._ending = None
-        return not self._stream.done()
+        return await self._stream.is_free()
 
     def cancel(self) -> None:
         """End the stream, and what is under way on it."""

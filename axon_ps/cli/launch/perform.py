@@ -18,7 +18,7 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Awaitable, Iterable
+from collections.abc import Awaitable, Iterable, Mapping
 from pathlib import Path
 
 from axon_ps.cli.launch.console import Console
@@ -150,9 +150,22 @@ class _Launcher:
             command += ["--advertise", launch.advertise]
         if (http_port := launch.http_port_of(index)) is not None:
             command += ["--http-port", str(http_port)]
-        return self._start_service(f"shard {rank}", command)
+        return self._start_service(f"shard {rank}", command, self._roots())
 
-    def _start_service(self, name: str, command: list[str], *, ready: bool = False) -> Process:
+    def _roots(self) -> Mapping[str, str]:
+        """Shard servers open checkpoints where the coordinator does."""
+        from axon_ps.rpc.auth.loopback import is_loopback
+        from axon_ps.storage.roots import roots_of_children
+
+        launch, settings = self._launch, self._settings
+        if settings.checkpoint_roots:
+            return {}
+        private = is_loopback(launch.host) and bool(launch.token)
+        return roots_of_children(private=private, configured=(settings.checkpoint_dir, launch.resume))
+
+    def _start_service(
+        self, name: str, command: list[str], variables: Mapping[str, str] | None = None, *, ready: bool = False
+    ) -> Process:
         settings = self._settings
         security = ["--insecure"] if settings.insecure else []
         return Process(
@@ -162,6 +175,7 @@ class _Launcher:
                 self._settings_of_children()
                 | self._node()
                 | {"AXON_PS_LOG": settings.log.value, "AXON_PS_LOG_LEVEL": settings.log_level or "WARNING"}
+                | dict(variables or {})
             ),
             is_worker=False,
             stdin=True,

@@ -78,6 +78,7 @@ def run(
     state: Annotated[
         str, typer.Option(help="State of the coordinator: sqlite file, 'memory', or NAME:ADDRESS.")
     ] = "memory",
+    audit_log: o.AuditLog = None,
     http_port: o.HttpPort = None,
     trace_every: o.TraceEvery = None,
     job: o.Job = None,
@@ -90,6 +91,7 @@ def run(
     tls_dir: o.TlsDir = None,
     tls: o.Tls = None,
     insecure: o.Insecure = None,
+    debuggable: o.Debuggable = None,
     config: o.Config = None,
     log: o.Log = None,
     log_level: o.LogLevel = None,
@@ -103,6 +105,7 @@ def run(
         config, coordinator=coordinator, checkpoint_dir=checkpoint_dir, job=job, plugins=plugins, token=token,
         token_file=token_file, tls_ca=tls_ca, tls_cert=tls_cert, tls_key=tls_key, tls_dir=tls_dir, tls=tls,
         insecure=insecure, log=log, log_level=log_level, http_port=http_port, trace_every=trace_every,
+        audit_log=audit_log, debuggable=debuggable,
     )  # fmt: skip
     embedded = not settings.coordinator
     if node_rank is None:

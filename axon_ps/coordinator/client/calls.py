@@ -105,15 +105,16 @@ class Calls(ABC):
             model=reply.model,
         )
 
-    async def release(self, model: int, timeout_s: float | None = DEFAULT_TIMEOUT_S) -> bool:
-        """Have a model dropped; False if it was before.
+    async def release(self, model: int, name: str, timeout_s: float | None = DEFAULT_TIMEOUT_S) -> bool:
+        """Have a model dropped, given by number and name; False if it was before.
 
         Raises:
+            InvalidRequest: the model of that number has another name.
             Busy: a checkpoint is being written, which it is to be in.
 
         After an error: it may be gone; releasing it again is harmless.
         """
-        request = coordinator_pb2.ReleaseRequest(context=self.context(), model=model)
+        request = coordinator_pb2.ReleaseRequest(context=self.context(), model=model, name=name)
         reply = await self._call("Release", lambda: request, Deadline(timeout_s), again=_RETRY_IDEMPOTENT)
         return bool(reply.released)
 

@@ -82,7 +82,7 @@ from axon_ps.rpc.service import Stub
 from axon_ps.rpc.status import error_to_detail
 from axon_ps.rpc.stream import Stream
 from axon_ps.types import CopyFrom, Decision, Hyper, Membership, Role
-from axon_ps.wire.v1 import checkpoint_pb2, common_pb2, memory_pb2, session_pb2
+from axon_ps.wire.v1 import checkpoint_pb2, common_pb2, coordinator_pb2, memory_pb2, session_pb2
 
 __all__ = [
     "CheckpointReply",
@@ -113,6 +113,9 @@ STANDBY_S: Final = 0.2
 
 MEASURE_S: Final = 1.0
 """How often a member sends what it measures, however much else it sends."""
+
+RENEW_S: Final = 1.0
+"""How often it is looked for newer credentials."""
 
 _logger = logging.getLogger(__name__)
 _PRINCIPALS: Final = {Role.WORKER: Principal.WORKER, Role.SHARD: Principal.SHARD}
@@ -439,6 +442,7 @@ class CoordinatorClient(Calls):
                     await self._receive(event)
                 if not tasks:  # not before the Welcome, which has the lease
                     tasks.append(asyncio.create_task(self._write(stream, self._outbox)))
+                    tasks.append(asyncio.create_task(self._renew(self._stub)))
                     if len(self._addresses) > 1:
                         tasks.append(asyncio.create_task(self._follow(stream)))
             if not self._closing:
@@ -458,6 +462,17 @@ class CoordinatorClient(Calls):
         """End the session once another coordinator leads, whatever became of the one that we have it with."""
         self._successor = await successor(self._addresses, self._security, self.job)
         stream.cancel()
+
+    async def _renew(self, stub: Stub) -> None:
+        """Show the coordinator newer credentials once there are any: it ends a session that has none any more."""
+        shown = stub.credentials()
+        while True:
+            await asyncio.sleep(RENEW_S)
+            with contextlib.suppress(AxonError):  # the next time
+                if (newest := stub.credentials()) != shown:
+                    any_key = coordinator_pb2.KVRequest(context=self.context(), op=coordinator_pb2.KV_OP_GET, key="any")
+                    await stub.call("KV", any_key, timeout_s=self.lease_s)
+                    shown = newest
 
     async def _write(self, stream: Stream, outbox: asyncio.Queue[session_pb2.SessionRequest]) -> None:
         """Send what is queued, and a heartbeat now and then, also when nothing else is sent."""

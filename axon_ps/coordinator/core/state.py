@@ -256,14 +256,17 @@ class CoordinatorState:
         self._out.reply(call, registered)
         return self._out.take()
 
-    def release(self, call: int, caller: Caller, number: int) -> list[Action]:
+    def release(self, call: int, caller: Caller, number: int, name: str) -> list[Action]:
         """Release a model; `call` gets whether it was registered.
 
         Raises:
+            InvalidRequest: it has another name.
             Busy: a checkpoint is being written, which it is to be in.
         """
-        self.check_member_or_operator(caller)
+        self.check_takes_away(caller)
         if (model := self._models.get(number)) is not None and model.registered:
+            if model.name != name:
+                raise InvalidRequest(f"model {number} is {model.name!r}, not {name!r}; nothing is released")
             self._snapshots.check_free()
         self._out.reply(call, self._registrations.release(number))
         return self._out.take()
@@ -311,22 +314,29 @@ class CoordinatorState:
             InvalidRequest: there is no such shard server, or no other could take its slices.
             Misuse: parameters are being set or restored.
         """
-        self.check_member_or_operator(caller)
+        self.check_takes_away(caller)
         self._out.reply(call, self._members.drain(rank, now))
         return self._out.take()
 
+    # ------------------------------------------------------------------ credentials
+
+    def revoke(self, call: int, caller: Caller, target: str, reason: str, now: float) -> list[Action]:
+        """Have credentials hold no more; see `RevocationList.revoke`."""
+        self.check_takes_away(caller)
+        return self.revocations.revoke(call, target, reason, now)
+
     # ------------------------------------------------------------------ checkpoints
 
-    def save(self, call: int, caller: Caller, uri: str, *, background: bool = False) -> list[Action]:
+    def save(self, call: int, uri: str, *, background: bool = False) -> list[Action]:
         """Begin a checkpoint of the current version; `call` gets a `snapshots.Snapshot`.
 
-        It takes longer, and steps less so, in the `background`.
+        It takes longer, and steps less so, in the `background`. Who asks for this or for a restore is checked before,
+        by `check_member_or_operator` or `check_takes_away`: files are read in between.
 
         Raises:
             Misuse: there is nothing to save.
             Busy: another is being written.
         """
-        self.check_member_or_operator(caller)
         a, shards = self._assembly, self._assembly.shards()
         if not self._models.registered:
             raise Misuse("there is nothing to save: the shard servers hold no parameters yet")
@@ -363,20 +373,19 @@ class CoordinatorState:
             self._snapshots.report(entry.member.rank, report)
         return self._out.take()
 
-    def restore(self, call: int, caller: Caller, resumes: Sequence[Resume], now: float) -> list[Action]:
+    def restore(self, call: int, resumes: Sequence[Resume], now: float) -> list[Action]:
         """Restore models from a checkpoint; `call` gets a `CheckpointInfo` when all servers have loaded it.
 
         Raises:
             Misuse: the job has no layout yet.
             InvalidRequest: the job does not have one of the models.
         """
-        self.check_member_or_operator(caller)
         if not self._models.registered:
             raise Misuse("there is nothing to restore into: no worker has registered a layout yet")
         self._restores.order(resumes, now, call)
         return self._out.take()
 
-    def replace(self, call: int, caller: Caller, now: float, name: str = records.FIRST_NAME) -> list[Action]:
+    def replace(self, call: int, now: float, name: str) -> list[Action]:
         """Have a worker upload other values of a model; `call` gets a `CheckpointInfo` when the servers hold them.
 
         Raises:
@@ -385,7 +394,7 @@ class CoordinatorState:
         """
         model = self._models.named(name)
         version = 0 if model is None else model.version
-        return self.restore(call, caller, [Resume(uri=UPLOADED, version=version, model=name)], now)
+        return self.restore(call, [Resume(uri=UPLOADED, version=version, model=name)], now)
 
     def begin_again(self, now: float) -> list[Action]:
         """Nothing is left of a job that `lost_everything`: the next worker uploads first values, for version 0."""
@@ -459,6 +468,15 @@ class CoordinatorState:
         self.check_caller(caller)
         if caller.incarnation:
             self._member(caller)
+
+    def check_takes_away(self, caller: Caller) -> None:
+        """Refuse a caller of what takes something away, likewise, and one that does not name the job."""
+        if not caller.job:
+            raise InvalidRequest(
+                f"this call takes something away, so it must name the job; this is {self.config.job!r} (job of the "
+                "context; --job or AXON_PS_JOB of the command line)"
+            )
+        self.check_member_or_operator(caller)
 
     @property
     def membership(self) -> Membership:

@@ -1,68 +1,242 @@
-"""The audit log: who has changed the job, or tried to. JSON lines of the logger `axon_ps.audit`.
+"""The audit log: who has changed the job, or tried to. JSON lines, in a file of their own.
 
-    {"job": "gpt", "what": "restore_checkpoint", "who": "worker 3 (node a)", "peer": "ipv4:10.0.0.7:40212",
-     "credentials": "whoever holds the job's secret", "about": {"uri": "/checkpoints/step-500"}, "result": "done"}
+    {"time": "2026-01-31T12:00:00.123Z", "job": "gpt", "what": "restore_checkpoint", "who": "worker 3 (node a)",
+     "role": "worker", "credentials": "spiffe://axon-ps/job/gpt/worker", "peer": "ipv4:10.0.0.7:40212",
+     "about": {"uri": "/checkpoints/step-500"}, "result": "done"}
 
 Calls that change a job (registrations, releases, checkpoints, drains, revocations) have who made them and what came of
-them, also when they are refused; changes of the members have what happened. Reads are not in it.
+them, also when they are refused; changes of the members have what happened. Reads are not in it, nor what a stranger
+tries, who could fill it.
+
+Note: [It stops nobody]
+    Lines are written by a thread, so that a disk that hangs holds nobody up. What cannot be written is lost: that is
+    logged once, counted, and said by a line of its own as soon as lines can be written again.
 """
 
 from __future__ import annotations
 
-import functools
+import contextlib
 import json
 import logging
-from collections.abc import Awaitable, Callable
+import queue
+import sys
+import threading
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from datetime import UTC, datetime
+from functools import wraps
+from pathlib import Path
 from typing import Any, Final, Protocol, TypeVar
 
-from axon_ps.errors import AxonError
-from axon_ps.rpc.auth.credentials import calling
-
-_ABOUT: Final = ("uri", "name", "model", "models", "rank", "target")
-"""Fields of requests that say what a call is about."""
+from axon_ps.coordinator.server.audit_file import AuditFile
+from axon_ps.errors import AxonError, ConfigurationError
+from axon_ps.observe.log_buffer import without_credentials
+from axon_ps.rpc.auth.credentials import Credentials, calling
+from axon_ps.rpc.auth.identity import EVERY_ROLE
 
 OF_MEMBERS: Final = frozenset(("joined", "left", "lost", "finished", "drain", "full"))
 """What happens to members and is recorded; the rest of the history is in the log already."""
 
+MAX_QUEUED: Final = 4096
+"""Lines that wait for the disk; further ones are lost."""
+
+CLOSE_S: Final = 2.0
+"""How long the last lines may take."""
+
+STANDARD_ERROR: Final = "-"
+
+_ABOUT: Final = ("uri", "name", "model", "models", "rank", "target")
+"""Fields of requests that say what a call is about."""
+
 _MAX_TEXT: Final = 500
 
-_logger = logging.getLogger("axon_ps.audit")
+_logger = logging.getLogger(__name__)
 S = TypeVar("S", bound="Audited")
+
+
+class Lines(Protocol):
+    """Takes lines."""
+
+    def write(self, line: str) -> None:
+        """Append one; raises `OSError` if it cannot be."""
+
+    def close(self) -> None:
+        """Take no more."""
+
+
+class AuditLog:
+    """Writes lines. `close` it.
+
+    Args:
+        path: the file; "-" = standard error; empty = nothing is written.
+        secrets: what must be in no line.
+
+    Attributes:
+        path: the same.
+        lost: lines that could not be written.
+
+    Raises:
+        ConfigurationError: the file cannot be written.
+    """
+
+    def __init__(self, path: str, secrets: Callable[[], Iterable[str]] = tuple) -> None:
+        self.path = path
+        self._secrets = secrets
+        self.lost = 0
+        self._reported = 0
+        self._file = _opened(path) if path else None
+        self._lines: queue.Queue[str | None] = queue.Queue(MAX_QUEUED)
+        self._thread = threading.Thread(target=self._run, name="axon_ps-audit", daemon=True)
+        if self._file is not None:
+            self._thread.start()
+
+    def record(self, job: str, what: str, **fields: object) -> None:
+        """Write a line, soon. Never raises, and waits for nothing."""
+        if self._file is None:
+            return
+        given = {n: _short(value) for n, value in fields.items() if value}
+        now = datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+        line = without_credentials(json.dumps({"time": now, "job": job, "what": what, **given}), self._secrets())
+        try:
+            self._lines.put_nowait(line)
+        except queue.Full:
+            self._lose(f"{MAX_QUEUED} lines wait for the disk")
+
+    def close(self) -> None:
+        """Write what is there, in `CLOSE_S` seconds, and end. Harmless when repeated."""
+        if self._thread.is_alive():
+            with contextlib.suppress(queue.Full):
+                self._lines.put(None, timeout=CLOSE_S)
+            self._thread.join(CLOSE_S)
+
+    def _run(self) -> None:
+        assert self._file is not None, "there is a thread only if there is something to write to"
+        while (line := self._lines.get()) is not None:
+            try:
+                self._write(self._file, line)
+            except OSError as error:
+                self._lose(error.strerror or str(error))
+        self._file.close()
+
+    def _write(self, file: Lines, line: str) -> None:
+        if (missing := self.lost - self._reported) > 0:
+            file.write(json.dumps({"what": "lines are missing here", "lines": missing}))
+            self._reported += missing
+            _logger.warning("the audit log can be written again; %d lines are missing", missing)
+        file.write(line)
+
+    def _lose(self, why: str) -> None:
+        if self.lost == self._reported:
+            _logger.error("the audit log %s cannot be written: %s; the job goes on, lines are lost", self.path, why)
+        self.lost += 1
+
+
+NO_AUDIT: Final = AuditLog("")
+
+
+def opened(path: str, default: Path, secrets: Callable[[], Iterable[str]]) -> AuditLog:
+    """The log that was asked for.
+
+    Args:
+        path: as of `AuditLog`; empty = `default`, or standard error where that cannot be written, which is logged.
+        default: a file.
+        secrets: as of `AuditLog`.
+
+    Raises:
+        ConfigurationError: the file that was asked for cannot be written.
+    """
+    if path:
+        return AuditLog(path, secrets)
+    try:
+        return AuditLog(str(default), secrets)
+    except ConfigurationError as error:
+        _logger.warning("%s; until then it goes to standard error", error)
+        return AuditLog(STANDARD_ERROR, secrets)
 
 
 class Audited(Protocol):
     """A servicer whose calls are recorded."""
 
+    @property
+    def audit(self) -> AuditLog:
+        """Where to."""
+
     def job_and_name(self, incarnation: str) -> tuple[str, str]:
         """The job, and what a caller is called in it."""
-
-
-def record(job: str, what: str, **fields: object) -> None:
-    """Write a line."""
-    given = {name: value[:_MAX_TEXT] if isinstance(value, str) else value for name, value in fields.items() if value}
-    _logger.info("%s", json.dumps({"job": job, "what": what, **given}))
 
 
 def audited(perform: Callable[[S, Any, Any], Awaitable[Any]]) -> Callable[[S, Any, Any], Awaitable[Any]]:
     """Record the calls of a servicer's method, and what comes of them."""
 
-    @functools.wraps(perform)
+    @wraps(perform)
     async def recorded(servicer: S, request: Any, context: Any) -> Any:
-        result = "done"
-        try:
+        about = {name: str(getattr(request, name)) for name in _ABOUT if hasattr(request, name)}
+        peer = context.peer() if hasattr(context, "peer") else ""
+        with recording(servicer, perform.__name__, request.context.incarnation, peer, about) as found:
             reply = await perform(servicer, request, context)
             if not getattr(reply, "first", True):  # a registration that changed nothing
-                result = ""
+                found["result"] = ""
             return reply
-        except AxonError as error:
-            result = f"{type(error).__name__}: {error}"
-            raise
-        finally:
-            if result:
-                job, who = servicer.job_and_name(request.context.incarnation)
-                about = {name: str(getattr(request, name))[:_MAX_TEXT] for name in _ABOUT if hasattr(request, name)}
-                peer = context.peer() if hasattr(context, "peer") else ""
-                credentials = calling().text
-                record(job, perform.__name__, who=who, peer=peer, credentials=credentials, about=about, result=result)
 
     return recorded
+
+
+@contextlib.contextmanager
+def recording(
+    servicer: Audited, what: str, incarnation: str, peer: str, about: Mapping[str, str]
+) -> Iterator[dict[str, str]]:
+    """Record what is done inside, and what comes of it: what is yielded has the `result`; an empty one is none."""
+    found = {"result": "done"}
+    try:
+        yield found
+    except AxonError as error:
+        found["result"] = _failure(error)
+        raise
+    except BaseException as error:
+        found["result"] = f"broken off: {type(error).__name__}"
+        raise
+    finally:
+        if found["result"]:
+            job, who = servicer.job_and_name(incarnation)
+            who_by = {"who": who, **_by(calling())}
+            servicer.audit.record(job, what, **who_by, peer=peer, about=about, result=found["result"])
+
+
+def refused(servicer: Audited, what: str, credentials: Credentials, peer: str, why: AxonError) -> None:
+    """Record that a caller was refused before its call was looked at."""
+    servicer.audit.record(servicer.job_and_name("")[0], what, **_by(credentials), peer=peer, result=_failure(why))
+
+
+def _by(credentials: Credentials) -> dict[str, str]:
+    roles = ", ".join(sorted(role.value for role in credentials.roles))
+    return {"role": "any" if credentials.roles == EVERY_ROLE else roles, "credentials": credentials.text}
+
+
+def _failure(error: AxonError) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def _short(value: object) -> object:
+    if isinstance(value, Mapping):
+        return {name: _short(each) for name, each in value.items()}
+    return value[:_MAX_TEXT] if isinstance(value, str) else value
+
+
+class _StandardError:
+    def write(self, line: str) -> None:
+        sys.stderr.write(f"{line}\n")
+        sys.stderr.flush()
+
+    def close(self) -> None:
+        """It is not ours."""
+
+
+def _opened(path: str) -> Lines:
+    if path == STANDARD_ERROR:
+        return _StandardError()
+    try:
+        return AuditFile(path)
+    except OSError as error:
+        raise ConfigurationError(
+            f"the audit log {path} cannot be written: {error.strerror or error}; give --audit-log another file, or - "
+            "for standard error"
+        ) from error

@@ -43,8 +43,8 @@ _BEGAN_AGAIN = "axon_ps/checkpoints/began-again"
 
 _logger = logging.getLogger(__name__)
 
-Save = Callable[[Caller, str, str], Awaitable[CheckpointReply]]
-"""Writes a checkpoint: for whom, where, and what is saved with it, as JSON."""
+Save = Callable[[str, str], Awaitable[CheckpointReply]]
+"""Writes a checkpoint: where, and what is saved with it, as JSON."""
 
 
 class AutomaticCheckpoints:
@@ -127,7 +127,7 @@ class AutomaticCheckpoints:
         version = self._version
         uri = retention.uri_of(self._policy.directory, version)
         with self._log.doing(f"writing {uri}"):
-            await self._save_to(self._caller, uri, "")
+            await self._save_to(uri, "")
         with self._log.doing(f"verifying {uri}"):
             await self._in_background(retention.verify, uri)
         self._schedule.written(version, self._shell.now())
@@ -156,7 +156,7 @@ class AutomaticCheckpoints:
                 fitting = await asyncio.to_thread(manifests.find, found.uri, self._shell.state.specs)
                 await self._shell.call(
                     lambda call, fitting=fitting: self._shell.state.restore(  # type: ignore[misc]
-                        call, self._caller, fitting.resumes, self._shell.now()
+                        call, fitting.resumes, self._shell.now()
                     )
                 )
             except (CheckpointError, InvalidRequest) as error:

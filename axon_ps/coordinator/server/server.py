@@ -17,6 +17,7 @@ from axon_ps.coordinator.core import records
 from axon_ps.coordinator.core.config import CoordinatorConfig
 from axon_ps.coordinator.core.state import CoordinatorState
 from axon_ps.coordinator.server import automatic, retention
+from axon_ps.coordinator.server.audit import NO_AUDIT, AuditLog
 from axon_ps.coordinator.server.feed import Feed
 from axon_ps.coordinator.server.page.routes import page_routes
 from axon_ps.coordinator.server.servicer import CoordinatorServicer
@@ -54,6 +55,7 @@ async def serve(
     stop: asyncio.Event,
     http: HttpServer | None = None,
     tracing: TracePolicy = NO_TRACES,
+    audit: AuditLog = NO_AUDIT,
 ) -> None:
     """Run a coordinator until `stop` is set.
 
@@ -67,6 +69,7 @@ async def serve(
         stop: set it to end the coordinator; its state stays.
         http: its HTTP endpoint, not started; None = it has none.
         tracing: which steps are traced.
+        audit: gets who has changed the job; not closed here.
 
     Raises:
         ConfigurationError: address, security, traces, or what the store holds cannot work.
@@ -80,6 +83,7 @@ async def serve(
     server = listen(host, port, security, [service_handler(SERVICE, switch)], [SERVICE.full_name])
 
     switch.revocations = server.revocations
+    server.report_refused(switch.refused)
 
     async def begin() -> None:
         ready(await server.start())
@@ -88,15 +92,16 @@ async def serve(
     try:
         if http is not None:
             http.refuse(server.revocations)
+            http.report_refused(switch.refused)
             metrics = _metrics(config.job, switch)
             http.add(healthz(lambda: switch.servicer is not None), metrics, *page_routes(switch))
             await http.start()
         if isinstance(store, SharedStateStore):
             ready(await server.start(serving=False))
             store.address = _name_of(server.address)
-            await _lead_in_turn(config, store, switch, stop, server.set_serving, log)
+            await _lead_in_turn(config, store, switch, stop, server.set_serving, log, audit)
         else:
-            await _lead(config, store, switch, stop, begin, log)
+            await _lead(config, store, switch, stop, begin, log, audit)
     finally:
         await asyncio.to_thread(switch.tracer.close)
         if http is not None:
@@ -120,12 +125,13 @@ async def _lead_in_turn(
     stop: asyncio.Event,
     set_serving: Callable[[bool], Awaitable[None]],
     log: LogBuffer | None,
+    audit: AuditLog,
 ) -> None:
     """Stand by, lead, stand by, ... until we are to stop."""
     while await stand_by(store, switch, stop):
         _logger.info("this coordinator leads")
         try:
-            await _lead(config, store, switch, stop, lambda: set_serving(True), log)
+            await _lead(config, store, switch, stop, lambda: set_serving(True), log, audit)
         except (Broken, StorageFull) as error:  # or the store could not be reached, or not be made ready
             _logger.warning("%s; standing by", error)
         finally:
@@ -142,6 +148,7 @@ async def _lead(
     stop: asyncio.Event,
     begin: Callable[[], Awaitable[None]],
     log: LogBuffer | None,
+    audit: AuditLog,
 ) -> None:
     """Run the job from what is stored, until we are to stop.
 
@@ -155,7 +162,7 @@ async def _lead(
     if policy.directory and not (durable and any(model.spec for model in durable.models.values())):
         config = dataclasses.replace(config, resume=await asyncio.to_thread(_resume, config))
     state = CoordinatorState(config, asyncio.get_running_loop().time(), stored, new_id=uuid.uuid4().hex)
-    shell = Shell(state, store, log=log, tracer=switch.tracer)
+    shell = Shell(state, store, log=log, tracer=switch.tracer, audit=audit)
     feed = Feed(shell)
     _note_beginning(state, shell, known=bool(durable and durable.membership.generation))
     try:

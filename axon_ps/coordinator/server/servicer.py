@@ -30,7 +30,7 @@ from axon_ps.coordinator.messages import (
     vote_from_proto,
 )
 from axon_ps.coordinator.server import manifests
-from axon_ps.coordinator.server.audit import audited
+from axon_ps.coordinator.server.audit import AuditLog, audited, recording, refused
 from axon_ps.coordinator.server.feed import MAX_READERS, TICK_S, Feed
 from axon_ps.coordinator.server.shared_calls import SharedCalls
 from axon_ps.coordinator.server.shell import Session, Shell
@@ -38,6 +38,7 @@ from axon_ps.coordinator.server.trace_calls import TraceCalls
 from axon_ps.errors import AxonError, Busy, InvalidRequest, Misuse, PermissionDenied, Timeout
 from axon_ps.observe.log_buffer import TAKEN
 from axon_ps.observe.metrics.histogram import Histogram
+from axon_ps.rpc.access import CHANGES_A_JOB, short
 from axon_ps.rpc.auth import credentials as auth
 from axon_ps.rpc.auth.identity import Principal
 from axon_ps.rpc.service import ServerStream
@@ -92,6 +93,17 @@ class CoordinatorServicer:
         self._saves = SharedCalls[CheckpointReply]()
         self._log_readers = 0
         self._traces = TraceCalls(shell)
+        self._ends: dict[str, auth.StreamEnd] = {}  # of sessions, by incarnation
+
+    @property
+    def audit(self) -> AuditLog:
+        """Where it is recorded who has changed the job."""
+        return self._shell.audit
+
+    def refused(self, path: str, credentials: auth.Credentials, peer: str, error: AxonError) -> None:
+        """A caller's role does not allow a call."""
+        if path in CHANGES_A_JOB:
+            refused(self, short(path), credentials, peer, error)
 
     def job_and_name(self, incarnation: str) -> tuple[str, str]:
         """The job, and what a caller is called in the audit log."""
@@ -108,10 +120,17 @@ class CoordinatorServicer:
         if not first.HasField("join"):
             raise InvalidRequest(f"a session begins with {first.WhichOneof('message')}; its first message is a Join")
         role, request = join_from_proto(first.join)
-        request = _with_credentials(role, request, self._shell.state)
+        try:
+            request = _with_credentials(role, request, self._shell.state)
+        except PermissionDenied as error:
+            refused(self, "join", auth.calling(), context.peer(), error)
+            raise
         session = self._shell.open_session()
         reader: asyncio.Task[None] | None = None
+        end = auth.stream_end()
         try:
+            if end is not None:
+                self._ends[request.incarnation] = end
             self._shell.perform(self._shell.state.join(session.number, role, request, self._shell.now()))
             reader = asyncio.create_task(self._read(context, session))
             async for event in session.events():
@@ -120,6 +139,8 @@ class CoordinatorServicer:
             if reader is not None:
                 reader.cancel()
             self._shell.close_session(session)
+            if self._ends.get(request.incarnation) is end:
+                self._ends.pop(request.incarnation, None)
 
     async def _read(self, context: ServerStream, session: Session) -> None:
         """Pass a member's messages on until its stream ends; a malformed one ends the session with an error."""
@@ -183,6 +204,8 @@ class CoordinatorServicer:
             rank = _rank_of(caller.incarnation, self._shell.state)
             if rank not in (None, credentials.rank):
                 raise PermissionDenied(f"{credentials.text} may not call as the member of rank {rank}")
+        if (end := self._ends.get(caller.incarnation)) is not None:
+            end.extend(credentials)
         return caller
 
     async def barrier(self, request: coordinator_pb2.BarrierRequest, context: Any) -> coordinator_pb2.BarrierReply:
@@ -249,7 +272,12 @@ class CoordinatorServicer:
     async def release(self, request: coordinator_pb2.ReleaseRequest, context: Any) -> coordinator_pb2.ReleaseReply:
         """Drop a model."""
         caller, state = self._caller(request.context), self._shell.state
-        released = await self._shell.call(lambda call: state.release(call, caller, request.model))
+        if not (request.HasField("model") and request.name):
+            raise InvalidRequest(
+                f"a release names its model by number and name; this is {request.name!r}, number "
+                f"{request.model if request.HasField('model') else 'not given'}"
+            )
+        released = await self._shell.call(lambda call: state.release(call, caller, request.model, request.name))
         return coordinator_pb2.ReleaseReply(released=released)
 
     @audited
@@ -258,20 +286,18 @@ class CoordinatorServicer:
     ) -> coordinator_pb2.CheckpointReply:
         """Have the servers write their slices, then the manifest; equal requests at the same version are one."""
         uri = codec.name_from_proto(request.uri, "the checkpoint's URI")
-        caller = self._caller(request.context)
-        self._shell.state.check_member_or_operator(caller)
+        self._shell.state.check_member_or_operator(self._caller(request.context))
         check_allowed(uri)  # before the servers write there
-        return _checkpoint(await self.save(caller, uri, request.extra_json, background=request.background))
+        return _checkpoint(await self.save(uri, request.extra_json, background=request.background))
 
-    async def save(self, caller: Caller, uri: str, extra_json: str, *, background: bool = False) -> CheckpointReply:
+    async def save(self, uri: str, extra_json: str, *, background: bool = False) -> CheckpointReply:
         """Write a checkpoint, with a JSON object; see `CoordinatorState.save`."""
         state, extra = self._shell.state, manifests.check_extra(extra_json)
-        state.check_caller(caller)
 
         async def save() -> CheckpointReply:
             log, began_s = self._shell.checkpoints, self._shell.now()
             try:
-                snapshot = await self._shell.call(lambda call: state.save(call, caller, uri, background=background))
+                snapshot = await self._shell.call(lambda call: state.save(call, uri, background=background))
                 with log.doing(f"writing {uri}"):
                     info = await asyncio.to_thread(manifests.complete, state.config.job, snapshot, extra)
             except AxonError as error:
@@ -288,28 +314,35 @@ class CoordinatorServicer:
         self, request: coordinator_pb2.RestoreCheckpointRequest, context: Any
     ) -> coordinator_pb2.CheckpointReply:
         """Read the manifest, then have the servers load their slices, or take what a worker uploads."""
-        caller, state = self._caller(request.context), self._shell.state
-        state.check_member_or_operator(caller)
+        state = self._shell.state
+        state.check_takes_away(self._caller(request.context))
         uri = codec.name_from_proto(request.uri, "the checkpoint's URI")
         if len(request.models) > MAX_MODELS:
             raise InvalidRequest(f"{len(request.models)} models are to be restored; a job has at most {MAX_MODELS}")
         if uri == UPLOADED:
-            name = next(iter(request.models), FIRST_NAME)
-            return _checkpoint(
-                await self._shell.call(lambda call: state.replace(call, caller, self._shell.now(), name))
-            )
+            if len(request.models) != 1:
+                raise InvalidRequest(f"one model is replaced at a time, by its name; {len(request.models)} are named")
+            name = request.models[0]
+            return _checkpoint(await self._shell.call(lambda call: state.replace(call, self._shell.now(), name)))
         found = await asyncio.to_thread(manifests.find, uri, state.specs, tuple(request.models))
-        await self._shell.call(lambda call: state.restore(call, caller, found.resumes, self._shell.now()))
+        await self._shell.call(lambda call: state.restore(call, found.resumes, self._shell.now()))
         return _checkpoint(found.info)
 
     @audited
     async def drain(self, request: placement_pb2.DrainRequest, context: Any) -> placement_pb2.DrainReply:
         """Have a shard server give up what it holds."""
+        if not request.HasField("rank"):
+            raise InvalidRequest("a drain names its shard server by rank; none is given")
         caller = self._caller(request.context)
         by_itself = _rank_of(caller.incarnation, self._shell.state) == request.rank
         if Principal.OPERATOR not in auth.calling().roles and not by_itself:
             raise PermissionDenied(f"{auth.calling().text} may drain only itself, not shard server {request.rank}")
         return placement_pb2.DrainReply(slices=await self.drain_server(caller, request.rank))
+
+    async def drain_by_http(self, rank: int, peer: str) -> int:
+        """Have it do so for an operator's browser."""
+        with recording(self, "drain", "", peer, {"rank": str(rank)}):
+            return await self.drain_server(Caller(job=self._shell.state.config.job), rank)
 
     async def drain_server(self, caller: Caller, rank: int) -> int:
         """Have it do so; returns how many slices it still has. See `CoordinatorState.drain`."""
@@ -321,9 +354,8 @@ class CoordinatorServicer:
     async def revoke(self, request: revocation_pb2.RevokeRequest, context: Any) -> revocation_pb2.RevokeReply:
         """Have credentials hold no more."""
         caller, state = self._caller(request.context), self._shell.state
-        state.check_caller(caller)
         done: RevokeReply = await self._shell.call(
-            lambda call: state.revocations.revoke(call, request.target, request.reason, self._shell.now())
+            lambda call: state.revoke(call, caller, request.target, request.reason, self._shell.now())
         )
         self._revocations.set(state.revocations.reasons)
         return revocation_pb2.RevokeReply(names=done.names, members=done.members, has_secret=done.has_secret)

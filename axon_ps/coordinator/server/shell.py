@@ -29,7 +29,7 @@ from axon_ps.coordinator.core.events import RestoreOrder, ServerEvent, SnapshotO
 from axon_ps.coordinator.core.history.logs import COORDINATOR
 from axon_ps.coordinator.core.state import CoordinatorState
 from axon_ps.coordinator.messages import event_to_proto, logged_to_proto
-from axon_ps.coordinator.server import audit
+from axon_ps.coordinator.server.audit import NO_AUDIT, OF_MEMBERS, AuditLog
 from axon_ps.coordinator.server.checkpoint_log import CheckpointLog
 from axon_ps.coordinator.server.step_spans import StepSpans
 from axon_ps.errors import AxonError, Broken, Busy, InternalError, NotLeader, StorageFull
@@ -113,8 +113,10 @@ class Shell:
         store_retry_s: how long to wait before a full disk is tried again.
         log: what this process logs, for the job's log.
         tracer: the coordinator's; None = a new one.
+        audit: gets who has changed the job; not closed here.
 
     Attributes:
+        audit: the same.
         checkpoints: what is known of the job's checkpoints.
         started_s: when it began, by `now`.
         tracer: as given.
@@ -129,9 +131,11 @@ class Shell:
         store_retry_s: float = 1.0,
         log: LogBuffer | None = None,
         tracer: Tracer | None = None,
+        audit: AuditLog = NO_AUDIT,
     ) -> None:
         self.state = state
         self._log_buffer = log
+        self.audit = audit
         self.tracer = tracer or Tracer()
         self.spans = StepSpans(self.tracer, state.id)
         self._store = store
@@ -171,7 +175,7 @@ class Shell:
 
     def statistics(self) -> dict[str, float]:
         """The numbers of the job's status, by name."""
-        return self.state.statistics(self.status(), self.now())
+        return self.state.statistics(self.status(), self.now()) | {"audit_lost": float(self.audit.lost)}
 
     def take_logs(self) -> None:
         """What this process has logged becomes part of the job's log.
@@ -336,8 +340,8 @@ class Shell:
 
     def _happened(self, kind: str, text: str) -> None:
         self.state.history.happened(kind, text, self.now())
-        if kind in audit.OF_MEMBERS:
-            audit.record(self.state.config.job, kind, text=text)
+        if kind in OF_MEMBERS:
+            self.audit.record(self.state.config.job, kind, text=text)
 
     def _answer(self, call: int, result: object) -> None:
         answer = self._calls.pop(call, None)

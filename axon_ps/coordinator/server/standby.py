@@ -9,11 +9,11 @@ from collections.abc import Awaitable, Callable
 from typing import Any, Final
 
 from axon_ps.coordinator.server.servicer import CoordinatorServicer
-from axon_ps.errors import Broken, NotLeader
+from axon_ps.errors import AxonError, Broken, NotLeader
 from axon_ps.observe.metrics.histogram import Histogram
 from axon_ps.observe.reminders import reminder_pauses
 from axon_ps.observe.tracing.tracer import Tracer
-from axon_ps.rpc.auth.credentials import Revocations
+from axon_ps.rpc.auth.credentials import Credentials, Revocations
 from axon_ps.storage.state_store.base import SharedStateStore, StateStore
 
 POLL_S: Final = 0.25
@@ -41,6 +41,11 @@ class Switch:
         self.tracer = Tracer()
         self.revocations = Revocations()
         self._store = store
+
+    def refused(self, path: str, credentials: Credentials, peer: str, error: AxonError) -> None:
+        """A caller's role does not allow a call; see `CoordinatorServicer.refused`."""
+        if self.servicer is not None:
+            self.servicer.refused(path, credentials, peer, error)
 
     def statistics(self) -> dict[str, float]:
         """The numbers of the job while we lead; on a standby, that it does not."""

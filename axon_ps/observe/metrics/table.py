@@ -160,6 +160,7 @@ _COORDINATOR: Final = {
     "lacking": _gauge("slices_lacking_copies", "Slices of a model that fewer servers hold than are to."),
     "initialized": _gauge("initialized", "1 while the shard servers hold a model's parameters."),
     "silent_s": _gauge("member_silence_seconds", "Since when a member was not heard; it is lost after its lease."),
+    "audit_lost": _counter("audit_lost_lines", "Lines of the audit log that could not be written."),
     "lease_s": _gauge("lease_seconds", "How long a member may be silent."),
     "checkpoint_version": _gauge("checkpoint_version", "Version of the newest checkpoint; 0 = none is known."),
     "checkpoint_age_s": _gauge("checkpoint_age_seconds", "Age of the newest checkpoint."),

@@ -29,6 +29,7 @@ ALLOW_PICKLE: Final = "AXON_PS_ALLOW_PICKLE"
 _REPLACED: Final = ("_object_to_tensor", "_tensor_to_object")
 _PARAMETERS: Final = ("obj", "device", "group"), ("tensor", "tensor_size", "group")
 _POINT_TO_POINT: Final = ("send_object_list", "recv_object_list")
+_ANY: Final = "an object collective"
 _PICKLED: Final = b"\x80"
 
 
@@ -78,20 +79,20 @@ def _decoding(theirs: Any) -> Callable[..., Any]:
                 f"a rank sent a pickled object, which is not read; it has {ALLOW_PICKLE}=1 and this rank has not. "
                 "Set it on every rank, or on none"
             )
-        return decode(data, "an object collective", TORCH)
+        return decode(data, _ANY, TORCH)
 
     return _tensor_to_object
 
 
 def _encoded(obj: Any, group: AxonProcessGroup) -> bytes:
     """An object as bytes; what cannot be sent is told to the other ranks of a collective, too."""
-    what, collective = _caller()
     try:
-        return encode(obj, what, TORCH)
+        return encode(obj, _ANY, TORCH)
     except InvalidRequest as error:
+        what, collective = _caller()
         refused = InvalidRequest(
-            f"{error}. Over 'axon' objects are not pickled; {ALLOW_PICKLE}=1 on every rank pickles them, if each "
-            "rank may run code in all the others"
+            f"{what}{str(error).removeprefix(_ANY)}. Over 'axon' objects are not pickled; {ALLOW_PICKLE}=1 on every "
+            "rank pickles them, if each rank may run code in all the others"
         )
         if not collective:
             raise refused from error
@@ -100,14 +101,14 @@ def _encoded(obj: Any, group: AxonProcessGroup) -> bytes:
 
 
 def _caller() -> tuple[str, bool]:
-    """Which of torch's functions is being called, and whether it is a collective."""
+    """Which of torch's functions is being called, and whether it is a collective. Slow: for messages alone."""
     frame = inspect.currentframe()
     while frame is not None:
         name = frame.f_code.co_name
         if frame.f_globals.get("__name__") == c10d.__name__ and "object" in name and not name.startswith("_"):
             return name, name not in _POINT_TO_POINT
         frame = frame.f_back
-    return "an object collective", False
+    return _ANY, False
 
 
 __all__ = ["ALLOW_PICKLE", "install"]

@@ -7,6 +7,11 @@ Note: [Revoked while a connection is open]
     A connection that is open would make a handshake's checks worthless: so every call is checked, and those under way
     of whoever is revoked are ended, each with the error that says so. What is revoked is the id of a token, the serial
     number of a certificate, or the id of a process, which all its certificates have (`authority`).
+
+Note: [A stream ends with its credentials]
+    A stream may last for days, and what its caller has shown at its beginning may not. `GRACE_S` after its end the
+    stream is ended, unless newer credentials of the same caller were shown for it (`StreamEnd.extend`). The caller gets
+    `Broken`, so a client opens it again by itself, with newer ones if it has any, and is refused if not.
 """
 
 from __future__ import annotations
@@ -14,19 +19,26 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hmac
+import math
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Final
 
-from axon_ps.errors import ConfigurationError, PermissionDenied
+from axon_ps.errors import Broken, ConfigurationError, PermissionDenied
 from axon_ps.rpc.access import may_call, refusal
 from axon_ps.rpc.auth.certificates import PeerCertificate, peer_certificate
 from axon_ps.rpc.auth.identity import EVERY_ROLE, Identity, Principal
 from axon_ps.rpc.auth.tokens import as_text, is_role_token, verified
 from axon_ps.rpc.security import SCHEME, Security
+
+GRACE_S: Final = 5.0
+"""How much longer than its credentials a stream lasts."""
+
+_LOOK_S: Final = 600.0
+"""How often the clock is read, at least, for the end of a stream."""
 
 _NO_TOKEN: Final = "this server asks for the job's token, and none was given"
 _WRONG_TOKEN: Final = "the token is none of this server's; is it the token of this job?"
@@ -41,6 +53,7 @@ class Credentials:
         rank: the only rank that it may have; None = any.
         names: what it would be revoked by: ids of its token, its certificate, its process; empty = by nothing.
         has_secret: whether it holds the job's secret, so that it can make itself other credentials.
+        expires_s: until when they hold, in seconds since 1970.
         text: who it is, for messages.
     """
 
@@ -48,6 +61,7 @@ class Credentials:
     rank: int | None = None
     names: tuple[str, ...] = ()
     has_secret: bool = True
+    expires_s: float = math.inf
     text: str = "a caller of this process, or without credentials"
 
     def check_join(self, role: Principal, rank: int) -> int:
@@ -71,6 +85,10 @@ class Revoked(Unknown):
     """The caller was revoked while its call was under way."""
 
 
+class Ended(Broken):
+    """The credentials of a stream are over, and it is ended: UNAUTHENTICATED. Open it again, with newer ones."""
+
+
 EVERYBODY: Final = Credentials()
 """Where nobody is asked for credentials."""
 
@@ -80,6 +98,58 @@ _calling: ContextVar[Credentials] = ContextVar("axon_ps_calling", default=EVERYB
 def calling() -> Credentials:
     """Who makes the call that is being served; in a servicer."""
     return _calling.get()
+
+
+class StreamEnd:
+    """When the stream that the current task serves ends. See Note: [A stream ends with its credentials].
+
+    Args:
+        credentials: those that it was opened with.
+
+    Attributes:
+        is_over: whether it was ended.
+    """
+
+    def __init__(self, credentials: Credentials) -> None:
+        self.is_over = False
+        self._text = credentials.text
+        self._expires_s = credentials.expires_s
+        self._task = asyncio.current_task()
+        self._timer: asyncio.TimerHandle | None = None
+        if self._expires_s < math.inf:
+            self._look()
+
+    def extend(self, newer: Credentials) -> None:
+        """Let it last as long as these, if they are of the same caller."""
+        if newer.text == self._text or newer.has_secret:
+            self._expires_s = max(self._expires_s, newer.expires_s)
+
+    def error(self) -> Ended:
+        """What its caller is told."""
+        return Ended(
+            f"the credentials that this stream was opened with ({self._text}) are over; open it with newer ones"
+        )
+
+    def close(self) -> None:
+        """It is over."""
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _look(self) -> None:
+        left_s = self._expires_s + GRACE_S - time.time()
+        if left_s > 0:  # the clock may be set meanwhile
+            self._timer = asyncio.get_running_loop().call_later(min(left_s, _LOOK_S), self._look)
+        elif self._task is not None:
+            self.is_over = True
+            self._task.cancel()
+
+
+_stream_end: ContextVar[StreamEnd | None] = ContextVar("axon_ps_stream_end", default=None)
+
+
+def stream_end() -> StreamEnd | None:
+    """When the stream ends that is being served; in a servicer. None = of a call of one message."""
+    return _stream_end.get()
 
 
 class Revocations:
@@ -115,26 +185,39 @@ class Revocations:
         return ""
 
     @contextlib.contextmanager
-    def watching(self, credentials: Credentials) -> Iterator[None]:
-        """While the current task serves a call of these; `set` ends it, which then raises `Revoked`."""
+    def watching(self, credentials: Credentials, *, is_stream: bool = False) -> Iterator[None]:
+        """While the current task serves a call of these; `set` ends it, which then raises `Revoked`.
+
+        A stream ends with its credentials, too: it raises `Ended`.
+        """
         task = asyncio.current_task()
         assert task is not None, "a call is served by a task"
         _calling.set(credentials)
+        end = StreamEnd(credentials) if is_stream else None
+        _stream_end.set(end)
         for name in credentials.names:
             self._calls[name].add(task)
         try:
             yield
         except asyncio.CancelledError:
-            if task not in self._ended:
-                raise
-            task.uncancel()
-            raise Revoked(self._why(credentials.names)) from None
+            if task in self._ended:
+                task.uncancel()
+                raise Revoked(self._why(credentials.names)) from None
+            if end is not None and end.is_over:
+                task.uncancel()
+                raise end.error() from None
+            raise
         finally:
+            if end is not None:
+                end.close()
             self._ended.discard(task)
             for name in credentials.names:
                 self._calls[name].discard(task)
                 if not self._calls[name]:
                     del self._calls[name]
+
+
+OnRefused = Callable[[str, Credentials, str, PermissionDenied], None]
 
 
 class Guard:
@@ -146,6 +229,7 @@ class Guard:
 
     Attributes:
         revocations: the same.
+        on_refused: gets path, credentials, address and error of each caller whom we know and whose role may not.
         asks: whether credentials are asked for at all.
 
     Raises:
@@ -154,6 +238,7 @@ class Guard:
 
     def __init__(self, security: Security, revocations: Revocations | None = None) -> None:
         self.revocations = revocations or Revocations()
+        self.on_refused: OnRefused = _nothing
         self._security = security
         self._job = "" if security.identity is None else security.identity.job
         tokens, observer = security.tokens(), security.observer_token
@@ -165,13 +250,14 @@ class Guard:
             raise ConfigurationError("the observer's token equals the job's, so it is not read-only; give another")
         self.asks = bool(tokens) or security.spiffe
 
-    def admit(self, path: str, authorization: bytes, certificate: bytes = b"") -> Credentials:
+    def admit(self, path: str, authorization: bytes, certificate: bytes = b"", peer: str = "") -> Credentials:
         """Whoever makes a call to `path`, if it may.
 
         Args:
             path: the RPC, or "METHOD PATH" of HTTP, as in `access`.
             authorization: the value of its `authorization`; empty = none.
             certificate: its certificate, as PEM, which the handshake has verified; empty = none.
+            peer: its address.
 
         Raises:
             Unknown: it is nobody that we know.
@@ -179,7 +265,9 @@ class Guard:
         """
         credentials = self.credentials(authorization, certificate)
         if not may_call(credentials.roles, path):
-            raise PermissionDenied(refusal(credentials.roles, path))
+            error = PermissionDenied(refusal(credentials.roles, path))
+            self.on_refused(path, credentials, peer, error)
+            raise error
         return credentials
 
     def credentials(self, authorization: bytes, certificate: bytes) -> Credentials:
@@ -214,6 +302,7 @@ class Guard:
             found.identity.rank,
             _names_of(found),
             found.makes_itself,
+            found.expires_s,
             str(found.identity),
         )
 
@@ -225,17 +314,23 @@ class Guard:
         observer = self._security.observer_token
         if observer and hmac.compare_digest(authorization, (SCHEME + observer).encode()):
             roles = frozenset({Principal.OBSERVER})
-            return Credentials(roles, None, (), False, "an observer")
+            return Credentials(roles, None, (), False, text="an observer")
         token = authorization.decode(errors="replace").removeprefix(SCHEME)
         if not is_role_token(token):
             raise PermissionDenied(_WRONG_TOKEN)
         claims = verified(token, known, self._job)
         identity = claims.identity
-        return Credentials(frozenset({identity.role}), identity.rank, (claims.id,), False, str(identity))
+        return Credentials(
+            frozenset({identity.role}), identity.rank, (claims.id,), False, claims.expires_s, str(identity)
+        )
 
     def _check_job(self, identity: Identity, what: str) -> None:
         if self._job and identity.job and identity.job != self._job:
             raise PermissionDenied(f"the {what} is of job {identity.job!r}, and this is job {self._job!r}")
+
+
+def _nothing(path: str, credentials: Credentials, peer: str, error: PermissionDenied) -> None:
+    """Nobody wants to know who is refused."""
 
 
 def _names_of(certificate: PeerCertificate) -> tuple[str, ...]:
@@ -254,5 +349,6 @@ def _both(one: Credentials | None, other: Credentials | None) -> Credentials | N
         next(iter(ranks), None),
         (*one.names, *other.names),
         one.has_secret or other.has_secret,
+        min(one.expires_s, other.expires_s),
         f"{one.text} (by its token, {other.text})" if one.text != other.text else one.text,
     )

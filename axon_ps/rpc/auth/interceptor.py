@@ -8,9 +8,9 @@ from typing import Any, Final
 
 import grpc
 
-from axon_ps.errors import PermissionDenied
+from axon_ps.errors import AxonError, PermissionDenied
 from axon_ps.rpc.access import needs_nothing
-from axon_ps.rpc.auth.credentials import Credentials, Guard, Revoked, Unknown
+from axon_ps.rpc.auth.credentials import Credentials, Ended, Guard, Revoked, Unknown
 from axon_ps.rpc.security import TOKEN_KEY
 from axon_ps.rpc.status import status_of
 
@@ -48,18 +48,18 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):
         async def answer(request: Any, context: Any) -> Any:
             credentials = await self._admit(path, given, context)
             try:
-                with watching(credentials):
+                with watching(credentials, is_stream=streams):
                     return await behaviour(request, context)
-            except Revoked as error:
+            except (Revoked, Ended) as error:
                 await _refuse(context, error)
 
         async def generate(requests: Any, context: Any) -> AsyncIterator[Any]:  # of others: gRPC's reflection
             credentials = await self._admit(path, given, context)
             try:
-                with watching(credentials):
+                with watching(credentials, is_stream=True):
                     async for reply in behaviour(requests, context):
                         yield reply
-            except Revoked as error:
+            except (Revoked, Ended) as error:
                 await _refuse(context, error)
 
         make = grpc.stream_stream_rpc_method_handler if streams else grpc.unary_unary_rpc_method_handler
@@ -72,12 +72,13 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):
     async def _admit(self, path: str, given: bytes, context: Any) -> Credentials:
         certificate = next(iter(context.auth_context().get(_CERTIFICATE, ())), b"")
         try:
-            return self._guard.admit(path, given, certificate)
+            return self._guard.admit(path, given, certificate, context.peer())
         except PermissionDenied as error:
             await _refuse(context, error)
             raise AssertionError("an aborted call raises") from None
 
 
-async def _refuse(context: Any, error: PermissionDenied) -> None:
+async def _refuse(context: Any, error: AxonError) -> None:
     code, details, metadata = status_of(error)
-    await context.abort(grpc.StatusCode.UNAUTHENTICATED if isinstance(error, Unknown) else code, details, metadata)
+    unknown = isinstance(error, (Unknown, Ended))
+    await context.abort(grpc.StatusCode.UNAUTHENTICATED if unknown else code, details, metadata)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Iterator, Set
+from collections.abc import Iterable, Iterator, Set
 from dataclasses import dataclass, field
 
 from axon_ps.compress import cast
@@ -53,6 +53,11 @@ class _Follower:
     filled: asyncio.Event = field(default_factory=asyncio.Event)
     slices: frozenset[int] = frozenset()
     task: asyncio.Task[None] | None = None
+
+    def refill(self, items: Iterable[_Sum]) -> None:
+        """Send all of these on the next stream: what was sent on the last one may be lost."""
+        self.queue.clear()
+        self.queue.extend(items)
 
 
 class Forwarding:
@@ -141,12 +146,16 @@ class Forwarding:
         """Send what is queued until cancelled."""
         leases = True
         while True:
+            stream: Stream | None = None
             try:
                 stub = await self._links.stub(rank)
                 peer = await self._links.peer(rank, stub, self._model) if leases else None
                 async with stub.open("Replicate") as stream:
                     await together([self._send(stream, follower, peer), _read_end(stream)])
             except Exception as error:
+                if stream is not None and not stream.is_current():
+                    follower.refill(self._complete(follower.slices))
+                    continue
                 unforeseen = not isinstance(error, AxonError)
                 level = logging.ERROR if unforeseen else logging.INFO
                 if not isinstance(error, GenerationChanged):  # of which we are about to hear
@@ -154,8 +163,7 @@ class Forwarding:
                 self._links.forget(rank)
                 leases = not leases  # what failed is not tried the same way again
                 await asyncio.sleep(_RETRY_S)
-                follower.queue.clear()
-                follower.queue.extend(self._complete(follower.slices))
+                follower.refill(self._complete(follower.slices))
 
     def _is_wanted(self, item: _Sum, follower: _Follower) -> bool:
         """Whether a sum is still of the step under way, and of a slice that is followed."""
@@ -169,6 +177,8 @@ class Forwarding:
         engine, wire = self._engine, self._engine.precision.grad
         header, known = common_pb2.Chunk(), 0  # the placement that the follower knows we go by
         while True:
+            if not stream.is_current():
+                raise Broken(f"{stream.place} goes on with newer credentials")
             while follower.queue:
                 item = follower.queue.popleft()
                 if not self._is_wanted(item, follower):

@@ -37,6 +37,9 @@ class SqliteStateStore(StateStore):
     Args:
         path: the file; created (with its directory) if it does not exist.
 
+    Attributes:
+        path: the same.
+
     Raises:
         ConfigurationError: the file is another program's, is corrupt, is of another version, is in use by another
             coordinator, or cannot be opened.
@@ -44,12 +47,12 @@ class SqliteStateStore(StateStore):
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self._path = os.fspath(path)
+        self.path = os.fspath(path)
         self._db: sqlite3.Connection | None = None
         self._shrinking = False
         try:
-            os.makedirs(os.path.dirname(os.path.abspath(self._path)), exist_ok=True)
-            self._db = sqlite3.connect(self._path, isolation_level=None, check_same_thread=False, timeout=0.0)
+            os.makedirs(os.path.dirname(os.path.abspath(self.path)), exist_ok=True)
+            self._db = sqlite3.connect(self.path, isolation_level=None, check_same_thread=False, timeout=0.0)
             self._open(self._db)
         except (sqlite3.Error, OSError) as error:
             self.close()
@@ -103,7 +106,7 @@ class SqliteStateStore(StateStore):
 
     def _connection(self) -> sqlite3.Connection:
         if self._db is None:
-            raise Closed(f"the state store {self._path!r} was closed")
+            raise Closed(f"the state store {self.path!r} was closed")
         return self._db
 
     def _open(self, db: sqlite3.Connection) -> None:
@@ -112,17 +115,15 @@ class SqliteStateStore(StateStore):
         application = db.execute("PRAGMA application_id").fetchone()[0]
         version = db.execute("PRAGMA user_version").fetchone()[0]
         if tables and application != APPLICATION_ID:
-            raise ConfigurationError(f"state file {self._path!r} is a database of another program; give another path")
+            raise ConfigurationError(f"state file {self.path!r} is a database of another program; give another path")
         if version > SCHEMA_VERSION or (tables and version < SCHEMA_VERSION):
             old = "an older axon_ps wrote it: remove it or give another path, and resume from a checkpoint"
             cure = "upgrade axon_ps" if version > SCHEMA_VERSION else old
             raise ConfigurationError(
-                f"state file {self._path!r} has version {version}, this program knows {SCHEMA_VERSION}; {cure}"
+                f"state file {self.path!r} has version {version}, this program knows {SCHEMA_VERSION}; {cure}"
             )
         if (damage := db.execute("PRAGMA quick_check(1)").fetchone()[0]) != "ok":
-            raise ConfigurationError(
-                f"state file {self._path!r} is corrupt ({damage}); restore it or give another path"
-            )
+            raise ConfigurationError(f"state file {self.path!r} is corrupt ({damage}); restore it or give another path")
         if db.execute("PRAGMA auto_vacuum").fetchone()[0] != _INCREMENTAL:
             db.execute(f"PRAGMA auto_vacuum = {_INCREMENTAL}")
             if tables:  # an older axon_ps made it; only rewriting the file changes that
@@ -139,14 +140,14 @@ class SqliteStateStore(StateStore):
     def _translated(self, error: sqlite3.Error | OSError, what: str) -> AxonError:
         code = getattr(error, "sqlite_errorname", "") or ""
         if code.startswith("SQLITE_FULL") or getattr(error, "errno", None) in _NO_SPACE:
-            return StorageFull(f"state file {self._path!r} cannot be {what}: no space left on its disk")
+            return StorageFull(f"state file {self.path!r} cannot be {what}: no space left on its disk")
         if code.startswith(("SQLITE_BUSY", "SQLITE_LOCKED")):
-            return ConfigurationError(f"state file {self._path!r} is in use by another coordinator; stop it first")
+            return ConfigurationError(f"state file {self.path!r} is in use by another coordinator; stop it first")
         if code.startswith(("SQLITE_NOTADB", "SQLITE_CORRUPT")):
             return ConfigurationError(
-                f"state file {self._path!r} is corrupt or not a state file ({error}); restore it or give another path"
+                f"state file {self.path!r} is corrupt or not a state file ({error}); restore it or give another path"
             )
-        return ConfigurationError(f"state file {self._path!r} cannot be {what}: {error}")
+        return ConfigurationError(f"state file {self.path!r} cannot be {what}: {error}")
 
 
 _INCREMENTAL = 2  # PRAGMA auto_vacuum: pages are given back when we ask for it

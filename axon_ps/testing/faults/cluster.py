@@ -66,7 +66,7 @@ class FaultyCluster(LocalCluster):
             world_size,
             min_workers=min_workers,
             lease_s=lease_s,
-            environment=environment,
+            environment={"AXON_PS_DEBUGGABLE": "1", **(environment or {})},  # we look at their sockets
             durable=True,
             replication=replication,
         )

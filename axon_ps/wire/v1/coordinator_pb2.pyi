@@ -108,12 +108,14 @@ class RegisterReply(_message.Message):
     def __init__(self, first: bool = ..., initialized: bool = ..., version: _Optional[int] = ..., upload: bool = ..., generation: _Optional[int] = ..., model: _Optional[int] = ...) -> None: ...
 
 class ReleaseRequest(_message.Message):
-    __slots__ = ("context", "model")
+    __slots__ = ("context", "model", "name")
     CONTEXT_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
     context: _common_pb2.CallContext
     model: int
-    def __init__(self, context: _Optional[_Union[_common_pb2.CallContext, _Mapping]] = ..., model: _Optional[int] = ...) -> None: ...
+    name: str
+    def __init__(self, context: _Optional[_Union[_common_pb2.CallContext, _Mapping]] = ..., model: _Optional[int] = ..., name: _Optional[str] = ...) -> None: ...
 
 class ReleaseReply(_message.Message):
     __slots__ = ("released",)

@@ -16,9 +16,11 @@ from collections.abc import Mapping, Sequence
 
 from axon_ps.errors import Broken
 from axon_ps.host.children import Child
+from axon_ps.rpc.auth.loopback import is_loopback
 from axon_ps.rpc.auth.tokens import new_secret
 from axon_ps.rpc.channels import join_address
 from axon_ps.rpc.security import Security
+from axon_ps.storage.roots import VARIABLE, roots_of_children
 from axon_ps.worker.environment import security_variables
 
 _DRAIN_S = 5.0
@@ -111,7 +113,20 @@ class EmbeddedServices:
         ours = {"AXON_PS_LOG_LEVEL": "WARNING"} | self._environment
         if service != "coordinator" and "AXON_PS_HTTP_PORT" in ours:
             ours["AXON_PS_HTTP_PORT"] = "0"  # the one that was asked for is the coordinator's
-        return ours | {"AXON_PS_JOB": self._job} | security_variables(self.security)
+        return (
+            ours
+            | roots_of_shards(self._host, self.security, ours)
+            | {"AXON_PS_JOB": self._job}
+            | security_variables(self.security)
+        )
+
+
+def roots_of_shards(host: str, security: Security, environment: Mapping[str, str]) -> dict[str, str]:
+    """The variable by which shard servers at a host open checkpoints where their coordinator does."""
+    if environment.get(VARIABLE):
+        return {}
+    private = is_loopback(host) and bool(security.tokens())
+    return roots_of_children(private=private, configured=(environment.get("AXON_PS_CHECKPOINT_DIR", ""),))
 
 
 def _ready_line(child: Child, deadline: float) -> str:

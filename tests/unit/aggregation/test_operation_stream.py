@@ -40,8 +40,8 @@ class ScriptedStream:
     def cancel(self) -> None:
         self.cancelled = True
 
-    def done(self) -> bool:
-        return self.cancelled
+    async def is_free(self) -> bool:
+        return not self.cancelled
 
 
 def make(*messages: Any) -> tuple[ScriptedStream, OperationStream]:

@@ -242,7 +242,7 @@ def test_a_server_at_another_version_is_refused() -> None:
 
 
 def save(d: Driver, uri: str = "/ckpt") -> Any:
-    return d.call(lambda call: d.state.save(call, OPERATOR, uri))
+    return d.call(lambda call: d.state.save(call, uri))
 
 
 def report(peer: Peer, order: SnapshotOrder, **fields: Any) -> None:
@@ -341,7 +341,7 @@ def test_there_must_be_something_to_save_and_to_restore_into() -> None:
 
 
 def restore(d: Driver, uri: str = "/ckpt", version: int = 7) -> Any:
-    return d.call(lambda call: d.state.restore(call, OPERATOR, [Resume(uri=uri, version=version)], d.clock()))
+    return d.call(lambda call: d.state.restore(call, [Resume(uri=uri, version=version)], d.clock()))
 
 
 def test_a_restore_ends_the_step_and_makes_a_generation_at_the_version_restored() -> None:

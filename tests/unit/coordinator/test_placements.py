@@ -271,7 +271,7 @@ def test_primaries_are_swapped_just_before_a_decision() -> None:
 def test_primaries_are_not_swapped_while_a_checkpoint_is_written() -> None:
     d, workers, servers, reborn = replaced()
     reborn.copied()
-    d.call(lambda call: d.state.save(call, Caller(job="job"), "/ckpt"))
+    d.call(lambda call: d.state.save(call, "/ckpt"))
     before = placement(d)
     step(workers, [servers[0], reborn])
     assert placement(d) == before

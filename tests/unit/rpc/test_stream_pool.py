@@ -28,6 +28,7 @@ class FakeStream:
 
     def __init__(self) -> None:
         self.cancelled = False
+        self.is_current = True
         self.ended = asyncio.Event()
 
     async def read(self) -> None:
@@ -35,7 +36,7 @@ class FakeStream:
         raise Closed("cancelled by this side")
 
     async def is_free(self) -> bool:
-        return not self.cancelled
+        return not self.cancelled and self.is_current
 
     def cancel(self) -> None:
         self.cancelled = True
@@ -60,6 +61,20 @@ def test_the_next_use_gets_the_same_stream() -> None:
             async with streams.acquire(stub) as stream:
                 assert stream is opened[0]
         assert len(opened) == 1
+
+    asyncio.run(test())
+
+
+def test_one_that_is_older_than_the_credentials_is_ended_and_not_used_again() -> None:
+    async def test() -> None:
+        streams, opened = make()
+        stub: Any = OneStub()
+        async with streams.acquire(stub):
+            pass
+        opened[0].is_current = False
+        async with streams.acquire(stub) as stream:
+            assert stream is opened[1]
+        assert opened[0].cancelled
 
     asyncio.run(test())
 

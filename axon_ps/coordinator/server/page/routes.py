@@ -10,7 +10,6 @@ import contextlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from axon_ps.coordinator.core.state import Caller
 from axon_ps.coordinator.server.feed import as_json
 from axon_ps.coordinator.server.servicer import CoordinatorServicer
 from axon_ps.coordinator.server.standby import Switch
@@ -86,7 +85,7 @@ def page_routes(switch: Switch) -> list[Route]:
 
         servicer, rank = leading(), int(request.match_info["rank"])
         try:
-            slices = await servicer.drain_server(Caller(job=""), rank)
+            slices = await servicer.drain_by_http(rank, request.remote or "")
         except AxonError as error:
             return web.Response(status=503 if isinstance(error, Busy) else 409, text=f"{error}\n")
         return web.json_response({"slices": slices})

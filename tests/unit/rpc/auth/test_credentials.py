@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import math
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from axon_ps.errors import PermissionDenied
+from axon_ps.rpc.auth import credentials as module
 from axon_ps.rpc.auth import watched_file
 from axon_ps.rpc.auth.authority import authority_of
-from axon_ps.rpc.auth.credentials import EVERYBODY, Credentials, Guard, Revoked, Unknown
+from axon_ps.rpc.auth.credentials import EVERYBODY, Credentials, Ended, Guard, Revoked, Unknown, stream_end
 from axon_ps.rpc.auth.identity import EVERY_ROLE, Identity, Principal
 from axon_ps.rpc.auth.tokens import mint, new_secret
 from axon_ps.rpc.security import Security
@@ -64,7 +67,7 @@ def test_without_tokens_everybody_may_and_a_certificate_still_names_a_role() -> 
 
 
 def test_who_may_join_with_which_rank() -> None:
-    worker = Credentials(frozenset({Principal.WORKER}), 3, ("x",), False, "worker of rank 3")
+    worker = Credentials(frozenset({Principal.WORKER}), 3, ("x",), False, text="worker of rank 3")
     assert [worker.check_join(Principal.WORKER, rank) for rank in (-1, 3)] == [3, 3]
     assert EVERYBODY.check_join(Principal.SHARD, -1) == -1
     with pytest.raises(PermissionDenied, match="worker of rank 3 may not join as worker 4"):
@@ -126,7 +129,7 @@ def test_revoking_ends_calls_under_way_and_refuses_new_ones() -> None:
 def test_a_task_that_is_cancelled_otherwise_stays_so() -> None:
     async def main() -> None:
         revocations = guard().revocations
-        credentials = Credentials(frozenset(), None, ("a",), False, "x")
+        credentials = Credentials(frozenset(), None, ("a",), False, text="x")
 
         async def serve() -> None:
             with revocations.watching(credentials):
@@ -141,5 +144,67 @@ def test_a_task_that_is_cancelled_otherwise_stays_so() -> None:
             ends(task)
             with pytest.raises(error):
                 await task
+
+    run(main())
+
+
+def test_a_stream_ends_with_its_credentials_unless_the_same_caller_has_shown_newer_ones(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "GRACE_S", 0.05)
+
+    def until(seconds: float, text: str = "worker 1", *, has_secret: bool = False) -> Credentials:
+        return Credentials(frozenset(), None, (), has_secret, time.time() + seconds, text)
+
+    async def main() -> None:
+        revocations = guard().revocations
+
+        async def serve(credentials: Credentials, newer: Credentials | None, is_stream: bool) -> None:
+            with revocations.watching(credentials, is_stream=is_stream):
+                end = stream_end()
+                assert (end is not None) == is_stream
+                if end is not None and newer is not None:
+                    end.extend(newer)
+                await asyncio.Event().wait()
+
+        async def ends(credentials: Credentials, newer: Credentials | None = None, *, is_stream: bool = True) -> bool:
+            task = asyncio.create_task(serve(credentials, newer, is_stream))
+            done, _ = await asyncio.wait([task], timeout=0.3)
+            if not done:
+                task.cancel()
+                await asyncio.wait([task])
+                return False
+            with pytest.raises(Ended, match="the credentials that this stream was opened with .worker 1. are over"):
+                task.result()
+            return True
+
+        assert await ends(until(0))
+        assert await ends(until(0), until(60, "worker 2"))
+        assert not await ends(until(0), until(60))
+        assert not await ends(until(0), until(math.inf, "whoever holds the job's secret", has_secret=True))
+        assert not await ends(until(60))
+        assert not await ends(until(0), is_stream=False), "a call that waits has a time-out"
+
+    run(main())
+
+
+def test_a_client_opens_another_stream_once_it_has_newer_credentials(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watched_file, "LOOK_S", 0.0)
+    new = new_secret()
+    file = tmp_path / "token"
+    file.write_text(f"{SECRET}\n{new}\n")
+
+    async def main() -> None:
+        security = Security(token_file=str(file))
+        async with serving(security=security, client=security) as s:
+            stream = s.stub.open("AllGather")
+            assert stream.is_current()
+            assert await stream.is_free()
+            file.write_text(f"{new}\n{SECRET}\n")
+            assert not stream.is_current()
+            assert not await stream.is_free()
+            assert s.stub.open("AllGather").is_current()
 
     run(main())
