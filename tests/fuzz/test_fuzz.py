@@ -61,7 +61,8 @@ def test_decoders(findings: Findings) -> None:
     assert target.decoded > 5_000
 
 
-def test_services(findings: Findings, tmp_path: Path) -> None:
+def test_services(findings: Findings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # what has a relative name is written there
     target = Services(findings, str(tmp_path / "checkpoints"))
     number = 0
     try:
