@@ -43,7 +43,7 @@ TARGETS: Final = {"decoders": "decoders", "services": "services", "worker": "wor
 PROMISED: Final = {"messages": 1_000_000, "connections": 20_000}
 MEMORY: Final = 1.10
 SLOWER: Final = 1.5
-TURN_S: Final = 120.0
+TURN_S: Final = 60.0
 """How long real services are attacked at a time, before they are looked at."""
 
 BESIDE_S: Final = 10.0

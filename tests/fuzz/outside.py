@@ -31,7 +31,7 @@ SETTLED_S: Final = 20.0
 MORE_FILES: Final = 12
 """How many more descriptors a service may have than before: connections of the job that were made anew."""
 
-COMPARED: Final = 8_000
+COMPARED: Final = 4_000
 """Steps whose losses are compared, from the first on: they are made again, which takes as long."""
 
 QUIET, ELSEWHERE, ATTACK = "quiet", "elsewhere", "attack"
