@@ -4,7 +4,7 @@ Note: [A unary call that is reset]
     gRPC reads the message of a unary call itself, in the task that it cancels when the client resets the call, so that
     the read is never freed (see Note: [An operation that is cancelled]), and it waits for it for ever. Nobody has been
     asked for a token by then. So a server offers its unary methods as streams of one message, which are the same on the
-    wire. *Measured*: 2 bytes a reset call are left of 96; a call takes 0.1 ms more on a busy machine (0.6 ms).
+    wire. *Measured*: 2 bytes a reset call are left of 96; a call takes 0.72 ms in place of 0.59 on a busy machine.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Any, Final
 
 import grpc
 from google.protobuf.message import DecodeError
@@ -35,7 +35,9 @@ class UnaryInterceptor(grpc.aio.ServerInterceptor):
     ) -> Any:
         """Return the call's handler, which reads the message itself."""
         handler = await continuation(handler_call_details)
-        if handler is None or handler.request_streaming:
+        if handler is None:
+            return _UNKNOWN
+        if handler.request_streaming:
             return handler
         behaviour: Any = handler.unary_stream if handler.response_streaming else handler.unary_unary
         if not inspect.iscoroutinefunction(behaviour):
@@ -58,6 +60,14 @@ def _read_first(behaviour: Answer, method: str, *, writes: bool) -> Answer:
             await Shielded(context.write(reply))
 
     return answer
+
+
+async def _unknown(_: Any, context: Any) -> None:
+    await Shielded(context.abort(grpc.StatusCode.UNIMPLEMENTED, "Method not found!"))
+
+
+_UNKNOWN: Final = grpc.stream_stream_rpc_method_handler(_unknown)
+"""gRPC's own answer, which a reset would leave memory of."""
 
 
 async def _message(context: Any, method: str) -> Any:

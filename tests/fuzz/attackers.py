@@ -53,7 +53,7 @@ class Orders:
     messages: int = 0
     connections: int = 0
     servers: int = 0
-    level: int = 19
+    level: int = 0
 
 
 @dataclass(kw_only=True)
@@ -67,6 +67,8 @@ class Attacked:
         connections: hostile ones, by kind.
         statuses: how calls ended.
         met: connections to hostile servers.
+        late: calls that took longer than they may by the clock, because the attackers were held up.
+        held_up_s: the longest time for which they were.
         findings: number and text, by what.
     """
 
@@ -76,6 +78,8 @@ class Attacked:
     connections: dict[str, int] = field(default_factory=dict)
     statuses: dict[str, int] = field(default_factory=dict)
     met: int = 0
+    late: int = 0
+    held_up_s: float = 0.0
     findings: dict[str, tuple[int, str]] = field(default_factory=dict)
 
 
@@ -125,6 +129,8 @@ async def attacked(orders: Orders) -> Attacked:
         connections=dict(sockets.connections),
         statuses=dict(sockets.statuses),
         met=servers.connections,
+        late=sockets.late,
+        held_up_s=sockets.held_up_s,
         findings={what: (count, findings.texts[what]) for what, count in findings.counts.items()},
     )
 

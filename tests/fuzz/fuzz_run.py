@@ -8,7 +8,8 @@ Two parts, each a part of the record, which keeps the other part:
   the attack    for `--seconds`: the targets inside of a process, guided by coverage, and real services under attack
                 with a job that trains beside, with pauses; attackers and targets give way to others of the machine
   the job       for `--beside`: nothing but the services, their job and the attackers, in turns with and without an
-                attack, so that a step's time says what an attack costs
+                attack, so that a step's time says what an attack costs; the attackers have as much of the machine as
+                the job, which pauses between two steps, so that each gets what it wants
 
 The record says how long each was, and what was promised and is not reached.
 """
@@ -35,7 +36,7 @@ sys.path[:0] = [str(HERE), str(ROOT / "benchmarks")]
 import _report  # noqa: E402
 from findings import Case, Findings  # noqa: E402
 from outside import ATTACK, ELSEWHERE, QUIET, TURNS, Amount, Outside, outside  # noqa: E402
-from priorities import LOW, LOWER  # noqa: E402
+from priorities import LOWER  # noqa: E402
 
 TARGETS: Final = {"decoders": "decoders", "services": "services", "worker": "worker", "worker, another": "worker"}
 """The processes, and what each attacks. The worker's half has two: it waits most of the time."""
@@ -53,7 +54,7 @@ MESSAGES_PER_S, CONNECTIONS_PER_S, SERVERS_PER_S = 200, 10, 1
 """To real services, and hostile servers that the SDK meets: what 20,000 connections in an hour need, and some more."""
 
 PAUSE_S: Final = 0.05
-"""Between two steps of the job, where they are not measured: it would take all that the machine has."""
+"""Between two steps of the job, which takes all of the machine without: then every process beside makes it slower."""
 
 Row = dict[str, Any]
 
@@ -144,6 +145,7 @@ def part_of(made: Outside, seconds: float, seed: int, findings: list[str], promi
         "load average at its end, with ours": [round(load, 1) for load in os.getloadavg()],
         "promised": promised,
         "connections": dict(made.connections) | {"from servers that the SDK met": made.met},
+        "attackers": {"held up, longest, s": round(made.held_up_s, 1), "calls late because of it": made.late},
         "memory_mib": {"each attack": [{n: round(m) for n, m in mib.items()} for mib in made.memory_mib]},
         "step_ms": {"median": made.medians_ms(), "longest": made.longest_ms(), "aborted": made.uncommitted},
         "findings": findings,
@@ -155,7 +157,7 @@ def attack_part(seconds: float, seed: int, cases: Path) -> tuple[Row, list[Row],
     findings = Findings(cases)
     with (
         tempfile.TemporaryDirectory() as directory,
-        outside(findings, Path(directory), level=LOW, pause_s=PAUSE_S) as made,
+        outside(findings, Path(directory), pause_s=PAUSE_S) as made,
         inside(seconds, seed, cases) as reports,
     ):
         attacked(made, seconds, min(TURN_S, seconds / 2), seed, (ATTACK,))
@@ -184,7 +186,10 @@ def attack_part(seconds: float, seed: int, cases: Path) -> tuple[Row, list[Row],
 def beside_part(seconds: float, seed: int, cases: Path) -> tuple[Row, dict[str, str]]:
     """See the module; the record's part, and the findings."""
     findings = Findings(cases)
-    with tempfile.TemporaryDirectory() as directory, outside(findings, Path(directory)) as made:
+    with (
+        tempfile.TemporaryDirectory() as directory,
+        outside(findings, Path(directory), level=0, pause_s=PAUSE_S, elsewhere=True) as made,
+    ):
         attacked(made, seconds, BESIDE_S, seed, TURNS)
     medians, worst = made.medians_ms(), made.worst_windows()
     attack_s = sum(turn.seconds for turn in made.turns if turn.kind == ATTACK)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import time
 from collections import Counter
 from typing import Any, Final
 
@@ -74,6 +75,7 @@ class Sockets:
         self.messages = 0
         self.connections: Counter[str] = Counter()
         self.statuses: Counter[str] = Counter()
+        self.late = 0
         self._findings = findings
         self._ports = ports
         self._token = token
@@ -102,6 +104,11 @@ class Sockets:
             self._clock.close()
         for channel in self._channels.values():
             await channel.close()
+
+    @property
+    def held_up_s(self) -> float:
+        """The longest time that this process has not looked at anything."""
+        return 0.0 if self._clock is None else self._clock.longest_s
 
     async def calls(self, seed: str, count: int, seconds: float = 0.0) -> None:
         """Make calls of `count` messages together, evenly spread over the time; 0 = as fast as it goes."""
@@ -144,6 +151,7 @@ class Sockets:
         """Make a call; it must end, soon after its deadline at most, and not by an exception nobody foresaw."""
         self.messages += len(case.messages)
         assert self._clock is not None
+        began_s = time.monotonic()
         made = asyncio.create_task(self._made(case, service))
         if not await self._clock.ends(made, DEADLINE_S + GRACE_S):
             text = f"it waited for {awaited(made)}"
@@ -154,6 +162,8 @@ class Sockets:
             self._findings.add(f"hang: {case.what} did not end in time", [case], text)
             made.cancel()
             return
+        if time.monotonic() - began_s > DEADLINE_S + GRACE_S:
+            self.late += 1
         try:
             made.result()
             self.statuses["OK"] += 1

@@ -11,7 +11,7 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -22,7 +22,7 @@ from axon_ps.testing import LocalCluster
 from axon_ps.testing.workers import WorkerProcess, results_of
 from beside import Services, Step, steps_of
 from findings import Case, Findings
-from priorities import LOWEST
+from priorities import LOW
 
 JOB: Final = "fuzz"
 SETTLED_S: Final = 20.0
@@ -87,12 +87,14 @@ class Outside:
     Args:
         findings: where findings go.
         cluster: with a worker that trains.
-        other: a cluster that nobody uses.
+        other: a cluster that nobody uses; None = no turn is elsewhere.
         path: where the worker writes its steps.
         level: how much attackers give way to others, as of `nice`.
     """
 
-    def __init__(self, findings: Findings, cluster: LocalCluster, other: LocalCluster, path: Path, level: int) -> None:
+    def __init__(
+        self, findings: Findings, cluster: LocalCluster, other: LocalCluster | None, path: Path, level: int
+    ) -> None:
         self._level = level
         self.services = Services(cluster)
         self.turns: list[Turn] = []
@@ -102,14 +104,14 @@ class Outside:
         self.connections: Counter[str] = Counter()
         self.elsewhere = 0
         self.statuses: Counter[str] = Counter()
-        self.met = 0
+        self.met = self.late = 0
+        self.held_up_s = 0.0
         self.steps = self.uncommitted = 0
         self._findings = findings
         self._cluster = cluster
-        self._targets = {
-            ATTACK: (self.services.ports, cluster.token),
-            ELSEWHERE: (Services(other).ports, other.token),
-        }
+        self._targets = {ATTACK: (self.services.ports, cluster.token)}
+        if other is not None:
+            self._targets[ELSEWHERE] = (Services(other).ports, other.token)
         self._path = path
         self._files = self.services.files()
         self._attacks = 0
@@ -154,6 +156,8 @@ class Outside:
             )
         )
         self._findings.take(done.findings)
+        self.late += done.late
+        self.held_up_s = max(self.held_up_s, done.held_up_s)
         if kind == ATTACK:
             self.health_s += asyncio.run(self.services.healthy_s()).values()
             self.connections += Counter(done.connections)
@@ -238,18 +242,23 @@ class Outside:
 
 
 @contextmanager
-def outside(findings: Findings, directory: Path, *, level: int = LOWEST, pause_s: float = 0.0) -> Iterator[Outside]:
-    """A cluster with a job that trains, and another one; the job's worker ends well in the end.
+def outside(
+    findings: Findings, directory: Path, *, level: int = LOW, pause_s: float = 0.0, elsewhere: bool = False
+) -> Iterator[Outside]:
+    """A cluster with a job that trains; its worker ends well in the end.
 
     Args:
         findings: where findings go.
         directory: for what the worker writes.
         level: how much attackers give way to others, as of `nice`.
         pause_s: between two steps of the job.
+        elsewhere: there is another cluster, for turns that are elsewhere.
     """
     path, stop = directory / "steps", directory / "stop"
     kwargs: dict[str, Any] = {"shards": beside.SHARDS, "world_size": 1, "job": JOB}
-    with LocalCluster(**kwargs) as cluster, LocalCluster(**kwargs) as other:
+    with ExitStack() as stack:
+        cluster = stack.enter_context(LocalCluster(**kwargs))
+        other = stack.enter_context(LocalCluster(**kwargs)) if elsewhere else None
         workers: list[WorkerProcess] = cluster.start_workers(beside.train, args=(str(path), str(stop), pause_s))
         deadline_s = time.monotonic() + 60.0
         while not (path.exists() and len(steps_of(path)) > 20):

@@ -7,9 +7,6 @@ import os
 from pathlib import Path
 from typing import Final
 
-LOWEST: Final = 19
-"""What is left, which is nothing for as long as others want all."""
-
 LOW: Final = 8
 """A sixth of what others get."""
 
