@@ -52,6 +52,12 @@ from axon_ps.wire.v1 import (
 MAX_SNAPSHOT_FILES = 1 << 16
 """Most files that one shard server may report for one checkpoint."""
 
+MAX_RANK = (1 << 31) - 1
+"""Highest rank that a coordinator may give."""
+
+MIN_LEASE_S = 0.01
+"""Shortest lease that it may give."""
+
 MAX_KNOWN_NAMES = 1 << 10
 """Most optimizers, and most compressors, that a shard server may list."""
 
@@ -369,15 +375,23 @@ def event_from_proto(message: session_pb2.SessionEvent) -> ServerEvent | None:
     if kind == "trace":
         return order_from_proto(message.trace)
     if kind == "welcome":
-        return Welcome(
-            rank=message.welcome.rank,
-            lease_s=message.welcome.lease_s,
-            world_size=message.welcome.world_size,
-            num_shards=message.welcome.num_shards,
-            state_id=message.welcome.state_id,
-            released=tuple(message.welcome.released),
-        )
+        return _welcome_from_proto(message.welcome)
     return None
+
+
+def _welcome_from_proto(welcome: session_pb2.Welcome) -> Welcome:
+    if welcome.rank > MAX_RANK:  # it is asked for again after a restart, as a number of 32 bits with a sign
+        raise InvalidRequest(f"the coordinator gives rank {welcome.rank}; at most {MAX_RANK} can be asked for again")
+    if not MIN_LEASE_S <= welcome.lease_s < math.inf:  # heartbeats are sent as often
+        raise InvalidRequest(f"the coordinator gives a lease of {welcome.lease_s} s; at least {MIN_LEASE_S} is needed")
+    return Welcome(
+        rank=welcome.rank,
+        lease_s=welcome.lease_s,
+        world_size=welcome.world_size,
+        num_shards=welcome.num_shards,
+        state_id=welcome.state_id,
+        released=tuple(welcome.released),
+    )
 
 
 def logged_to_proto(records: Sequence[Logged]) -> list[logs_pb2.LogRecord]:

@@ -10,6 +10,7 @@ from grpc_health.v1 import health, health_pb2
 
 from axon_ps.errors import Busy, InvalidRequest
 from axon_ps.rpc.limits import MAX_WATCHES, WATCH_S
+from axon_ps.rpc.shielded import Shielded
 from axon_ps.rpc.status import status_of
 
 
@@ -32,7 +33,7 @@ class BoundedHealth(health.aio.HealthServicer):  # type: ignore[misc]  # grpcio-
             async with asyncio.timeout(WATCH_S):
                 await self._watch(request.service, context)
         except TimeoutError:
-            await context.abort(grpc.StatusCode.UNAVAILABLE, f"a watch lasts {WATCH_S:g} s; begin another")
+            await Shielded(context.abort(grpc.StatusCode.UNAVAILABLE, f"a watch lasts {WATCH_S:g} s; begin another"))
         finally:
             self._watches -= 1
 
@@ -41,11 +42,11 @@ class BoundedHealth(health.aio.HealthServicer):  # type: ignore[misc]  # grpcio-
         changed = self._server_watchers[service]
         while True:
             status = self._server_status[service]
-            await context.write(health_pb2.HealthCheckResponse(status=status))
+            await Shielded(context.write(health_pb2.HealthCheckResponse(status=status)))
             async with changed:
                 await changed.wait_for(lambda status=status: self._server_status[service] != status)
 
 
 async def _refuse(context: Any, error: Busy | InvalidRequest) -> None:
     code, details, metadata = status_of(error)
-    await context.abort(code, details, metadata)
+    await Shielded(context.abort(code, details, metadata))  # see Note: [An operation that is cancelled]

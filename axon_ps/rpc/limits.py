@@ -31,7 +31,7 @@ MAX_PING_STRIKES: Final = 64
 """Pings without anything else, each sooner than half of `channels.KEEPALIVE_S` after the last: then the end."""
 
 FIRST_MESSAGE_S: Final = 20.0
-"""How long a stream may stay without its first message."""
+"""How long a call may stay without its first message."""
 
 MAX_WATCHES: Final = 64
 """Health watches at a time: they need no token."""

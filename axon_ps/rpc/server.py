@@ -17,6 +17,7 @@ from axon_ps.rpc.channels import SERVER_OPTIONS, join_address
 from axon_ps.rpc.in_process import InProcessServer, is_in_process
 from axon_ps.rpc.limits import MAX_SERVER_CALLS, server_options
 from axon_ps.rpc.security import Security
+from axon_ps.rpc.unary import UnaryInterceptor
 
 _logger = logging.getLogger(__name__)
 
@@ -96,7 +97,7 @@ class Server:
             raise Misuse("this server was started before; make a new one")
         credentials = self._security.server_credentials(self.host)
         guarded = self._guard.asks or credentials is not None
-        interceptors = [AccessInterceptor(self._guard)] if guarded else []
+        interceptors = [UnaryInterceptor(), *([AccessInterceptor(self._guard)] if guarded else [])]
         options = (*SERVER_OPTIONS, *server_options())
         server = grpc.aio.server(interceptors=interceptors, options=options, maximum_concurrent_rpcs=MAX_SERVER_CALLS)
         server.add_generic_rpc_handlers(self._services)

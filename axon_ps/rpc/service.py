@@ -290,7 +290,7 @@ async def _abort(context: Any, error: AxonError) -> None:
         raise asyncio.CancelledError
     code, details, metadata = status_of(error)
     try:
-        await context.abort(code, details, metadata)
+        await Shielded(context.abort(code, details, metadata))  # see Note: [An operation that is cancelled]
     except grpc.aio.InternalError:  # the client has gone meanwhile
         raise asyncio.CancelledError from None
 

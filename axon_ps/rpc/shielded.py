@@ -6,6 +6,11 @@ Note: [A read that is cancelled]
     (github.com/grpc/grpc/issues/43360). So a read is never cancelled: its call is, which ends the read soon, and the
     task gets its cancellation then. The same on a server, where gRPC cancels the servicer's task because its client has
     gone, and with it the call.
+
+Note: [An operation that is cancelled]
+    gRPC's asyncio layer frees an operation (a read, a write, the end of a call) in the task that awaits it, so one that
+    is cancelled is never freed: *measured* 96 to 220 bytes for each call that a client resets, for ever, also without a
+    token. A reset cancels the servicer's task, so there, too, every operation is awaited to its end: it ends at once.
 """
 
 from __future__ import annotations

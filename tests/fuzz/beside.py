@@ -40,11 +40,16 @@ def batch(step: int) -> torch.Tensor:
     return torch.randn(16, 64, generator=torch.Generator().manual_seed(step))
 
 
-def train(path: str, stop: str) -> int:
+def train(path: str, stop: str, pause_s: float) -> int:
     """Train until there is a file `stop`; writes the steps to `path`, and returns how many there were."""
+
+    def goes_on(_: int) -> bool:
+        time.sleep(pause_s)
+        return not Path(stop).exists()
+
     torch.set_num_threads(1)
     with World.init(timeout_s=60.0) as world, Path(path).open("w", encoding="utf-8", buffering=1) as out:
-        return _train(world, lambda step: not Path(stop).exists(), out)
+        return _train(world, goes_on, out)
 
 
 def losses(steps: int) -> list[float]:

@@ -25,24 +25,29 @@ class Case:
         what: an RPC's path, a decoder, or what the worker did.
         messages: the encoded messages.
         facts: what the job's names were then: they are exchanged for those of the job it is replayed in.
+        replies: of the worker's half, which reply each message took the place of: the RPC's path with the kind of
+            reply, and how many of those had come before in that call of the worker's.
     """
 
     target: str
     what: str
     messages: tuple[bytes, ...] = ()
     facts: dict[str, str] = field(default_factory=dict)
+    replies: tuple[tuple[str, int], ...] = ()
 
     def write(self, path: Path) -> None:
         """Write it as JSON."""
         encoded = [base64.b64encode(m).decode() for m in self.messages]
-        content = {"target": self.target, "what": self.what, "facts": self.facts, "messages": encoded}
+        content: dict[str, Any] = {"target": self.target, "what": self.what, "facts": self.facts, "messages": encoded}
+        content |= {"replies": self.replies} if self.replies else {}
         path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
     @classmethod
     def read(cls, path: Path) -> Case:
         """Read what `write` wrote."""
         c = json.loads(path.read_text(encoding="utf-8"))
-        return cls(c["target"], c["what"], tuple(map(base64.b64decode, c["messages"])), c["facts"])
+        replies = tuple((path, int(number)) for path, number in c.get("replies", ()))
+        return cls(c["target"], c["what"], tuple(map(base64.b64decode, c["messages"])), c["facts"], replies)
 
     def among(self, facts: dict[str, str]) -> Case:
         """The same in another job: with its incarnations, which are as long."""
@@ -51,7 +56,7 @@ class Case:
             new = facts.get(name, value).encode()
             if len(new) == len(value):
                 messages = tuple(m.replace(value.encode(), new) for m in messages)
-        return Case(self.target, self.what, messages, facts)
+        return Case(self.target, self.what, messages, facts, self.replies)
 
 
 class Findings:
@@ -64,7 +69,7 @@ class Findings:
     def __init__(self, directory: Path) -> None:
         self.counts: Counter[str] = Counter()
         self.texts: dict[str, str] = {}
-        self._directory = directory
+        self.directory = directory
 
     def add(self, what: str, cases: list[Case], text: str = "") -> None:
         """Note a finding, and write what was sent shortly before."""
@@ -72,9 +77,15 @@ class Findings:
         if what in self.texts:
             return
         self.texts[what] = text
-        self._directory.mkdir(parents=True, exist_ok=True)
+        self.directory.mkdir(parents=True, exist_ok=True)
         for number, case in enumerate(cases):
-            case.write(self._directory / f"finding{len(self.texts)}-{number}.json")
+            case.write(self.directory / f"finding{len(self.texts)}-{number}.json")
+
+    def take(self, others: dict[str, tuple[int, str]]) -> None:
+        """Note the findings of another process, which has written its cases."""
+        for what, (count, text) in others.items():
+            self.counts[what] += count
+            self.texts.setdefault(what, text)
 
     def __bool__(self) -> bool:
         return bool(self.counts)

@@ -7,7 +7,6 @@ would wait for its deadline. Then nothing of those calls may be left on the serv
 from __future__ import annotations
 
 import asyncio
-import time
 from collections import Counter, deque
 from contextlib import ExitStack
 from typing import Any, Final
@@ -22,6 +21,7 @@ from findings import Case, Findings, LoggedTracebacks, where
 from grown import Grower
 from small_job import SmallJob, small_job
 from tapped import METHODS, Tap
+from turns import ProcessClock
 
 CALLS: Final = 8
 """Calls of a round, side by side."""
@@ -42,6 +42,10 @@ RARE: Final = {"SaveCheckpoint": 30, "RestoreCheckpoint": 10, "Drain": 20, "Rele
 """RPCs that are tried once in so many times: they write files, or end what the others need."""
 
 UNFORESEEN: Final = (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN)
+
+
+CLOCK: Final = ProcessClock()
+"""Of the limits of waits."""
 
 
 class _Channel(InProcessChannel):
@@ -106,16 +110,16 @@ class Services:
     def perform(self, job: SmallJob, cases: list[Case], patience_s: float) -> None:
         """Send all that `cases` have, and look at what comes of it."""
         self._recent.extend(cases)
-        began_s = time.monotonic()
+        began_s = CLOCK.now_s
         try:
-            left = job.world._loop.run(self._round(job, cases, patience_s), 6 * END_S)
+            left = job.world._loop.run(self._round(job, cases, patience_s), 30 * END_S)
         except AxonError as error:
             self._findings.add(f"hang: {type(error).__name__}", list(self._recent), str(error))
             self.close()
             return
         if left:
             self._findings.add(f"hang: {left[0]} is not over", list(self._recent), "\n".join(left))
-        if (took_s := time.monotonic() - began_s) > END_S:
+        if (took_s := CLOCK.now_s - began_s) > END_S:
             self._findings.add("hang: a round took long", list(self._recent), f"{took_s:.1f} s")
         for place, text in self._logged.take():
             self._findings.add(f"traceback: {place}", list(self._recent), text)
@@ -140,7 +144,9 @@ class Services:
         await asyncio.gather(*calls, return_exceptions=True)
         stuck = {call._task for call in made if call._task is not None and not call._task.done()}
         if stuck:
-            _, stuck = await asyncio.wait(stuck, timeout=END_S)
+            until_s = CLOCK.now_s + END_S
+            while stuck and CLOCK.now_s < until_s:
+                _, stuck = await asyncio.wait(stuck, timeout=END_S)
         return [awaited(task) for task in stuck]
 
     async def _call(self, job: SmallJob, case: Case, index: int, made: list[Any]) -> None:

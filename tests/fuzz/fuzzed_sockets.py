@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
+import time
 from collections import Counter
 from typing import Any, Final
 
@@ -16,6 +18,7 @@ from google.protobuf.descriptor import Descriptor
 from google.protobuf.message import DecodeError, Message
 from google.protobuf.message_factory import GetMessageClass
 
+from attackers import paced
 from axon_ps.errors import AxonError, InternalError
 from axon_ps.rpc.status import error_of
 from axon_ps.rpc.stream import EOF, Stream
@@ -25,14 +28,17 @@ from fuzzed_services import READS, awaited
 from grown import Facts, Grower, delimited
 from hostile_http2 import attack
 from tapped import METHODS
+from turns import LoopClock
 
-DEADLINE_S: Final = 0.3
+DEADLINE_S: Final = 0.5
 """Deadline of a call: some wait lawfully for what never comes."""
 
 GRACE_S: Final = 8.0
-"""How long after its deadline a call may take to end; longer is a hang."""
+"""How long after its deadline a call may take to end; longer is a hang; of a `LoopClock`."""
 
-SIDE_BY_SIDE: Final = 16
+SIDE_BY_SIDE: Final = 48
+"""Calls at a time."""
+
 LAWFUL: Final = frozenset(("Drain", "Release", "SaveCheckpoint", "RestoreCheckpoint", "Register", "Trace"))
 """What an operator may do to any job whose token it has."""
 
@@ -54,7 +60,7 @@ def harmless(kind: Descriptor, rpc: str, data: bytes) -> bytes:
 
 
 class Sockets:
-    """See the module; coroutines of one event loop.
+    """See the module; coroutines of one event loop. Use it with `async with`.
 
     Args:
         findings: where findings go.
@@ -69,10 +75,12 @@ class Sockets:
         self.messages = 0
         self.connections: Counter[str] = Counter()
         self.statuses: Counter[str] = Counter()
+        self.late = 0
         self._findings = findings
         self._ports = ports
         self._token = token
         self._channels: dict[str, grpc.aio.Channel] = {}
+        self._clock: LoopClock | None = None
         self._grower = Grower(
             Facts(
                 numbers={
@@ -87,31 +95,48 @@ class Sockets:
             )
         )
 
-    async def calls(self, seed: str, count: int) -> None:
-        """Make calls until `count` messages more are sent, some of them side by side."""
-        until = self.messages + count
-        number = 0
-        while self.messages < until:
-            entropies = [Entropy(f"{seed}/{number + i}") for i in range(SIDE_BY_SIDE)]
-            number += SIDE_BY_SIDE
-            await asyncio.gather(*map(self._call, entropies))
+    async def __aenter__(self) -> Sockets:
+        self._clock = LoopClock()
+        return self
 
-    async def attacks(self, seed: str, count: int, side_by_side: int) -> None:
-        """Open hostile connections."""
-        numbers = iter(range(count))
-
-        async def one_after_the_other() -> None:
-            for number in numbers:
-                entropy = Entropy(f"{seed}/{number}")
-                port = entropy.pick(list(self._ports.values()))
-                self.connections[await attack(port, self._token, entropy)] += 1
-
-        await asyncio.gather(*(one_after_the_other() for _ in range(side_by_side)))
-
-    async def close(self) -> None:
-        """Close the connections of the calls."""
+    async def __aexit__(self, *_: object) -> None:
+        if self._clock is not None:
+            self._clock.close()
         for channel in self._channels.values():
             await channel.close()
+
+    @property
+    def held_up_s(self) -> float:
+        """The longest time that this process has not looked at anything."""
+        return 0.0 if self._clock is None else self._clock.longest_s
+
+    async def calls(self, seed: str, count: int, seconds: float = 0.0) -> None:
+        """Make calls of `count` messages together, evenly spread over the time; 0 = as fast as it goes."""
+        entropies = (Entropy(f"{seed}/{number}") for number in itertools.count())
+        free = asyncio.Semaphore(SIDE_BY_SIDE)
+        begun = 0
+        async with asyncio.TaskGroup() as group:
+            async for number in paced(count, seconds):
+                if begun > number:  # a call before had several messages
+                    continue
+                case, service = self._chosen(next(entropies))
+                begun += len(case.messages)
+                await free.acquire()
+                group.create_task(self.perform(case, service)).add_done_callback(lambda _: free.release())
+
+    async def attacks(self, seed: str, count: int, side_by_side: int, seconds: float = 0.0) -> None:
+        """Open hostile connections, evenly spread over the time; 0 = as fast as it goes."""
+        free = asyncio.Semaphore(side_by_side)
+
+        async def one(number: int) -> None:
+            entropy = Entropy(f"{seed}/{number}")
+            port = entropy.pick(list(self._ports.values()))
+            self.connections[await attack(port, self._token, entropy)] += 1
+
+        async with asyncio.TaskGroup() as group:
+            async for number in paced(count, seconds):
+                await free.acquire()
+                group.create_task(one(number)).add_done_callback(lambda _: free.release())
 
     def grown(self, entropy: Entropy) -> Case:
         """The messages of a call."""
@@ -125,12 +150,20 @@ class Sockets:
     async def perform(self, case: Case, service: str) -> None:
         """Make a call; it must end, soon after its deadline at most, and not by an exception nobody foresaw."""
         self.messages += len(case.messages)
+        assert self._clock is not None
+        began_s = time.monotonic()
         made = asyncio.create_task(self._made(case, service))
-        await asyncio.wait([made], timeout=DEADLINE_S + GRACE_S)
-        if not made.done():
-            self._findings.add(f"hang: {case.what} did not end", [case], awaited(made))
+        if not await self._clock.ends(made, DEADLINE_S + GRACE_S):
+            text = f"it waited for {awaited(made)}"
+            ended = await self._clock.ends(made, 4 * GRACE_S)
+            text += (
+                f" and ended {'later' if ended else 'never'}; longest turn of our loop {self._clock.longest_s:.1f} s"
+            )
+            self._findings.add(f"hang: {case.what} did not end in time", [case], text)
             made.cancel()
             return
+        if time.monotonic() - began_s > DEADLINE_S + GRACE_S:
+            self.late += 1
         try:
             made.result()
             self.statuses["OK"] += 1
@@ -144,10 +177,11 @@ class Sockets:
         if isinstance(error, InternalError):
             self._findings.add(f"{case.what}: {error}", [case])
 
-    async def _call(self, entropy: Entropy) -> None:
+    def _chosen(self, entropy: Entropy) -> tuple[Case, str]:
+        """A call, and which service gets it."""
         case = self.grown(entropy)
         names = [n for n in self._ports if ("Coordinator" in case.what) == (n == "coordinator")]
-        await self.perform(case, entropy.pick(names))
+        return case, entropy.pick(names)
 
     async def _made(self, case: Case, service: str) -> None:
         channel = self._channel(service)

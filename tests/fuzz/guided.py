@@ -9,6 +9,7 @@ every second, since libFuzzer ends the process itself.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import sys
@@ -30,6 +31,7 @@ import psutil
 
 from entropy import Entropy, GivenEntropy
 from findings import Case, Findings
+from priorities import give_way
 
 PREFIXES: Final = ("axon_ps.wire", "axon_ps.coordinator", "axon_ps.shard", "axon_ps.aggregation", "axon_ps.rpc")
 """What coverage is of: who reads messages, and decides what they mean."""
@@ -78,11 +80,14 @@ class Run:
         self._seconds, self._messages = seconds, messages
         self._began_s = self._written_s = time.monotonic()
         self._warm_mib = 0.0
+        self._parent = os.getppid()
         self.inputs = 0
 
     @property
     def over(self) -> bool:
-        """Whether it is."""
+        """Whether it is; also when nobody waits for it any more."""
+        if os.getppid() != self._parent:
+            return True
         done = time.monotonic() - self._began_s
         return bool(
             (self._seconds and done >= self._seconds) or (self._messages and self._target.messages >= self._messages)
@@ -158,11 +163,16 @@ def main() -> None:
     parser.add_argument("--unguided", action="store_true")
     parser.add_argument("--cases", type=Path, default=Path("build/fuzz"), help="where findings are written")
     parser.add_argument("--replay", type=Path, help="send what this file says, and nothing else")
+    parser.add_argument("--give-way", type=int, default=0, help="to others of the machine, as of nice")
     options = parser.parse_args()
+    options.cases, options.report = options.cases.absolute(), options.report.absolute()
+    replay = None if options.replay is None else Case.read(options.replay)
+    give_way(os.getpid(), options.give_way)
     findings = Findings(options.cases)
     guide = atheris is not None and not options.unguided and options.replay is None
     with ExitStack() as stack:
         directory = stack.enter_context(tempfile.TemporaryDirectory())
+        stack.enter_context(contextlib.chdir(directory))  # what has a relative name is written there
         if guide:
             with atheris.instrument_imports(include=list(PREFIXES)):
                 made = target(options.target, findings, directory)
@@ -170,8 +180,8 @@ def main() -> None:
             made = target(options.target, findings, directory)
         stack.callback(made.close)
         run = Run(made, findings, options.report, options.seconds, options.messages)
-        if options.replay is not None:
-            made.replay(Case.read(options.replay))
+        if replay is not None:
+            made.replay(replay)
             run.write()
         elif guide:
             guided(run, options.seed, options.cases, stack.close)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
 from collections import Counter
 from typing import Final
 
@@ -26,6 +25,7 @@ from hyperframe.frame import (
     WindowUpdateFrame,
 )
 
+from attackers import paced
 from axon_ps.errors import AxonError
 from axon_ps.rpc.channels import connect
 from axon_ps.rpc.security import Security
@@ -33,6 +33,7 @@ from axon_ps.rpc.service import Stub
 from axon_ps.wire.v1 import common_pb2, coordinator_pb2, shard_pb2, status_pb2
 from entropy import Entropy
 from findings import Findings, where
+from turns import LoopClock
 
 COORDINATOR: Final = coordinator_pb2.DESCRIPTOR.services_by_name["Coordinator"]
 SHARD: Final = shard_pb2.DESCRIPTOR.services_by_name["Shard"]
@@ -106,8 +107,14 @@ class HostileServers:
         self.ends: Counter[str] = Counter()
         self._findings = findings
 
-    async def run(self, seed: str, count: int) -> None:
-        """Meet a server that answers each of its connections in another wrong way, until there were `count` more."""
+    async def run(self, seed: str, count: int, seconds: float = 0.0) -> None:
+        """Meet a server that answers each of its connections in another wrong way, until there were `count` more.
+
+        Args:
+            seed: of its answers.
+            count: connections.
+            seconds: over how much time they are spread; 0 = as fast as it goes.
+        """
         serving: set[asyncio.Task[None]] = set()
 
         async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -122,25 +129,28 @@ class HostileServers:
 
         server = await asyncio.start_server(begin, "127.0.0.1", 0)
         address = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
-        until, number = self.connections + count, 0
-        while self.connections < until:
-            await asyncio.gather(*(self._meet(address, Entropy(f"{seed}/calls/{number + i}")) for i in range(8)))
-            number += 8
+        before, clock = self.connections, LoopClock()
+        async for number in paced(count, seconds):
+            if self.connections - before > number:  # the meeting before made several
+                continue
+            meetings = [self._meet(address, Entropy(f"{seed}/calls/{number}/{i}"), clock) for i in range(4)]
+            await asyncio.gather(*meetings)
+        clock.close()
         await asyncio.sleep(SETTLED_S)  # for what gRPC has connected last
         server.close()
         if serving:
             await asyncio.wait(serving)
 
-    async def _meet(self, address: str, entropy: Entropy) -> None:
+    async def _meet(self, address: str, entropy: Entropy, clock: LoopClock) -> None:
         channel = connect(address, Security())
         try:
             for _ in range(2):
-                await self._call(Stub(channel, COORDINATOR), Stub(channel, SHARD), entropy)
+                await self._call(Stub(channel, COORDINATOR), Stub(channel, SHARD), entropy, clock)
         finally:
             await channel.close()
 
-    async def _call(self, coordinator: Stub, shard: Stub, entropy: Entropy) -> None:
-        began_s = time.monotonic()
+    async def _call(self, coordinator: Stub, shard: Stub, entropy: Entropy, clock: LoopClock) -> None:
+        began_s = clock.now_s
         try:
             if entropy.below(2):
                 context = common_pb2.CallContext(job="j")
@@ -155,5 +165,5 @@ class HostileServers:
             self.ends[type(error).__name__] += 1
         except Exception as error:
             self._findings.add(f"hostile server: {where(error)}", [], repr(error))
-        if time.monotonic() - began_s > TIMEOUT_S + GRACE_S:
+        if clock.now_s - began_s > TIMEOUT_S + GRACE_S:
             self._findings.add("hang: a call of the SDK's to a hostile server", [])

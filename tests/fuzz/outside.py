@@ -11,18 +11,18 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
 import beside
+from attackers import Orders, attack
 from axon_ps.testing import LocalCluster
 from axon_ps.testing.workers import WorkerProcess, results_of
 from beside import Services, Step, steps_of
 from findings import Case, Findings
-from fuzzed_sockets import Sockets
-from hostile_servers import HostileServers
+from priorities import LOW
 
 JOB: Final = "fuzz"
 SETTLED_S: Final = 20.0
@@ -31,14 +31,18 @@ SETTLED_S: Final = 20.0
 MORE_FILES: Final = 12
 """How many more descriptors a service may have than before: connections of the job that were made anew."""
 
-COMPARED: Final = 20_000
+COMPARED: Final = 4_000
 """Steps whose losses are compared, from the first on: they are made again, which takes as long."""
 
 QUIET, ELSEWHERE, ATTACK = "quiet", "elsewhere", "attack"
 TURNS: Final = (QUIET, ELSEWHERE, ATTACK)
 
 
-@dataclass
+WINDOW_S: Final = 2.5
+"""The job's median step is looked at for each so long."""
+
+
+@dataclass(frozen=True)
 class Amount:
     """How much a turn attacks.
 
@@ -59,13 +63,22 @@ class Turn:
 
     Attributes:
         kind: quiet, elsewhere or attack.
+        began_s: when.
         seconds: how long.
         steps: of the job.
     """
 
     kind: str
+    began_s: float
     seconds: float
     steps: list[Step] = field(default_factory=list)
+
+    def windows_ms(self) -> list[float]:
+        """The median step of each window."""
+        windows: dict[int, list[float]] = {}
+        for step in self.steps:
+            windows.setdefault(int((step.at_s - self.began_s) / WINDOW_S), []).append(1000 * step.took_s)
+        return [statistics.median(steps) for steps in windows.values()]
 
 
 class Outside:
@@ -74,61 +87,86 @@ class Outside:
     Args:
         findings: where findings go.
         cluster: with a worker that trains.
-        other: a cluster that nobody uses.
+        other: a cluster that nobody uses; None = no turn is elsewhere.
         path: where the worker writes its steps.
+        level: how much attackers give way to others, as of `nice`.
     """
 
-    def __init__(self, findings: Findings, cluster: LocalCluster, other: LocalCluster, path: Path) -> None:
+    def __init__(
+        self, findings: Findings, cluster: LocalCluster, other: LocalCluster | None, path: Path, level: int
+    ) -> None:
+        self._level = level
         self.services = Services(cluster)
         self.turns: list[Turn] = []
         self.health_s: list[float] = []
-        self.warm_mib: dict[str, float] = {}
-        self.memory_mib: dict[str, float] = {}
+        self.memory_mib: list[dict[str, float]] = []
         self.messages = 0
         self.connections: Counter[str] = Counter()
         self.elsewhere = 0
         self.statuses: Counter[str] = Counter()
-        self.met = 0
+        self.met = self.late = 0
+        self.held_up_s = 0.0
         self.steps = self.uncommitted = 0
         self._findings = findings
         self._cluster = cluster
-        self._targets = {
-            ATTACK: (self.services.ports, cluster.token),
-            ELSEWHERE: (Services(other).ports, other.token),
-        }
+        self._targets = {ATTACK: (self.services.ports, cluster.token)}
+        if other is not None:
+            self._targets[ELSEWHERE] = (Services(other).ports, other.token)
         self._path = path
         self._files = self.services.files()
+        self._attacks = 0
 
-    def turn(self, kind: str, seed: str, amount: Amount, quiet_s: float) -> Turn:
-        """One turn; an attack is as long as it takes, a quiet one `quiet_s`."""
+    def turn(self, kind: str, seed: str, amount: Amount, seconds: float) -> Turn:
+        """One turn.
+
+        Args:
+            kind: quiet, elsewhere or attack.
+            seed: of its choices.
+            amount: how much is sent, unless it is quiet.
+            seconds: over how much time that is spread; 0 = as fast as it goes.
+        """
         began_s = time.monotonic()
         if kind == QUIET:
-            time.sleep(quiet_s)
+            time.sleep(seconds)
         else:
-            asyncio.run(self._attack(kind, seed, amount))
-        turn = Turn(kind, time.monotonic() - began_s)
+            began_s = self._attack(kind, seed, amount, seconds)
+        turn = Turn(kind, began_s, time.monotonic() - began_s)
         turn.steps = [s for s in steps_of(self._path) if s.at_s - s.took_s >= began_s]
         self.turns.append(turn)
         if kind == ATTACK:
             self._look(seed)
         return turn
 
-    async def _attack(self, kind: str, seed: str, amount: Amount) -> None:
+    def _attack(self, kind: str, seed: str, amount: Amount, seconds: float) -> float:
+        """Attack, and return when it began."""
         ports, token = self._targets[kind]
-        sockets = Sockets(self._findings, ports, JOB, token)
-        servers = HostileServers(self._findings)
-        calls = sockets.calls(f"{seed}/calls", amount.messages)
-        attacks = sockets.attacks(f"{seed}/attacks", amount.connections, 96)
-        await asyncio.gather(calls, attacks, servers.run(f"{seed}/servers", amount.servers))
-        await sockets.close()
+        self._attacks += 1
+        done = attack(
+            Orders(
+                ports=ports,
+                token=token,
+                job=JOB,
+                seed=seed,
+                cases=str(self._findings.directory / f"attack-{self._attacks}"),
+                seconds=seconds,
+                messages=amount.messages,
+                connections=amount.connections,
+                servers=amount.servers,
+                level=self._level,
+            )
+        )
+        self._findings.take(done.findings)
+        self.late += done.late
+        self.held_up_s = max(self.held_up_s, done.held_up_s)
         if kind == ATTACK:
-            self.health_s += (await self.services.healthy_s()).values()
-            self.connections += sockets.connections
+            self.health_s += asyncio.run(self.services.healthy_s()).values()
+            self.connections += Counter(done.connections)
+            self.met += done.met
+            self.messages += done.messages
+            self.statuses += Counter(done.statuses)
         else:
-            self.elsewhere += sockets.connections.total()
-        self.messages += sockets.messages
-        self.statuses += sockets.statuses
-        self.met += servers.connections
+            self.elsewhere += sum(done.connections.values())
+        return done.began_s
 
     def _look(self, seed: str) -> None:
         """After an attack: whether they live, and have let go of what attackers left; how large they are."""
@@ -140,9 +178,7 @@ class Outside:
             time.sleep(0.2)
         if more:
             self._findings.add(f"descriptors are not closed: {more}", [Case("sockets", seed)])
-        self.memory_mib = self.services.memory_mib()
-        if sum(turn.kind == ATTACK for turn in self.turns) == 1:
-            self.warm_mib = self.memory_mib
+        self.memory_mib.append(self.services.memory_mib())
         for name, log in self._logs().items():
             if "Traceback (most recent call last)" in log:
                 self._findings.add(f"{name} logged a traceback", [Case("sockets", seed)], log[-4000:])
@@ -172,28 +208,64 @@ class Outside:
 
     def medians_ms(self) -> dict[str, float]:
         """The median step of the job, by kind of turn."""
-        found = {kind: [s.took_s for t in self.turns if t.kind == kind for s in t.steps] for kind in TURNS}
-        return {kind: 1000 * statistics.median(steps) for kind, steps in found.items() if steps}
+        return {kind: 1000 * statistics.median(steps) for kind in TURNS if (steps := self._took_s(kind))}
 
     def longest_ms(self) -> dict[str, float]:
         """The longest step, by kind of turn."""
-        found = {kind: [s.took_s for t in self.turns if t.kind == kind for s in t.steps] for kind in TURNS}
-        return {kind: 1000 * max(steps) for kind, steps in found.items() if steps}
+        return {kind: 1000 * max(steps) for kind in TURNS if (steps := self._took_s(kind))}
+
+    def worst_windows(self) -> dict[str, float]:
+        """By kind of turn, the worst window's median step, as a multiple of that of the quiet turns before and after.
+
+        What one quiet window is to the others is what the machine itself does.
+        """
+        quiet = [(t.began_s, statistics.median(t.windows_ms())) for t in self.turns if t.kind == QUIET and t.steps]
+        found: dict[str, float] = {}
+        for turn in self.turns:
+            near = sorted(quiet, key=lambda q, at=turn.began_s: abs(q[0] - at))[:2]
+            if near and turn.steps:
+                usual = statistics.mean(ms for _, ms in near)
+                found[turn.kind] = max(found.get(turn.kind, 0.0), max(turn.windows_ms()) / usual)
+        return found
+
+    def growth(self) -> dict[str, float]:
+        """How large each service is in the end, after a tenth of the attacks = 1; the median of that tenth's."""
+        tenth = max(1, len(self.memory_mib) // 10)
+        before, after = self.memory_mib[tenth - 1 : 2 * tenth - 1], self.memory_mib[-tenth:]
+        return {
+            name: statistics.median(m[name] for m in after) / statistics.median(m[name] for m in before)
+            for name in self.memory_mib[0]
+        }
+
+    def _took_s(self, kind: str) -> list[float]:
+        return [s.took_s for t in self.turns if t.kind == kind for s in t.steps]
 
 
 @contextmanager
-def outside(findings: Findings, directory: Path) -> Iterator[Outside]:
-    """A cluster with a job that trains, and another one; the job's worker ends well in the end."""
+def outside(
+    findings: Findings, directory: Path, *, level: int = LOW, pause_s: float = 0.0, elsewhere: bool = False
+) -> Iterator[Outside]:
+    """A cluster with a job that trains; its worker ends well in the end.
+
+    Args:
+        findings: where findings go.
+        directory: for what the worker writes.
+        level: how much attackers give way to others, as of `nice`.
+        pause_s: between two steps of the job.
+        elsewhere: there is another cluster, for turns that are elsewhere.
+    """
     path, stop = directory / "steps", directory / "stop"
     kwargs: dict[str, Any] = {"shards": beside.SHARDS, "world_size": 1, "job": JOB}
-    with LocalCluster(**kwargs) as cluster, LocalCluster(**kwargs) as other:
-        workers: list[WorkerProcess] = cluster.start_workers(beside.train, args=(str(path), str(stop)))
+    with ExitStack() as stack:
+        cluster = stack.enter_context(LocalCluster(**kwargs))
+        other = stack.enter_context(LocalCluster(**kwargs)) if elsewhere else None
+        workers: list[WorkerProcess] = cluster.start_workers(beside.train, args=(str(path), str(stop), pause_s))
         deadline_s = time.monotonic() + 60.0
         while not (path.exists() and len(steps_of(path)) > 20):
             if time.monotonic() > deadline_s or workers[0].process.exit_code is not None:
                 raise AssertionError(f"the job beside did not begin: {workers[0].process.output}")
             time.sleep(0.1)
-        made = Outside(findings, cluster, other, path)
+        made = Outside(findings, cluster, other, path, level)
         yield made
         stop.touch()
         results_of(workers, timeout_s=60.0, check=True)

@@ -1,4 +1,4 @@
-"""A minute of `make fuzz`, with seeds that never change and budgets of messages: what it finds, it finds every time."""
+"""Less than a minute of `make fuzz`; seeds and numbers of messages never change: what it finds, it finds every time."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from axon_ps.wire.v1 import common_pb2, session_pb2
+from axon_ps.wire.v1 import common_pb2, coordinator_pb2, session_pb2
 from decoders import Decoders
 from entropy import Entropy, GivenEntropy
 from findings import Case, Findings
@@ -54,18 +54,19 @@ def test_what_is_wrong_is_found(findings: Findings, monkeypatch: pytest.MonkeyPa
 def test_decoders(findings: Findings) -> None:
     target = Decoders(findings)
     number = 0
-    while target.messages < 30_000:
+    while target.messages < 20_000:
         target.run(Entropy(f"decoders-{number}"))
         number += 1
     assert not findings, str(findings)
-    assert target.decoded > 5_000
+    assert target.decoded > 3_000
 
 
-def test_services(findings: Findings, tmp_path: Path) -> None:
+def test_services(findings: Findings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # what has a relative name is written there
     target = Services(findings, str(tmp_path / "checkpoints"))
     number = 0
     try:
-        while target.messages < 8_000:
+        while target.messages < 6_000:
             target.run(Entropy(f"services-{number}"))
             number += 1
     finally:
@@ -86,11 +87,25 @@ def test_the_workers_own_half(findings: Findings) -> None:
     assert target.ends["result"] > 20
 
 
+def test_what_a_worker_was_sent_is_sent_again(findings: Findings, tmp_path: Path) -> None:
+    """From the file of a finding, to the worker of another job: an answer to a read of the key-value store."""
+    names, path = {"worker 0": "a" * 32}, tmp_path / "case.json"
+    reply = coordinator_pb2.KVReply(found=True, value=b"a" * 32)
+    sent = (("/axon_ps.wire.v1.Coordinator/KV", 0),)
+    Case("worker", "kv_get", (reply.SerializeToString(),), names, sent).write(path)
+    target = WorkerHalf(findings)
+    try:
+        target.replay(Case.read(path))
+    finally:
+        target.close()
+    assert not findings, str(findings)
+    assert (target.messages, target.ends["result"]) == (1, 1)
+
+
 def test_hostile_connections_and_calls_while_a_job_trains_beside(findings: Findings, tmp_path: Path) -> None:
-    with outside(findings, tmp_path) as attacked:
-        for number in range(2):
-            turn = attacked.turn(ATTACK, f"connections-{number}", Amount(300, 400, 40), 0.0)
-            assert turn.steps, "the job beside has made no step"
+    with outside(findings, tmp_path, level=0, pause_s=0.02) as attacked:
+        turn = attacked.turn(ATTACK, "connections", Amount(400, 500, 40), 0.0)
+        assert turn.steps, "the job beside has made no step"
     assert not findings, f"{findings}"
     assert attacked.steps > 20
-    assert sum(attacked.connections.values()) >= 800
+    assert sum(attacked.connections.values()) == 500

@@ -9,30 +9,59 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-import time
 from collections import Counter, deque
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any, Final
 
 import numpy as np
+from google.protobuf.message_factory import GetMessageClass
 
 from axon_ps.errors import AxonError
 from entropy import Entropy
 from findings import Case, Findings, LoggedTracebacks, where
-from fuzzed_services import END_S, _on_errors
+from fuzzed_services import CLOCK, END_S, _on_errors
 from grown import Grower
 from small_job import SmallJob, small_job
 from tapped import METHODS, Tap
 
-TIMEOUT_S: Final = 0.5
+TIMEOUT_S: Final = 0.15
 """Deadline of a call of the worker's."""
 
 LIMIT_S: Final = 4 * TIMEOUT_S + END_S
 """How long a call may take whose deadline is `TIMEOUT_S`, and which may make several, one after the other."""
 
+MOST: Final = 24
+"""Replies of a call that are exchanged at most."""
+
 LIFE_ROUNDS: Final = 300
 """Rounds after which a new job begins."""
+
+
+class _Sent:
+    """What was sent in place of replies, in one call of the worker's."""
+
+    def __init__(self) -> None:
+        self.messages: list[bytes] = []
+        self.replies: list[tuple[str, int]] = []
+        self._counts: Counter[str] = Counter()
+
+    def reply(self, path: str, data: bytes) -> tuple[str, int]:
+        """Which reply has come: of which path and kind, and how many of those before it.
+
+        Several members of the job have a stream of the same path, and come in any order, so numbers alone say less.
+        """
+        message = GetMessageClass(METHODS[path].output_type).FromString(data)
+        kinds = [message.WhichOneof(o.name) or "" for o in message.DESCRIPTOR.oneofs]
+        name = "#".join((path, *kinds[:1]))
+        self._counts[name] += 1
+        return name, self._counts[name] - 1
+
+    def add(self, reply: tuple[str, int], message: bytes) -> bytes:
+        """The message, sent in place of that reply."""
+        self.messages.append(message)
+        self.replies.append(reply)
+        return message
 
 
 class WorkerHalf:
@@ -51,8 +80,9 @@ class WorkerHalf:
         self._findings = findings
         self._recent: deque[Case] = deque(maxlen=16)
         self._rounds = 0
-        self._entropy: Entropy | None = None
-        self._left = 0
+        self._sent = _Sent()
+        self._name = ""
+        self._names: dict[str, str] = {}
         self._stack = ExitStack()
         self._logged = LoggedTracebacks()
         self._job: SmallJob | None = None
@@ -68,19 +98,54 @@ class WorkerHalf:
         """A call of the worker's; the next few answers to it are not what the servers sent."""
         job = self._opened()
         name = entropy.pick(list(CALLS))
-        self._entropy, self._left = entropy, 1 + entropy.below(6)
-        self._tap.reply = lambda path, data: self._exchanged(job, path, data)
-        began_s = time.monotonic()
+        left, sent = 1 + entropy.below(MOST), _Sent()
+
+        def exchanged(path: str, data: bytes) -> bytes:
+            nonlocal left
+            kind = METHODS[path].output_type
+            reply = sent.reply(path, data)
+            if left <= 0 or entropy.once_in(4):
+                return data
+            left -= 1
+            job.facts.seeds[kind.full_name] = [data]
+            return sent.add(reply, Grower(job.facts).message(kind, entropy))
+
+        self._attempt(job, name, exchanged, sent)
+
+    def replay(self, case: Case) -> None:
+        """Do what a file says the worker did, and answer it the same."""
+        job = self._opened()
+        case, sent = case.among(job.names()), _Sent()
+        messages = dict(zip(case.replies, case.messages, strict=True))
+
+        def exchanged(path: str, data: bytes) -> bytes:
+            reply = sent.reply(path, data)
+            return sent.add(reply, messages[reply]) if reply in messages else data
+
+        self._attempt(job, case.what, exchanged, sent)
+
+    def _attempt(self, job: SmallJob, name: str, exchanged: Callable[[str, bytes], bytes], sent: _Sent) -> None:
+        """Make a call whose answers are exchanged, and look at what comes of it."""
+        self._sent, self._name, self._names = sent, name, job.names()
+        self._tap.reply = exchanged
+        began_s = CLOCK.now_s
         over = self._perform(job, name)
         self._tap.reply = None
-        took_s = time.monotonic() - began_s
+        took_s = CLOCK.now_s - began_s
         self._rounds += 1
+        self.messages += len(sent.messages)
         if took_s > LIMIT_S:
-            self._findings.add(f"hang: {name} took {took_s:.0f} s", list(self._recent))
+            self._findings.add(f"hang: {name} took {took_s:.0f} s", self._cases())
         for place, text in self._logged.take():
-            self._findings.add(f"traceback: {place}", list(self._recent), text)
+            self._findings.add(f"traceback: {place}", self._cases(), text)
+        self._recent.append(self._cases()[-1])
         if self._rounds % LIFE_ROUNDS == 0 or (over and not self._is_well(job)):
             self.close()
+
+    def _cases(self) -> list[Case]:
+        """The calls before, and this one."""
+        this = Case(self.name, self._name, tuple(self._sent.messages), self._names, tuple(self._sent.replies))
+        return [*self._recent, this]
 
     def _perform(self, job: SmallJob, name: str) -> bool:
         """Make a call; whether the world is of no use after it."""
@@ -91,7 +156,7 @@ class WorkerHalf:
             self.ends[type(error).__name__] += 1
             return True
         except (Exception, concurrent.futures.CancelledError, asyncio.CancelledError) as error:
-            self._findings.add(f"{name}: {where(error)}", list(self._recent), _traceback(error))
+            self._findings.add(f"{name}: {where(error)}", self._cases(), _traceback(error))
             return True
         return False
 
@@ -103,19 +168,6 @@ class WorkerHalf:
             return job.step() or job.step()
         except AxonError:
             return False
-
-    def _exchanged(self, job: SmallJob, path: str, data: bytes) -> bytes:
-        """What is received in place of `data`."""
-        entropy = self._entropy
-        if self._left <= 0 or entropy is None or entropy.once_in(3):
-            return data
-        self._left -= 1
-        self.messages += 1
-        kind = METHODS[path].output_type
-        job.facts.seeds[kind.full_name] = [data]
-        data = Grower(job.facts).message(kind, entropy)
-        self._recent.append(Case(self.name, path, (data,), job.names()))
-        return data
 
     def _opened(self) -> SmallJob:
         if self._job is None:
@@ -179,7 +231,7 @@ def _collective(job: SmallJob) -> None:
         source=np.ones(500, np.float32), target=np.zeros(500, np.float32), source_starts=(0,), target_starts=(0,)
     )
     with job._tap.installed():
-        world._loop.run(world._collectives.collective(group, call, buffers, 0.3), 3 * TIMEOUT_S)
+        world._loop.run(world._collectives.collective(group, call, buffers, TIMEOUT_S), 3 * TIMEOUT_S)
 
 
 def _status(job: SmallJob) -> None:
@@ -187,16 +239,21 @@ def _status(job: SmallJob) -> None:
     world._loop.run(world._coordinator.status(timeout_s=TIMEOUT_S), 3 * TIMEOUT_S)
 
 
+def _train(job: SmallJob) -> None:
+    for _ in range(4):
+        job.step()
+
+
 CALLS: Final[dict[str, Callable[[SmallJob], Any]]] = {
     "step": lambda job: job.step(),
+    "train": _train,
     "gather": _gather,
     "subscribe": _subscribe,
     "collective": _collective,
     "kv_get": lambda job: job.world.kv_get("a"),
     "kv_add": lambda job: job.world.kv_add("n", 1),
     "agree": lambda job: job.world.agree("x", 1),
-    "barrier": lambda job: job.world.barrier(timeout_s=0.3),
+    "barrier": lambda job: job.world.barrier(timeout_s=TIMEOUT_S),
     "statistics": lambda job: job.world.server_statistics(0),
     "status": _status,
-    "join": lambda job: job.world.membership,
 }

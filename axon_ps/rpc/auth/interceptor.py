@@ -12,6 +12,7 @@ from axon_ps.errors import AxonError, PermissionDenied
 from axon_ps.rpc.access import needs_nothing
 from axon_ps.rpc.auth.credentials import Credentials, Ended, Guard, Revoked, Unknown
 from axon_ps.rpc.security import TOKEN_KEY
+from axon_ps.rpc.shielded import Shielded
 from axon_ps.rpc.status import status_of
 
 _CERTIFICATE: Final = "x509_pem_cert"
@@ -80,5 +81,5 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):
 
 async def _refuse(context: Any, error: AxonError) -> None:
     code, details, metadata = status_of(error)
-    unknown = isinstance(error, (Unknown, Ended))
-    await context.abort(grpc.StatusCode.UNAUTHENTICATED if unknown else code, details, metadata)
+    code = grpc.StatusCode.UNAUTHENTICATED if isinstance(error, (Unknown, Ended)) else code
+    await Shielded(context.abort(code, details, metadata))  # see Note: [An operation that is cancelled]

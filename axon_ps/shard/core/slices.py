@@ -348,6 +348,14 @@ class OwnedSlices(dict[int, OwnedSlice]):
         self.num_units = len(spec.layout.units)
         self._first_parameter = tuple(accumulate((len(u.parameters) for u in spec.layout.units), initial=0))
 
+    def check(self, placement: Placement) -> None:
+        """Refuse a placement that is not of the slices that there can be.
+
+        Raises:
+            InvalidRequest: it has more of them, or fewer.
+        """
+        placement.check(self._plan)
+
     def place(self, placement: Placement, server: int) -> tuple[list[OwnedSlice], list[OwnedSlice]]:
         """Hold what a placement gives to `server`; returns the slices that are new, and those that are given up."""
         wanted = placement.slices_of(server)

@@ -242,6 +242,7 @@ class ModelShell:
             updater = self.room.set_optimizer(self, job.optimizer)
             self._server.start(self._server.in_files_thread(partial(updater.warm_up, self.engine.precision.param)))
         if job.placement is not None and self.engine.configured and job.placement != self.engine.placement:
+            self.engine.slices.check(job.placement)
             self.room.check(self, job.placement)
             for owned in self.engine.place(job.placement, reports.rank):
                 if not owned.applying:

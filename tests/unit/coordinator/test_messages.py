@@ -145,6 +145,10 @@ def test_status() -> None:
     assert m.status_from_proto(m.status_to_proto(status)) == status
 
 
+def welcome(rank: int = 0, lease_s: float = 5.0) -> session_pb2.SessionEvent:
+    return session_pb2.SessionEvent(welcome=session_pb2.Welcome(rank=rank, lease_s=lease_s))
+
+
 def reported(**values: float) -> status_pb2.StatusReply:
     return status_pb2.StatusReply(progress=status_pb2.ProgressReport(**values))
 
@@ -158,6 +162,9 @@ def reported(**values: float) -> status_pb2.StatusReply:
         (m.join_from_proto, session_pb2.Join(role=common_pb2.ROLE_WORKER, incarnation="a" * 32), "the node is empty"),
         (m.ready_from_proto, session_pb2.Ready(sums_of_squares=[1.0, -0.5]), "0 or more"),
         (m.event_from_proto, session_pb2.SessionEvent(snapshot=checkpoint_pb2.SnapshotOrder(uri="a\0b")), "printable"),
+        (m.event_from_proto, welcome(rank=(1 << 32) - 2), "gives rank 4294967294"),
+        (m.event_from_proto, welcome(lease_s=float("nan")), "lease of nan s"),
+        (m.event_from_proto, welcome(lease_s=0.0), r"lease of 0\.0 s; at least 0\.01"),
         (m.status_from_proto, reported(step=float("nan")), "step nan of 0"),
         (m.status_from_proto, reported(step=1.0, steps=float("inf")), "step 1.0 of inf"),
         (

@@ -531,3 +531,14 @@ def test_update_counts_of_another_unit_are_refused_before_anything_is_applied() 
         with pytest.raises(InvalidRequest, match=rf"has 2 parameters, and updates are counted of {len(updates)}"):
             owned.master.set_updates(updates)
     assert owned.master.parameter_updates() == before
+
+
+def test_a_placement_of_other_slices_is_refused_before_anything_is_counted_by_it() -> None:
+    """As a coordinator that lies would send it: `make fuzz` found an IndexError."""
+    engine = ShardEngine()
+    engine.configure(job(), 0, 2)
+    placement = engine.placement
+    assert placement is not None
+    engine.slices.check(placement)
+    with pytest.raises(InvalidRequest, match="slices are placed"):
+        engine.slices.check(dataclasses.replace(placement, holders=placement.holders * 2))
