@@ -294,7 +294,10 @@ def _with_file(config: Path) -> type[Settings]:
 
 def state_directory() -> Path:
     """Where a user's programs store what is to survive them (XDG)."""
-    return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "axon-ps"
+    try:
+        return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "axon-ps"
+    except RuntimeError:  # a user without a home, as some containers have
+        return Path("/var/lib/axon-ps")
 
 
 def child_environment(values: Mapping[str, str]) -> dict[str, str]:

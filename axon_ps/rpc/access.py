@@ -9,7 +9,7 @@ models, steps, stores values and writes and restores checkpoints, as a training 
 servers or take rights away, which is an operator's.
 
 That is by role. Who among these is a member of the job, and may call as one, is decided by the coordinator's core alone
-(`CoordinatorState.check_caller` and the like), once for each call.
+(`access.callers`), once for each call.
 """
 
 from __future__ import annotations

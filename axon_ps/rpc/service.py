@@ -148,8 +148,8 @@ class Stub:
             call = self._calls[method](timeout=_timeout(timeout_s), metadata=self._security.metadata())
         except grpc.aio.UsageError:
             raise self._closed(method) from None
-        shown = self.credentials()
-        return Stream(call, self.peer, method, timeout_s, lambda: self.credentials() == shown)
+        used = self.credentials()
+        return Stream(call, self.peer, method, timeout_s, lambda: self.credentials() == used)
 
     def credentials(self) -> object:
         """What stands for the credentials that the next call shows; another value once there are newer ones.

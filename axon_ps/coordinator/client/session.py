@@ -442,7 +442,7 @@ class CoordinatorClient(Calls):
                     await self._receive(event)
                 if not tasks:  # not before the Welcome, which has the lease
                     tasks.append(asyncio.create_task(self._write(stream, self._outbox)))
-                    tasks.append(asyncio.create_task(self._renew(self._stub)))
+                    tasks.append(asyncio.create_task(_renew(self, self._stub)))
                     if len(self._addresses) > 1:
                         tasks.append(asyncio.create_task(self._follow(stream)))
             if not self._closing:
@@ -462,17 +462,6 @@ class CoordinatorClient(Calls):
         """End the session once another coordinator leads, whatever became of the one that we have it with."""
         self._successor = await successor(self._addresses, self._security, self.job)
         stream.cancel()
-
-    async def _renew(self, stub: Stub) -> None:
-        """Show the coordinator newer credentials once there are any: it ends a session that has none any more."""
-        shown = stub.credentials()
-        while True:
-            await asyncio.sleep(RENEW_S)
-            with contextlib.suppress(AxonError):  # the next time
-                if (newest := stub.credentials()) != shown:
-                    any_key = coordinator_pb2.KVRequest(context=self.context(), op=coordinator_pb2.KV_OP_GET, key="any")
-                    await stub.call("KV", any_key, timeout_s=self.lease_s)
-                    shown = newest
 
     async def _write(self, stream: Stream, outbox: asyncio.Queue[session_pb2.SessionRequest]) -> None:
         """Send what is queued, and a heartbeat now and then, also when nothing else is sent."""
@@ -613,6 +602,18 @@ def _join_request(client: CoordinatorClient) -> JoinRequest:
         known=client._known,
         memory=client.memory(),
     )
+
+
+async def _renew(client: CoordinatorClient, stub: Stub) -> None:
+    """Show the coordinator newer credentials once there are any: it ends a session that has none any more."""
+    known = stub.credentials()
+    while True:
+        await asyncio.sleep(RENEW_S)
+        with contextlib.suppress(AxonError):  # the next time
+            if (newest := stub.credentials()) != known:
+                any_key = coordinator_pb2.KVRequest(context=client.context(), op=coordinator_pb2.KV_OP_GET, key="any")
+                await stub.call("KV", any_key, timeout_s=client.lease_s)
+                known = newest
 
 
 async def _log_waiting(client: CoordinatorClient) -> None:

@@ -5,16 +5,17 @@ nothing is announced that is not durable. An event that must be refused raises, 
 passed in and only ever compared. Events of a session whose member is lost are ignored.
 
 It is composed of: `members` (joins, leaves and losses), `assembly` (generations), `models`, `registrations` and
-`registration` (layout and parameters), `stepping` (steps), `restores`, `barriers`, `kv`, `snapshots`, `isolation`.
+`registration` (layout and parameters), `stepping` (steps), `restores`, `barriers`, `kv`, `snapshots`, `isolation`,
+`access.callers` (who calls).
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 from axon_ps.coordinator.core import records
+from axon_ps.coordinator.core.access.callers import Caller, Callers, check_role
 from axon_ps.coordinator.core.access.revocations import RevocationList
 from axon_ps.coordinator.core.actions import Action, Outbox
 from axon_ps.coordinator.core.assembly import Assembly
@@ -57,14 +58,6 @@ from axon_ps.wire import codec
 from axon_ps.wire.v1 import logs_pb2
 
 
-@dataclass(frozen=True, kw_only=True)
-class Caller:
-    """Who makes a unary call: a member by its incarnation, or an operator without one."""
-
-    job: str
-    incarnation: str = ""
-
-
 class CoordinatorState:
     """One job.
 
@@ -73,6 +66,9 @@ class CoordinatorState:
         now: the time.
         stored: the records of a state store; empty for a new job.
         new_id: random id that a new job's state gets; an existing state has one.
+
+    Attributes:
+        callers: who of those that call is a member.
 
     Raises:
         ConfigurationError: the records are of another job, or of one with another number of shard servers.
@@ -89,6 +85,7 @@ class CoordinatorState:
         self._check_durable(durable)
         self._models = Models(durable, config.num_shards, self._out)
         self._assembly = Assembly(config, durable, self._models, self._out, now)
+        self.callers = Callers(config.job, self._assembly)
         self._barriers = Barriers(self._out)
         self._kv = KeyValues(durable.kv, self._out)
         self._snapshots = Snapshots(durable.snapshot_id, self._out)
@@ -178,7 +175,7 @@ class CoordinatorState:
             InvalidRequest: the sender is a shard server.
         """
         if (entry := self._entry(session, now)) is not None:
-            _check_role(entry, Role.WORKER, "arrives")
+            check_role(entry, Role.WORKER, "arrives")
             self._timed(entry, model, generation, step, now)
             self._assembly.stepping.arrived(entry.member.rank, model, generation, step, blocked=blocked)
             self._members.stragglers.look(now)
@@ -191,7 +188,7 @@ class CoordinatorState:
             InvalidRequest: a shard server votes.
         """
         if (entry := self._entry(session, now)) is not None:
-            _check_role(entry, Role.WORKER, "votes")
+            check_role(entry, Role.WORKER, "votes")
             self._timed(entry, vote.model, vote.generation, vote.step, now)
             self._assembly.stepping.vote(entry.member.rank, vote)
             self._members.settle(now)
@@ -206,7 +203,7 @@ class CoordinatorState:
             InvalidRequest: the sender is a worker.
         """
         if (entry := self._entry(session, now)) is not None:
-            _check_role(entry, Role.SHARD, "reports gradients")
+            check_role(entry, Role.SHARD, "reports gradients")
             self._assembly.stepping.ready(entry.member.rank, ready)
             self._members.settle(now)
             self._members.stragglers.look(now)
@@ -251,7 +248,7 @@ class CoordinatorState:
             MemberLost: a shard server that is to hold some of it is not there.
             GenerationChanged: the caller is no member.
         """
-        entry = self._member(caller, Role.WORKER, "registers")
+        entry = self.callers.member(caller, Role.WORKER, "registers")
         registered = self._registrations.register(entry, spec, optimizer, resume, now, name)
         self._out.reply(call, registered)
         return self._out.take()
@@ -263,7 +260,7 @@ class CoordinatorState:
             InvalidRequest: it has another name.
             Busy: a checkpoint is being written, which it is to be in.
         """
-        self.check_takes_away(caller)
+        self.callers.check_takes_away(caller)
         if (model := self._models.get(number)) is not None and model.registered:
             if model.name != name:
                 raise InvalidRequest(f"model {number} is {model.name!r}, not {name!r}; nothing is released")
@@ -278,7 +275,7 @@ class CoordinatorState:
             InvalidRequest: the sender is a worker, or the version is not the job's.
         """
         if (entry := self._entry(session, now)) is not None:
-            _check_role(entry, Role.SHARD, "holds parameters")
+            check_role(entry, Role.SHARD, "holds parameters")
             self._restores.initialized(entry, model, version, epoch)
         return self._out.take()
 
@@ -289,7 +286,7 @@ class CoordinatorState:
             InvalidRequest: the sender is a worker.
         """
         if (entry := self._entry(session, now)) is not None:
-            _check_role(entry, Role.SHARD, "holds parameters")
+            check_role(entry, Role.SHARD, "holds parameters")
             self._restores.no_room(entry, number, placement, error, now)
         return self._out.take()
 
@@ -302,7 +299,7 @@ class CoordinatorState:
             InvalidRequest: the sender is a worker.
         """
         if (entry := self._entry(session, now)) is not None:
-            _check_role(entry, Role.SHARD, "reports slices")
+            check_role(entry, Role.SHARD, "reports slices")
             self._members.placements.copied(entry, report, now)
             self._members.settle(now)
         return self._out.take()
@@ -314,7 +311,7 @@ class CoordinatorState:
             InvalidRequest: there is no such shard server, or no other could take its slices.
             Misuse: parameters are being set or restored.
         """
-        self.check_takes_away(caller)
+        self.callers.check_takes_away(caller)
         self._out.reply(call, self._members.drain(rank, now))
         return self._out.take()
 
@@ -322,7 +319,7 @@ class CoordinatorState:
 
     def revoke(self, call: int, caller: Caller, target: str, reason: str, now: float) -> list[Action]:
         """Have credentials hold no more; see `RevocationList.revoke`."""
-        self.check_takes_away(caller)
+        self.callers.check_takes_away(caller)
         return self.revocations.revoke(call, target, reason, now)
 
     # ------------------------------------------------------------------ checkpoints
@@ -331,7 +328,7 @@ class CoordinatorState:
         """Begin a checkpoint of the current version; `call` gets a `snapshots.Snapshot`.
 
         It takes longer, and steps less so, in the `background`. Who asks for this or for a restore is checked before,
-        by `check_member_or_operator` or `check_takes_away`: files are read in between.
+        by `callers`: files are read in between.
 
         Raises:
             Misuse: there is nothing to save.
@@ -369,7 +366,7 @@ class CoordinatorState:
     def snapshot_report(self, session: int, report: SnapshotReport, now: float) -> list[Action]:
         """A shard server has written its files of a checkpoint, or could not."""
         if (entry := self._entry(session, now)) is not None:
-            _check_role(entry, Role.SHARD, "reports files")
+            check_role(entry, Role.SHARD, "reports files")
             self._snapshots.report(entry.member.rank, report)
         return self._out.take()
 
@@ -406,7 +403,7 @@ class CoordinatorState:
     def restore_report(self, session: int, epoch: int, error: AxonError, now: float, *, model: int = 0) -> list[Action]:
         """A shard server could not restore a model."""
         if (entry := self._entry(session, now)) is not None:
-            _check_role(entry, Role.SHARD, "reports a restore")
+            check_role(entry, Role.SHARD, "reports a restore")
             self._restores.failed(entry, model, epoch, error, now)
         return self._out.take()
 
@@ -421,7 +418,7 @@ class CoordinatorState:
             InvalidRequest: the caller is no worker of the barrier.
             GenerationChanged: the caller is no member.
         """
-        entry = self._member(caller, Role.WORKER, "waits at a barrier")
+        entry = self.callers.member(caller, Role.WORKER, "waits at a barrier")
         self._barriers.arrive(call, entry.member.rank, name, ranks, self._assembly.membership, now, timeout_s)
         self._members.watch_barriers(now)
         return self._out.take()
@@ -432,7 +429,7 @@ class CoordinatorState:
         Raises:
             GenerationChanged: the caller is neither a member nor an operator.
         """
-        self.check_member_or_operator(caller)
+        self.callers.check_member_or_operator(caller)
         return self._kv
 
     def flush(self) -> list[Action]:
@@ -448,35 +445,6 @@ class CoordinatorState:
         return self._out.take()
 
     # ------------------------------------------------------------------ queries
-
-    def check_caller(self, caller: Caller) -> None:
-        """Refuse a caller of another job; an operator may leave the name out.
-
-        Raises:
-            PermissionDenied: it is another job's name.
-        """
-        if caller.job != self.config.job and (caller.job or caller.incarnation):
-            raise PermissionDenied(f"this coordinator runs job {self.config.job!r}, not {caller.job!r}")
-
-    def check_member_or_operator(self, caller: Caller) -> None:
-        """Refuse a caller that says who it is, and is no member; an operator says nothing.
-
-        Raises:
-            PermissionDenied: it is another job's name.
-            GenerationChanged: it is no member.
-        """
-        self.check_caller(caller)
-        if caller.incarnation:
-            self._member(caller)
-
-    def check_takes_away(self, caller: Caller) -> None:
-        """Refuse a caller of what takes something away, likewise, and one that does not name the job."""
-        if not caller.job:
-            raise InvalidRequest(
-                f"this call takes something away, so it must name the job; this is {self.config.job!r} (job of the "
-                "context; --job or AXON_PS_JOB of the command line)"
-            )
-        self.check_member_or_operator(caller)
 
     @property
     def membership(self) -> Membership:
@@ -552,7 +520,7 @@ class CoordinatorState:
             PermissionDenied: it is another job's name.
             InvalidRequest: the job does not have such a model (yet).
         """
-        self.check_caller(caller)
+        self.callers.check(caller)
         job = self._models.described(name).state(self._assembly.shards(), full=True)
         return dataclasses.replace(job, optimizer=None), self._assembly.membership
 
@@ -617,17 +585,6 @@ class CoordinatorState:
         if model is not None and present and not model.attempts.asynchronous:
             self.history.arrived(entry.member.rank, number, step, now)
 
-    def _member(self, caller: Caller, role: Role | None = None, does: str = "") -> RosterEntry:
-        self.check_caller(caller)
-        entry = self._assembly.roster.get(caller.incarnation)
-        if entry is None:
-            who = f"incarnation {caller.incarnation}" if caller.incarnation else "an operator"
-            message = f"{who} is no member of generation {self._assembly.generation}; join with a session first"
-            raise GenerationChanged(message, self._assembly.generation)
-        if role is not None:
-            _check_role(entry, role, does)
-        return entry
-
     def _check_durable(self, durable: records.Durable) -> None:
         if durable.job != self.config.job:
             raise ConfigurationError(
@@ -639,8 +596,3 @@ class CoordinatorState:
                 f"the job was cut over {durable.num_shards} shard servers, not {self.config.num_shards}; start the "
                 "coordinator as before, or with a new state store and resume from a checkpoint"
             )
-
-
-def _check_role(entry: RosterEntry, role: Role, does: str) -> None:
-    if entry.member.role is not role:
-        raise InvalidRequest(f"{entry.name} {does}; only a {role.value} may")

@@ -20,11 +20,11 @@ from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, TypeVar
 
+from axon_ps.coordinator.core.access.callers import Caller
 from axon_ps.coordinator.core.actions import Action
 from axon_ps.coordinator.core.checkpoints.schedule import CheckpointPolicy, CheckpointSchedule
 from axon_ps.coordinator.core.events import CheckpointReply
 from axon_ps.coordinator.core.kv import KVResult
-from axon_ps.coordinator.core.state import Caller
 from axon_ps.coordinator.server import manifests, retention
 from axon_ps.coordinator.server.shell import Shell
 from axon_ps.errors import AxonError, Busy, CheckpointError, CheckpointNotFound, InvalidRequest

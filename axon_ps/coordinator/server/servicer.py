@@ -12,13 +12,14 @@ import logging
 import math
 from typing import Any, Final
 
+from axon_ps.coordinator.core.access.callers import Caller
 from axon_ps.coordinator.core.actions import Action
 from axon_ps.coordinator.core.events import UPLOADED, CheckpointReply, JoinRequest, Registered, RevokeReply
 from axon_ps.coordinator.core.kv import KVResult
 from axon_ps.coordinator.core.models import MAX_MODELS
 from axon_ps.coordinator.core.records import FIRST_NAME
 from axon_ps.coordinator.core.roster import name_of
-from axon_ps.coordinator.core.state import Caller, CoordinatorState
+from axon_ps.coordinator.core.state import CoordinatorState
 from axon_ps.coordinator.messages import (
     copied_from_proto,
     incarnation_from_proto,
@@ -286,7 +287,7 @@ class CoordinatorServicer:
     ) -> coordinator_pb2.CheckpointReply:
         """Have the servers write their slices, then the manifest; equal requests at the same version are one."""
         uri = codec.name_from_proto(request.uri, "the checkpoint's URI")
-        self._shell.state.check_member_or_operator(self._caller(request.context))
+        self._shell.state.callers.check_member_or_operator(self._caller(request.context))
         check_allowed(uri)  # before the servers write there
         return _checkpoint(await self.save(uri, request.extra_json, background=request.background))
 
@@ -315,7 +316,7 @@ class CoordinatorServicer:
     ) -> coordinator_pb2.CheckpointReply:
         """Read the manifest, then have the servers load their slices, or take what a worker uploads."""
         state = self._shell.state
-        state.check_takes_away(self._caller(request.context))
+        state.callers.check_takes_away(self._caller(request.context))
         uri = codec.name_from_proto(request.uri, "the checkpoint's URI")
         if len(request.models) > MAX_MODELS:
             raise InvalidRequest(f"{len(request.models)} models are to be restored; a job has at most {MAX_MODELS}")
@@ -376,13 +377,13 @@ class CoordinatorServicer:
 
     async def trace(self, request: trace_pb2.TraceRequest, context: Any) -> trace_pb2.TraceReply:
         """Have the next steps recorded, and return their spans."""
-        self._shell.state.check_caller(self._caller(request.context))
+        self._shell.state.callers.check(self._caller(request.context))
         codec.name_from_proto(request.model, "the model's name", empty=True)
         return await self._traces.run(request)
 
     async def status(self, request: status_pb2.StatusRequest, context: Any) -> status_pb2.StatusReply:
         """The status of the job."""
-        self._shell.state.check_caller(self._caller(request.context))
+        self._shell.state.callers.check(self._caller(request.context))
         return status_to_proto(self._shell.status())
 
     async def watch(self, context: ServerStream) -> None:
@@ -390,14 +391,14 @@ class CoordinatorServicer:
         request = await _first(context, "a WatchRequest")
         if request is EOF:
             return
-        self._shell.state.check_caller(self._caller(request.context))
+        self._shell.state.callers.check(self._caller(request.context))
         async with contextlib.aclosing(self.feed.read()) as messages:
             async for message in messages:
                 await context.write(message.encoded)
 
     async def logs(self, request: logs_pb2.LogsRequest, context: Any) -> logs_pb2.LogsReply:
         """What the job's processes have logged, a page of it."""
-        self._shell.state.check_caller(self._caller(request.context))
+        self._shell.state.callers.check(self._caller(request.context))
         deadline_s = self._shell.now() + min(_timeout(request.wait_s), MAX_LOGS_WAIT_S)
         if self._log_readers >= MAX_READERS:
             raise Busy(f"{MAX_READERS} readers wait for the log already; try again later")

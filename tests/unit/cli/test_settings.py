@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from axon_ps.cli import serve
-from axon_ps.cli.settings import PREFIX, environment_report, load
+from axon_ps.cli.settings import PREFIX, environment_report, load, state_directory
 from axon_ps.errors import ConfigurationError
 from axon_ps.observe.logging import LogStyle
 from axon_ps.storage.state_store import EtcdStateStore
@@ -152,3 +152,16 @@ def test_every_job_has_keys_of_its_own_in_etcd(state: str, prefix: str) -> None:
     with serve._state_store(state, "gpt") as store:
         assert isinstance(store, EtcdStateStore)
         assert store._at.prefix == prefix
+
+
+def test_where_state_is_stored(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", "/elsewhere")
+    assert state_directory() == Path("/elsewhere/axon-ps")
+    monkeypatch.delenv("XDG_STATE_HOME")
+    assert state_directory() == Path.home() / ".local/state/axon-ps"
+    monkeypatch.setattr(Path, "home", _no_home)
+    assert state_directory() == Path("/var/lib/axon-ps"), "a user without a home: then who starts it says where"
+
+
+def _no_home() -> Path:
+    raise RuntimeError("Could not determine home directory.")

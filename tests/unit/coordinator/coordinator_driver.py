@@ -9,6 +9,7 @@ import uuid
 from typing import Any, TypeVar
 
 from axon_ps.coordinator.core import records
+from axon_ps.coordinator.core.access.callers import Caller
 from axon_ps.coordinator.core.actions import Action, CloseSession, Persist, Reply, SendEvent
 from axon_ps.coordinator.core.config import CoordinatorConfig
 from axon_ps.coordinator.core.events import (
@@ -21,7 +22,7 @@ from axon_ps.coordinator.core.events import (
     Vote,
     Welcome,
 )
-from axon_ps.coordinator.core.state import Caller, CoordinatorState
+from axon_ps.coordinator.core.state import CoordinatorState
 from axon_ps.sharding.job import JobSpec
 from axon_ps.sharding.layout import Layout, build_unit
 from axon_ps.sharding.placement import Placement

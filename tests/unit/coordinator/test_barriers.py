@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from axon_ps.coordinator.core import barriers
-from axon_ps.coordinator.core.state import Caller
+from axon_ps.coordinator.core.access.callers import Caller
 from axon_ps.errors import Busy, Disagreement, GenerationChanged, InvalidRequest, MemberLost, Timeout
 from coordinator_driver import Driver, Peer
 

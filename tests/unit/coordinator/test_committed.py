@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
+from axon_ps.coordinator.core.access.callers import Caller
 from axon_ps.coordinator.core.actions import Persist
 from axon_ps.coordinator.core.checkpoints.restores import Resume
 from axon_ps.coordinator.core.committed import MAX_BYTES, checked
 from axon_ps.coordinator.core.events import UPLOADED, JobState, Vote
 from axon_ps.coordinator.core.records import load
-from axon_ps.coordinator.core.state import Caller
 from axon_ps.coordinator.messages import vote_from_proto, vote_to_proto
 from axon_ps.errors import InvalidRequest
 from axon_ps.types import Decision, Outcome

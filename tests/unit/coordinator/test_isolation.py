@@ -76,6 +76,6 @@ def test_a_leader_that_never_had_members_suspects_nothing() -> None:
 
 
 def _operator() -> object:
-    from axon_ps.coordinator.core.state import Caller
+    from axon_ps.coordinator.core.access.callers import Caller
 
     return Caller(job="job")

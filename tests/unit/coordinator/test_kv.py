@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from axon_ps.coordinator.core import kv
+from axon_ps.coordinator.core.access.callers import Caller
 from axon_ps.coordinator.core.kv import KVResult
-from axon_ps.coordinator.core.state import Caller
 from axon_ps.coordinator.core.waiting import MAX_WAIT_S
 from axon_ps.errors import Busy, GenerationChanged, InvalidRequest, PermissionDenied, Timeout
 from coordinator_driver import Driver

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
+from axon_ps.coordinator.core.access.callers import Caller
 from axon_ps.coordinator.core.checkpoints.restores import Resume
 from axon_ps.coordinator.core.checkpoints.snapshots import Snapshot
 from axon_ps.coordinator.core.events import JobState, RestoreOrder, SnapshotFile, SnapshotOrder, SnapshotReport, Welcome
 from axon_ps.coordinator.core.models import MAX_MODELS
-from axon_ps.coordinator.core.state import Caller
 from axon_ps.errors import Busy, CheckpointError, InvalidRequest, LayoutMismatch
 from axon_ps.sharding.job import JobSpec
 from axon_ps.sharding.layout import Layout, build_unit

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from axon_ps.coordinator.core.access.callers import Caller
 from axon_ps.coordinator.core.checkpoints.restores import Resume
 from axon_ps.coordinator.core.checkpoints.snapshots import SavedModel, Snapshot
 from axon_ps.coordinator.core.events import (
@@ -18,7 +19,6 @@ from axon_ps.coordinator.core.events import (
     SnapshotReport,
     Welcome,
 )
-from axon_ps.coordinator.core.state import Caller
 from axon_ps.errors import (
     Busy,
     CheckpointCorrupt,

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
+from axon_ps.coordinator.core.access.callers import Caller
 from axon_ps.coordinator.core.events import JobState, Welcome
 from axon_ps.coordinator.core.placement.placements import REST
-from axon_ps.coordinator.core.state import Caller
 from axon_ps.errors import Broken, Drained, InvalidRequest, Misuse
 from axon_ps.sharding.placement import Placement
 from axon_ps.types import CopyFrom, Decision, Membership, Outcome

@@ -7,9 +7,9 @@ from collections import Counter
 
 import pytest
 
+from axon_ps.coordinator.core.access.callers import Caller
 from axon_ps.coordinator.core.checkpoints.restores import Resume
 from axon_ps.coordinator.core.events import JobState, RestoreOrder, ServerMemory
-from axon_ps.coordinator.core.state import Caller
 from axon_ps.errors import Busy, MemberLost
 from axon_ps.sharding.job import JobSpec
 from axon_ps.sharding.layout import Layout, build_unit

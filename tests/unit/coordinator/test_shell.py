@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
+from axon_ps.coordinator.core.access.callers import Caller
 from axon_ps.coordinator.core.config import CoordinatorConfig
 from axon_ps.coordinator.core.events import JoinRequest
-from axon_ps.coordinator.core.state import Caller, CoordinatorState
+from axon_ps.coordinator.core.state import CoordinatorState
 from axon_ps.coordinator.server import shell as shell_module
 from axon_ps.coordinator.server.shell import Session, Shell
 from axon_ps.errors import Broken, Busy, InternalError, InvalidRequest, StorageFull

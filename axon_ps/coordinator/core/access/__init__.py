@@ -1,1 +1,1 @@
-"""Whose credentials hold no more."""
+"""Who calls, and whose credentials hold no more."""

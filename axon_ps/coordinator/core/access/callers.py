@@ -1,0 +1,99 @@
+"""Who may make a unary call: a member, as one, or an operator. Roles were checked before (`rpc.access`)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from axon_ps.coordinator.core.assembly import Assembly
+from axon_ps.coordinator.core.roster import RosterEntry
+from axon_ps.errors import GenerationChanged, InvalidRequest, PermissionDenied
+from axon_ps.types import Role
+
+
+@dataclass(frozen=True, kw_only=True)
+class Caller:
+    """Who makes a unary call: a member by its incarnation, or an operator without one."""
+
+    job: str
+    incarnation: str = ""
+
+
+class Callers:
+    """Checks callers.
+
+    Args:
+        job: the name of the job.
+        assembly: knows its members.
+    """
+
+    def __init__(self, job: str, assembly: Assembly) -> None:
+        self._job = job
+        self._assembly = assembly
+
+    def check(self, caller: Caller) -> None:
+        """Refuse a caller of another job; an operator may leave the name out.
+
+        Raises:
+            PermissionDenied: it is another job's name.
+        """
+        if caller.job != self._job and (caller.job or caller.incarnation):
+            raise PermissionDenied(f"this coordinator runs job {self._job!r}, not {caller.job!r}")
+
+    def check_member_or_operator(self, caller: Caller) -> None:
+        """Refuse a caller that says who it is, and is no member; an operator says nothing.
+
+        Raises:
+            PermissionDenied: it is another job's name.
+            GenerationChanged: it is no member.
+        """
+        self.check(caller)
+        if caller.incarnation:
+            self.member(caller)
+
+    def check_takes_away(self, caller: Caller) -> None:
+        """Refuse a caller of what takes something away, likewise, and one that does not name the job.
+
+        Raises:
+            InvalidRequest: it does not.
+            PermissionDenied: it is another job's name.
+            GenerationChanged: it is no member.
+        """
+        if not caller.job:
+            raise InvalidRequest(
+                f"this call takes something away, so it must name the job; this is {self._job!r} (job of the "
+                "context; --job or AXON_PS_JOB of the command line)"
+            )
+        self.check_member_or_operator(caller)
+
+    def member(self, caller: Caller, role: Role | None = None, does: str = "") -> RosterEntry:
+        """The member that calls.
+
+        Args:
+            caller: who calls.
+            role: the only one that may; None = any.
+            does: what it does, for the message.
+
+        Raises:
+            PermissionDenied: it is another job's name.
+            GenerationChanged: it is no member.
+            InvalidRequest: it is of another role.
+        """
+        self.check(caller)
+        entry = self._assembly.roster.get(caller.incarnation)
+        if entry is None:
+            who = f"incarnation {caller.incarnation}" if caller.incarnation else "an operator"
+            message = f"{who} is no member of generation {self._assembly.generation}; join with a session first"
+            raise GenerationChanged(message, self._assembly.generation)
+        if role is not None:
+            check_role(entry, role, does)
+        return entry
+
+
+def check_role(entry: RosterEntry, role: Role, does: str) -> None:
+    """Refuse a member of another role.
+
+    Raises:
+        InvalidRequest: it is of one.
+    """
+    if entry.member.role is not role:
+        raise InvalidRequest(f"{entry.name} {does}; only a {role.value} may")
