@@ -22,7 +22,7 @@ FAILOVER_ARGS ?=
 COMPOSE_ARGS ?=
 FUZZ_ARGS ?=
 
-.PHONY: help setup demo test house gpu soak fuzz faults faults-sample all-killed failover loaders launchers subscribers observability integrations compose rolling-update dist torch-suite torch-range check lint format proto proto-drift bench docs clean
+.PHONY: help setup demo test house gpu soak fuzz faults faults-sample all-killed failover loaders launchers subscribers observability integrations compose rolling-update dist torch-suite torch-range check lint audit locks format proto proto-drift bench docs clean
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -107,6 +107,25 @@ lint: $(INSTALLED) proto-drift ## format, style, types, layers, generated code
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache --no-logo
+	@$(BIN)/python tests/supply_chain.py
+
+audit: $(INSTALLED) ## what the images hold: known vulnerabilities, where the service answers, and a bill of materials in build/sbom/
+	@$(BIN)/python tests/supply_chain.py
+
+UV_COMPILE = $(BIN)/uv pip compile -q --universal --python-version 3.11 --generate-hashes --constraint constraints.txt \
+	--custom-compile-command 'make locks'
+LOCKS := services/locks
+
+locks: $(INSTALLED) ## write services/locks/, by which the images are installed, anew from pyproject.toml and constraints.txt
+	$(BIN)/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["build-system"]["requires"], sep="\n")' \
+	| $(UV_COMPILE) --no-config --output-file $(LOCKS)/build.txt -
+	$(UV_COMPILE) --no-config --output-file $(LOCKS)/base.txt pyproject.toml
+	in_base=$$(sed -nE 's/^([a-z0-9-]+)==.*/--no-emit-package \1/p' $(LOCKS)/base.txt) && \
+	$(UV_COMPILE) --no-config $$in_base --extra etcd --output-file $(LOCKS)/etcd.txt pyproject.toml && \
+	$(UV_COMPILE) --no-config $$in_base --extra s3 --output-file $(LOCKS)/s3.txt pyproject.toml && \
+	$(UV_COMPILE) --no-config $$in_base --extra torch --extra cuda13 --output-file $(LOCKS)/cuda13.txt pyproject.toml && \
+	$(UV_COMPILE) --config-file $(LOCKS)/torch.uv.toml $$in_base --no-emit-package torch --extra torch \
+		--output-file $(LOCKS)/torch.txt pyproject.toml
 
 format: $(INSTALLED) ## rewrite the code as `make lint` wants it
 	$(BIN)/ruff format .
