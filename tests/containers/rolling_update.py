@@ -50,7 +50,7 @@ def main() -> None:
         pods.scale(COORDINATOR, 1)
         pods.scale(SHARD, SERVERS)
         pods.job(WORKERS)
-        with Watch(lambda: pods.address(f"{COORDINATOR}-0", 7077), TOKEN) as watch:
+        with Watch(lambda: pods.address(f"{COORDINATOR}-0", 7077), TOKEN, "default") as watch:
             try:
                 watch.settled(WORKERS, SERVERS)
                 event(f"rolling update of {SERVERS} servers", lambda: list(pods.roll(SHARD, REVISION="2")), 2, SERVERS)

@@ -55,17 +55,19 @@ class Watch:
 
     Args:
         address: returns the coordinator's "host:port", which may change.
-        token: the job's.
+        token: the job's secret.
+        job: its name, which the certificate that is made from the secret has too.
 
     Attributes:
         lost: steps that had been committed, and were not any more. To be none.
     """
 
-    def __init__(self, address: Callable[[], str], token: str) -> None:
-        self._address, self._security = address, Security(token=token, tls=True)
+    def __init__(self, address: Callable[[], str], token: str, job: str) -> None:
+        self._address, self._security, self._job = address, Security(token=token, tls=True), job
         self._changed = threading.Condition()
         self._over = False
         self._status: Status | None = None
+        self._refused: Exception | None = None
         self._committed_s = time.monotonic()
         self._aborted, self._generation = 0.0, 0
         self.seen = Seen()
@@ -100,7 +102,7 @@ class Watch:
         """
         with self._changed:
             met = self._changed.wait_for(lambda: self._status is not None and condition(self._status), timeout_s)
-        assert met, f"it has not happened: {what}; {self._status}"
+        assert met, f"it has not happened: {what}; {self._status}; the last call that failed: {self._refused!r}"
 
     def settled(self, workers: int, shards: int, steps: int = 5) -> None:
         """Wait until the members have changed to so many, every slice has its copies, and some more steps were made."""
@@ -118,11 +120,12 @@ class Watch:
     async def _watch(self) -> None:
         while not self._over:
             try:
-                async with OperatorClient(self._address(), security=self._security) as operator:
+                async with OperatorClient(self._address(), security=self._security, job=self._job) as operator:
                     while not self._over:
                         self._take(await operator.status(timeout_s=2.0))
                         await asyncio.sleep(EVERY_S)
-            except (AxonError, RuntimeError):  # the coordinator is down, or its container
+            except (AxonError, RuntimeError) as error:  # the coordinator is down, or its container
+                self._refused = error
                 await asyncio.sleep(EVERY_S)
 
     def _take(self, status: Status) -> None:
