@@ -3,7 +3,8 @@
     make compose        # needs docker and docker-compose, or the plug-in `docker compose`; builds the images
 
 A job trains all the while. After everything that is done to it, it has to go on, with every member back, a copy of
-every slice, and no committed step lost. Prints a table, and writes benchmarks/results/compose.json.
+every slice, and no committed step lost. Every container is looked into: it writes nowhere but in its volumes and /tmp,
+has no capability of root's, and no program but Python. Prints a table, and writes benchmarks/results/compose.json.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 import _report  # noqa: E402
 from watch import SMALL, Watch, address_of, output_of  # noqa: E402
 
-PROJECT, TOKEN = "axon-ps-test", "the-random-secret-of-a-test"
+PROJECT, JOB, TOKEN = "axon-ps-test", "gpt", "the-random-secret-of-a-test"
 BASE = "python:3.11-slim-bookworm"
 LIMITS_MB = {"coordinator": 450, "shard": 450, "worker": 1500}
 PUBLISHED_BASE_MB = 130
@@ -85,8 +86,6 @@ def image_sizes(prefix: str = "axon-ps-") -> list[dict[str, object]]:
         assert ours + PUBLISHED_BASE_MB <= limit, rows[-1]
         user = output_of("docker", "image", "inspect", "-f", "{{.Config.User}}", f"{prefix}{service}")
         assert user == "10001:10001", user
-        shell = "! command -v gcc cc g++ clang nvcc"
-        output_of("docker", "run", "--rm", "--entrypoint", "sh", f"{prefix}{service}", "-c", shell)
     return rows
 
 
@@ -100,12 +99,30 @@ def _base_of(image: str) -> str:
     return BASE
 
 
+def confinement(container: str) -> dict[str, object]:
+    """What the main process of a running container may do.
+
+    Raises:
+        AssertionError: it may do what docker-compose.yml means to take from it.
+    """
+    probe = Path(__file__).with_name("confined.py").read_text(encoding="utf-8")
+    command = ["docker", "exec", "-i", container, "python", "-"]
+    done = subprocess.run(command, input=probe, capture_output=True, text=True)
+    assert done.returncode == 0, f"{' '.join(command)}: {done.stderr}"
+    found = json.loads(done.stdout)
+    by_engine = 2 if "name=seccomp" in output_of("docker", "info", "-f", "{{.SecurityOptions}}") else 0
+    wanted = {"user": "10001", "capabilities": [], "no_new_privileges": True, "seccomp": by_engine, "writable": [],
+              "temporary": True, "programs": []}  # fmt: skip
+    assert found == wanted, f"{container} may do {found}, not {wanted}"
+    return found
+
+
 @contextmanager
 def started(compose: Compose) -> Iterator[Watch]:
     """The services and workers, until the end."""
-    compose("up", "--force-recreate", "-d")
+    compose("up", "--force-recreate", "-V", "-d")
     try:
-        with Watch(compose.address, TOKEN) as watch:
+        with Watch(compose.address, TOKEN, JOB) as watch:
             yield watch
     except BaseException:
         print(compose("logs", "--tail", "40"), file=sys.stderr)
@@ -127,14 +144,15 @@ def main() -> None:
         sizes = image_sizes()
         columns = list(sizes[0])
         _report.table("Images", columns, [[row[c] for c in columns] for row in sizes])
-        rows = run(compose)
+        confined: dict[str, object] = {}
+        rows = run(compose, confined)
     columns = list(rows[0])
     _report.table("Compose", columns, [[row[c] for c in columns] for row in rows])
-    print(f"wrote {_report.write('compose', rows, images=sizes)}")
+    print(f"wrote {_report.write('compose', rows, images=sizes, confined=confined)}")
 
 
-def run(compose: Compose) -> list[dict[str, object]]:
-    """Do everything to a job that trains."""
+def run(compose: Compose, confined: dict[str, object]) -> list[dict[str, object]]:
+    """Do everything to a job that trains; fills in what the containers of each service may do."""
     rows: list[dict[str, object]] = []
 
     def event(what: str, act: Callable[[], object], workers: int, shards: int) -> None:
@@ -157,6 +175,9 @@ def run(compose: Compose) -> list[dict[str, object]]:
 
     with started(compose) as watch:
         watch.settled(2, 2)
+        for service in LIMITS_MB:
+            for container in compose.containers(service):
+                confined[service] = confinement(container)
         event("workers from 2 to 4", scale(worker=4, shard=2), 4, 2)
         event("shard servers from 2 to 3", scale(worker=4, shard=3), 4, 3)
         event("workers from 4 to 2", scale(worker=2, shard=3), 2, 3)

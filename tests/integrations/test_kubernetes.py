@@ -185,10 +185,21 @@ def test_pods_are_confined_and_fit_together(manifests: list[Manifest]) -> None:
         spec = template["spec"]
         (container,) = spec["containers"]
         assert spec["securityContext"]["runAsNonRoot"]
+        assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+        assert not {"hostNetwork", "hostPID", "hostIPC", "initContainers"} & spec.keys()
         assert not spec["automountServiceAccountToken"]
         assert not spec["enableServiceLinks"], "Kubernetes' variables of services are called AXON_PS_... too"
-        assert container["securityContext"]["readOnlyRootFilesystem"]
-        assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+        assert container["securityContext"] == {
+            "allowPrivilegeEscalation": False,
+            "readOnlyRootFilesystem": True,
+            "capabilities": {"drop": ["ALL"]},
+        }
+        assert not any("hostPath" in volume for volume in spec["volumes"]), "nothing of the machine"
+        writable = {m["mountPath"] for m in container["volumeMounts"] if not m.get("readOnly")}
+        assert "/tmp" in writable
+        assert writable <= {"/tmp", "/state", "/checkpoints", "/var/cache/axon-ps", "/dev/shm"}
+        assert "command" not in container, "the image's own entry point: there is no shell"
+        assert all(word not in ("sh", "bash") for probe in probes(container) for word in probe)
         assert {m["name"] for m in container["volumeMounts"]} <= {v["name"] for v in spec["volumes"]} | {"state"}
         assert {
             v["persistentVolumeClaim"]["claimName"] for v in spec["volumes"] if "persistentVolumeClaim" in v
@@ -202,6 +213,11 @@ def test_pods_are_confined_and_fit_together(manifests: list[Manifest]) -> None:
         wanted = selector.get("matchLabels", selector)
         there = any(wanted.items() <= label.items() for label in labels)
         assert there or manifest["metadata"]["name"].endswith("worker"), manifest
+
+
+def probes(container: Manifest) -> list[list[str]]:
+    """The commands of a container's probes."""
+    return [container[kind]["exec"]["command"] for kind in container if kind.endswith("Probe")]
 
 
 def test_probes_ask_what_is_served(manifests: list[Manifest]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -105,7 +104,7 @@ def test_cpu_is_what_one_gets_and_cuda_a_profile() -> None:
     services = COMPOSE["services"]
     assert {n: s["profiles"] for n, s in services.items() if "profiles" in s} == {"worker-cuda": ["cuda"]}
     assert "whl/cpu" in services["worker"]["build"]["args"]["TORCH_INDEX_URL"]
-    assert "whl/cu" in services["worker-cuda"]["build"]["args"]["TORCH_INDEX_URL"]
+    assert services["worker-cuda"]["build"]["args"]["EXTRAS"] == "torch,cuda13"  # whose lock has that PyTorch
     (device,) = services["worker-cuda"]["deploy"]["resources"]["reservations"]["devices"]
     assert device["capabilities"] == ["gpu"]
 
@@ -137,25 +136,24 @@ def test_what_the_workers_run_is_in_the_image_and_takes_their_options() -> None:
 @pytest.mark.parametrize("service", SERVICES)
 def test_health_checks_ask_the_port_that_is_listened_on(service: str) -> None:
     check = instruction(service, "HEALTHCHECK")
-    words = shlex.split(check[2]) if check[0] == "sh" else check
-    assert words[:2] == ["axon-ps", "health"]
-    asked = understood(words[1:])["address"]
     if service == "worker":
-        assert asked == "$AXON_PS_COORDINATOR"
+        assert check == ["python", "/app/health.py"], "no shell"
+        assert "services/worker/health.py" in dockerfile(service)
         return
+    assert check[:2] == ["axon-ps", "health"]
     port = understood(entry_point(service))["port"]
-    assert asked == f"127.0.0.1:{port}"
+    assert understood(check[1:])["address"] == f"127.0.0.1:{port}"
     assert f"EXPOSE {port}" in dockerfile(service)
 
 
 @pytest.mark.parametrize("service", SERVICES)
 def test_images_run_as_nobody_in_particular_from_a_venv(service: str) -> None:
     text = dockerfile(service)
-    _, packages, code, image = text.split("\nFROM ")
+    _, packages, code, image, hardened = text.split("\nFROM ")
     assert "ARG PYTHON_IMAGE=python:3.11-slim-bookworm" in text
     assert packages.startswith("$PYTHON_IMAGE AS packages\n")
     assert code.startswith("packages AS code\n")
-    assert image.startswith("$PYTHON_IMAGE\n")
+    assert image.startswith("$PYTHON_IMAGE AS with-tools\n")
     assert "\nUSER 10001:10001\n" in image, "by number, so that runAsNonRoot can be checked"
     assert "--uid 10001" in image
     assert "PATH=/opt/venv/bin:$PATH" in image
@@ -166,18 +164,58 @@ def test_images_run_as_nobody_in_particular_from_a_venv(service: str) -> None:
     if "NUMBA_CACHE_DIR" in text:
         cache = re.findall(r"NUMBA_CACHE_DIR=(\S+)", text)[0]
         assert cache in re.findall(r"install -d -o axon .*", image)[0]
+    assert hardened.split("\n") == [
+        "with-tools",
+        "USER 0:0",
+        'RUN ["python3", "/app/only_python.py"]',
+        "USER 10001:10001",
+    ], "the last thing is that all programs but Python go"
+    assert "services/image/only_python.py" in image
+
+
+@pytest.mark.parametrize("service", SERVICES)
+def test_whatever_is_installed_is_installed_by_its_hash(service: str) -> None:
+    assert "pip install" not in dockerfile(service), "services/image/ does"
+    for script in ("packages.sh", "code.sh"):
+        assert f"RUN sh services/image/{script}" in dockerfile(service)
+        text = (ROOT / "services" / "image" / script).read_text(encoding="utf-8")
+        for line in text.splitlines():
+            if re.search(r"\binstall ", line) and "install()" not in line:
+                by_hash = "--require-hashes" in line or "--no-index" in line  # what was built a line before
+                assert by_hash or "-r torch.txt" in line, line  # docs/containers.md says what is known of that
+    for extra in re.findall('ARG EXTRAS="(.*)"', dockerfile(service))[0].split(","):
+        assert (ROOT / "services" / "locks" / f"{extra}.txt").exists()
 
 
 def test_dockerfiles_differ_only_where_they_must() -> None:
     def build_stages(service: str) -> str:
-        return dockerfile(service).rpartition("\nFROM ")[0]
+        return dockerfile(service).partition(" AS with-tools")[0]
 
     assert build_stages("coordinator") == build_stages("shard"), "so that they share their largest layer"
-    worker = re.sub(r"RUN [^\n]* torch numpy [^\n]*\n|ARG TORCH_INDEX_URL=.*\n", "", build_stages("worker"))
-    left_out = r" setuptools\b| +&& find pygments/lexers .*? -delete"  # torch needs the one, and may use the other
-    service = re.sub(left_out, "", build_stages("coordinator"))
-    assert worker.replace('EXTRAS="torch"', 'EXTRAS="etcd"') == service
+    worker = re.sub(r"ARG TORCH_\w+=.*\n", "", build_stages("worker"))
+    assert worker.replace('EXTRAS="torch"', 'EXTRAS="etcd"') == build_stages("coordinator")
     assert "whl/cpu" in re.findall('ARG TORCH_INDEX_URL="(.*)"', dockerfile("worker"))[0]
+
+
+@pytest.mark.parametrize("name", sorted(COMPOSE["services"]))
+def test_every_container_is_confined(name: str) -> None:
+    service = COMPOSE["services"][name]
+    assert service["read_only"]
+    assert service["cap_drop"] == ["ALL"]
+    assert service["security_opt"] == ["no-new-privileges:true"], "the engine's seccomp profile stays"
+    assert not {"privileged", "cap_add", "user", "pid", "ipc", "devices", "healthcheck"} & service.keys()
+    writable = {each.partition(":")[0]: each for each in service["tmpfs"]}
+    assert all("size=" in each for each in writable.values()), "memory is not without limit"
+    assert "/tmp" in writable
+    kernels = re.findall(r"NUMBA_CACHE_DIR=(\S+)", dockerfile(image_of(service)))
+    assert set(kernels) == writable.keys() - {"/tmp"}
+    for mounted in service["volumes"]:
+        assert not mounted.startswith((".", "~")), f"{mounted}: nothing of the machine"
+
+
+def test_the_coordinators_state_outlives_it_and_is_not_shared() -> None:
+    assert "/state" in COMPOSE["services"]["coordinator"]["volumes"], "of this container alone, and kept over a restart"
+    assert str(understood(entry_point("coordinator"))["state"]).startswith("/state/")
 
 
 def test_compose_waits_longer_than_services_drain() -> None:
