@@ -78,8 +78,9 @@ def test_a_command_that_is_not_run_is_one_that_there_is(
                 text = (ROOT / file).read_text()
                 assert f"services/{image.removeprefix('axon-ps-').partition(':')[0]}/Dockerfile" == file
                 for option, given in zip(arguments[::2], arguments[1::2], strict=True):
-                    assert option == "--build-arg"
-                    assert f"\nARG {given.partition('=')[0]}=" in text
+                    assert option in ("--build-arg", "--target")
+                    stage = f" AS {given}\n"
+                    assert (stage if option == "--target" else f"\nARG {given.partition('=')[0]}=") in text
             case ["docker", "run", *arguments]:
                 begin = next(i for i, w in enumerate(arguments) if w.startswith("axon-ps-"))
                 service = arguments[begin].removeprefix("axon-ps-")
@@ -114,7 +115,11 @@ def test_a_configuration_file_is_one(page: Path, block: Block) -> None:
 def test_a_dockerfile_is_made_of_an_image_of_ours(page: Path, block: Block) -> None:
     instructions = [line.split(maxsplit=1)[0] for line in block.text.splitlines()]
     assert set(instructions) <= {"FROM", "COPY", "CMD", "USER", "RUN"}
-    assert block.text.startswith(f"FROM axon-ps-{page.parent.name}\n")
+    image = re.match(r"FROM axon-ps-(worker)(:with-tools)?\n", block.text)
+    assert image is not None, f"{page.name}: not of an image of ours"
+    if "RUN" in instructions:
+        assert image[2], "the image that runs has no shell"
+        assert 'RUN ["python3", "/app/only_python.py"]\nUSER 10001:10001\n' in block.text
 
 
 @pytest.mark.parametrize(
