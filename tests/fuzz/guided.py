@@ -16,6 +16,7 @@ import os
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -31,7 +32,7 @@ except ImportError:
 import psutil
 
 from entropy import Entropy, GivenEntropy
-from findings import Case, Findings
+from findings import Case, Findings, where
 from priorities import give_way
 
 PREFIXES: Final = ("axon_ps.wire", "axon_ps.coordinator", "axon_ps.shard", "axon_ps.aggregation", "axon_ps.rpc")
@@ -98,8 +99,12 @@ class Run:
         )
 
     def one(self, entropy: Entropy) -> None:
-        """One input."""
-        self._target.run(entropy)
+        """One input; an error that even the target did not foresee is a finding, and the next input another's."""
+        try:
+            self._target.run(entropy)
+        except Exception as error:
+            self._findings.add(f"the target: {where(error)}", [], "".join(traceback.format_exception(error))[-3000:])
+            self._target.close()
         self.inputs += 1
         if time.monotonic() - self._written_s > 1.0:
             self.write()
