@@ -66,7 +66,7 @@ async def _unknown(_: Any, context: Any) -> None:
     await Shielded(context.abort(grpc.StatusCode.UNIMPLEMENTED, "Method not found!"))
 
 
-_UNKNOWN: Final = grpc.stream_stream_rpc_method_handler(_unknown)
+_UNKNOWN: Final[Any] = grpc.stream_stream_rpc_method_handler(_unknown)
 """gRPC's own answer, which a reset would leave memory of."""
 
 
