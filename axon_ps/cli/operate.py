@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import sys
 import time
 from typing import TYPE_CHECKING, Annotated
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from axon_ps.cli import options as o
-from axon_ps.errors import ConfigurationError, Timeout
+from axon_ps.errors import ConfigurationError, InvalidRequest, Timeout
 from axon_ps.types import Role
 
 if TYPE_CHECKING:
@@ -82,8 +83,9 @@ async def _drained(settings: Settings, server: int, timeout_s: float, work: Work
 
     deadline = time.monotonic() + timeout_s
     async with client(settings) as operator:
-        left, status = await operator.drain(server), await operator.status()
-        incarnation = next(m.incarnation for m in status.membership.shards if m.rank == server)
+        status = await operator.status()
+        incarnation = next((m.incarnation for m in status.membership.shards if m.rank == server), "")
+        left = await operator.drain(server)
         while any(m.incarnation == incarnation for m in status.membership.shards):
             held = int(measures_of(status.counters, Role.SHARD).get(server, {}).get("slice_bytes", 0))
             work.total_bytes = max(work.total_bytes, held)
@@ -95,5 +97,5 @@ async def _drained(settings: Settings, server: int, timeout_s: float, work: Work
                 )
             await asyncio.sleep(_ASK_S)
             status = await operator.status()
-            if server in status.draining:
-                left = await operator.drain(server)
+            with contextlib.suppress(InvalidRequest):  # it has left since
+                left = await operator.drain(server) if server in status.draining else left

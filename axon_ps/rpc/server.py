@@ -17,7 +17,7 @@ from axon_ps.rpc.channels import SERVER_OPTIONS, join_address
 from axon_ps.rpc.in_process import InProcessServer, is_in_process
 from axon_ps.rpc.limits import MAX_SERVER_CALLS, server_options
 from axon_ps.rpc.security import Security
-from axon_ps.rpc.unary import UnaryInterceptor
+from axon_ps.rpc.shielded import UnaryInterceptor
 
 _logger = logging.getLogger(__name__)
 

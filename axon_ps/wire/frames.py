@@ -109,30 +109,33 @@ def payload_array(
 
     Args:
         header: has dtype and number of elements.
-        payload: the bytes; empty for an `absent` chunk, which gives an empty array.
+        payload: the bytes.
         max_numel: the most elements that the receiver accepts.
         compressed_bytes: the compressed size of a number of elements; None = the job does not compress.
 
     Raises:
-        InvalidRequest: the dtype is unknown, there are more elements than `max_numel`, the length does not fit, or it
-            is compressed and the job's are not.
+        InvalidRequest: the dtype is unknown, there are more elements than `max_numel`, the length does not fit, it is
+            `absent`, so that there are none, or it is compressed and the job's are not.
     """
     dtype = dtype_from_proto(header.dtype)
+    if header.absent:
+        raise InvalidRequest(f"an absent chunk came where {header.numel} elements are needed")
     if header.numel > max_numel:
         raise InvalidRequest(f"a chunk claims {header.numel} elements; at most {max_numel} fit here")
     if header.compressed and (compressed_bytes is None or dtype is not DType.F32):
         raise InvalidRequest(f"a chunk is compressed (as {dtype.value}); this job does not compress them")
-    if header.compressed and compressed_bytes is not None and not header.absent:
+    if header.compressed and compressed_bytes is not None:
         if payload.nbytes != (needed := compressed_bytes(header.numel)):
             raise InvalidRequest(
                 f"a compressed chunk of {header.numel} elements has a payload of {payload.nbytes} bytes; it must have "
                 f"{needed}"
             )
         return np.frombuffer(payload, np.uint8)
-    needed = 0 if header.absent else header.numel * dtype.itemsize
-    if payload.nbytes != needed:
-        what = "an absent chunk" if header.absent else f"a chunk of {header.numel} elements of {dtype.value}"
-        raise InvalidRequest(f"{what} has a payload of {payload.nbytes} bytes; it must have {needed}")
+    if payload.nbytes != (needed := header.numel * dtype.itemsize):
+        raise InvalidRequest(
+            f"a chunk of {header.numel} elements of {dtype.value} has a payload of {payload.nbytes} bytes; it must "
+            f"have {needed}"
+        )
     return elements(payload, dtype)
 
 

@@ -231,15 +231,15 @@ def main() -> int:
     )
     parser.add_argument("--beside", type=float, default=None, help="of the job; 300 unless there is --seconds alone")
     parser.add_argument("--seed", type=int, default=0, help="another one, other choices; 0 = one of its own")
-    parser.add_argument("--replay", type=Path, help="a file of a finding: send what it says, and show what comes of it")
+    parser.add_argument("--replay", type=Path, nargs="+", help="files of a finding: send what they say, in this order")
     parser.add_argument("--cases", type=Path, default=ROOT / "build" / "fuzz", help="where findings are written")
     options = parser.parse_args()
     cases = options.cases.absolute()
     cases.mkdir(parents=True, exist_ok=True)
     if options.replay is not None:
-        target = Case.read(options.replay).target
+        target = Case.read(options.replay[0]).target
         command = [sys.executable, str(HERE / "guided.py"), target, str(cases / "replay.json"), "--cases", str(cases)]
-        return subprocess.run([*command, "--replay", str(options.replay)], check=False).returncode
+        return subprocess.run([*command, "--replay", *map(str, options.replay)], check=False).returncode
     neither = options.seconds is None and options.beside is None
     seconds, beside_s = (3600.0, 300.0) if neither else (options.seconds or 0.0, options.beside or 0.0)
     seed = options.seed or int(time.time())

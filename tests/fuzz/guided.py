@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import os
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -30,11 +32,14 @@ except ImportError:
 import psutil
 
 from entropy import Entropy, GivenEntropy
-from findings import Case, Findings
+from findings import Case, Findings, where
 from priorities import give_way
 
 PREFIXES: Final = ("axon_ps.wire", "axon_ps.coordinator", "axon_ps.shard", "axon_ps.aggregation", "axon_ps.rpc")
 """What coverage is of: who reads messages, and decides what they mean."""
+
+REPLAYS: Final = 20
+"""How often a file is sent, until it is a finding: what several members receive comes in any order."""
 
 WARM_UP: Final = 0.1
 """Part of the time after which memory is looked at first: by then everything has been compiled and cached."""
@@ -94,8 +99,12 @@ class Run:
         )
 
     def one(self, entropy: Entropy) -> None:
-        """One input."""
-        self._target.run(entropy)
+        """One input; an error that even the target did not foresee is a finding, and the next input another's."""
+        try:
+            self._target.run(entropy)
+        except Exception as error:
+            self._findings.add(f"the target: {where(error)}", [], "".join(traceback.format_exception(error))[-3000:])
+            self._target.close()
         self.inputs += 1
         if time.monotonic() - self._written_s > 1.0:
             self.write()
@@ -162,14 +171,14 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--unguided", action="store_true")
     parser.add_argument("--cases", type=Path, default=Path("build/fuzz"), help="where findings are written")
-    parser.add_argument("--replay", type=Path, help="send what this file says, and nothing else")
+    parser.add_argument("--replay", type=Path, nargs="+", help="send what these files say, in this order, and no more")
     parser.add_argument("--give-way", type=int, default=0, help="to others of the machine, as of nice")
     options = parser.parse_args()
     options.cases, options.report = options.cases.absolute(), options.report.absolute()
-    replay = None if options.replay is None else Case.read(options.replay)
+    replay = [Case.read(path) for path in options.replay or ()]
     give_way(os.getpid(), options.give_way)
     findings = Findings(options.cases)
-    guide = atheris is not None and not options.unguided and options.replay is None
+    guide = atheris is not None and not options.unguided and not replay
     with ExitStack() as stack:
         directory = stack.enter_context(tempfile.TemporaryDirectory())
         stack.enter_context(contextlib.chdir(directory))  # what has a relative name is written there
@@ -180,8 +189,11 @@ def main() -> None:
             made = target(options.target, findings, directory)
         stack.callback(made.close)
         run = Run(made, findings, options.report, options.seconds, options.messages)
-        if replay is not None:
-            made.replay(replay)
+        if replay:
+            for case in itertools.chain.from_iterable(itertools.repeat(replay, REPLAYS)):
+                made.replay(case)
+                if findings:
+                    break
             run.write()
         elif guide:
             guided(run, options.seed, options.cases, stack.close)

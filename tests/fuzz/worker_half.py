@@ -160,13 +160,15 @@ class WorkerHalf:
             return True
         return False
 
-    @staticmethod
-    def _is_well(job: SmallJob) -> bool:
+    def _is_well(self, job: SmallJob) -> bool:
         """Whether the job still works, with servers that tell the truth."""
         try:
             job.world.kv_get("a")
             return job.step() or job.step()
         except AxonError:
+            return False
+        except Exception as error:
+            self._findings.add(f"training after {self._name}: {where(error)}", self._cases(), _traceback(error))
             return False
 
     def _opened(self) -> SmallJob:

@@ -204,9 +204,9 @@ class PendingNorm(Tensor):
         return norm
 
     def resolve(self, value: float | None) -> None:
-        """Be a number."""
+        """Be a number; infinite where it is larger than a number of 32 bits can be."""
         with torch._C.DisableTorchFunctionSubclass():
-            self.fill_(math.nan if value is None else value)
+            self.copy_(torch.tensor(math.nan if value is None else value, dtype=torch.float64))
         self._known = True
 
     @classmethod

@@ -279,7 +279,7 @@ class GradientSums:
 
     def decided(self, decision: Decision) -> tuple[int, bool]:
         """The accumulator that a decision is on, and whether it names the attempt under way there."""
-        number, step = _name(decision)
+        number, step = self._name(decision)
         return number, step == self.attempts[number].step
 
     def end(self, decision: Decision, *, summed: bool = True) -> None:
@@ -289,7 +289,7 @@ class GradientSums:
             decision: which attempt.
             summed: whether every gradient was there.
         """
-        number, step = _name(decision)
+        number, step = self._name(decision)
         attempt = self.attempts[number]
         if summed:
             attempt.last_committable = attempt.step
@@ -299,13 +299,15 @@ class GradientSums:
     def drop(self, decision: Decision, *, summed: bool) -> None:
         """An attempt is skipped or aborted; as `end` otherwise."""
         for owned in self._slices.values():
-            owned.restart(_name(decision)[0])
+            owned.restart(self._name(decision)[0])
         self.end(decision, summed=summed)
 
     def _count_missing(self, number: int) -> int:
         return sum(s.accumulators[number].missing for s in self._slices.values())
 
-
-def _name(decision: Decision) -> tuple[int, int]:
-    """(accumulator, step): where the attempt that a decision is on was summed, and what it is called."""
-    return (0, decision.step) if decision.turn is None else (decision.turn.replica, decision.turn.clock)
+    def _name(self, decision: Decision) -> tuple[int, int]:
+        """(accumulator, step): where the attempt that a decision is on was summed, and what it is called."""
+        number, step = (0, decision.step) if decision.turn is None else (decision.turn.replica, decision.turn.clock)
+        if number >= len(self.attempts):
+            raise InvalidRequest(f"a decision is on replica {number}'s attempt; there are {len(self.attempts)} here")
+        return number, step

@@ -136,9 +136,10 @@ class Forwarding:
             task.cancel()
 
     def _complete(self, numbers: Set[int]) -> Iterator[_Sum]:
+        """What is summed of those slices that are still here."""
         gradients = self._engine.gradients
         for number, attempt in enumerate(gradients.attempts):
-            for owned in map(self._engine.slices.__getitem__, sorted(numbers)):
+            for owned in map(self._engine.slices.__getitem__, sorted(numbers & self._engine.slices.keys())):
                 for index in gradients.sums_of(number, owned):
                     yield _Sum(owned.number, index, number, attempt.step)
 
@@ -168,7 +169,8 @@ class Forwarding:
     def _is_wanted(self, item: _Sum, follower: _Follower) -> bool:
         """Whether a sum is still of the step under way, and of a slice that is followed."""
         attempts = self._engine.gradients.attempts
-        if item.slice not in follower.slices or item.number >= len(attempts):
+        here = item.slice in follower.slices and item.slice in self._engine.slices
+        if not here or item.number >= len(attempts):
             return False
         attempt, accumulator = attempts[item.number], self._engine.slices[item.slice].accumulators[item.number]
         return attempt.step == item.step and accumulator.is_complete(item.index, attempt.replicas)

@@ -118,6 +118,17 @@ def test_groups_of_backends_train_as_well() -> None:
         same(list(pool.map(one, MockBackend.create_world(2))), single_process(adam))
 
 
+def test_a_norm_that_no_number_of_32_bits_can_be_is_infinite() -> None:
+    """Servers sum it in 64 bits: `make fuzz` found a RuntimeError of torch's in the step."""
+    with World.mock():
+        made = FSDP(nn.Linear(64, 1))
+        optimizer = AdamW(made.parameters(), lr=1e-3)
+        (made(torch.ones(1, 64)) * 1e38).sum().backward()
+        norm = nn.utils.clip_grad_norm_(made.parameters(), 1.0)
+        optimizer.step()
+        assert norm.item() == float("inf")
+
+
 def test_data_parallel_with_an_optimizer_of_torchs_equals_one_process() -> None:
     def one(world: World) -> State:
         made = DDP(model())

@@ -49,6 +49,14 @@ def test_all_of_it_by_name_and_read_only() -> None:
         parameters["u0.p0"][0] = 2.0
 
 
+def test_an_absent_chunk_is_refused() -> None:
+    """A gradient may be absent, a parameter may not: `make fuzz` found a ValueError of numpy's."""
+    chunk = header(0, 0, 32)
+    chunk.absent = True
+    with pytest.raises(InvalidRequest, match="an absent chunk came where 32 elements are needed"):
+        assembly().put(chunk, memoryview(b""), [0])
+
+
 def test_what_did_not_change_is_the_same_array() -> None:
     base = whole()
     made = assembly(2, base)

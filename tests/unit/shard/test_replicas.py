@@ -542,3 +542,13 @@ def test_a_placement_of_other_slices_is_refused_before_anything_is_counted_by_it
     engine.slices.check(placement)
     with pytest.raises(InvalidRequest, match="slices are placed"):
         engine.slices.check(dataclasses.replace(placement, holders=placement.holders * 2))
+
+
+def test_a_decision_on_an_attempt_that_there_is_not_is_refused() -> None:
+    """As a coordinator that lies would send it: `make fuzz` found an IndexError."""
+    engine = ShardEngine()
+    engine.configure(job(asynchronous=True), 0, 2)
+    turn = Turn(replica=5, clock=0, slowest_clock=0)
+    decision = Decision(step=0, generation=1, outcome=Outcome.ABORT, version=0, turn=turn)
+    with pytest.raises(InvalidRequest, match="replica 5's attempt; there are 1 here"):
+        engine.decide(decision)
