@@ -113,7 +113,7 @@ def test_hostile_connections_and_calls_while_a_job_trains_beside(findings: Findi
 
 def test_a_trace_of_a_step_far_ahead_is_refused(findings: Findings, tmp_path: Path) -> None:
     """An hour found it: an internal error of the coordinator."""
-    trace = trace_pb2.TraceRequest(context=common_pb2.CallContext(), first=2**64 - 1, steps=2)
+    trace = trace_pb2.TraceRequest(first=2**64 - 2, steps=3, timeout_s=0.5)
     target = Services(findings, str(tmp_path / "checkpoints"))
     try:
         target.replay(Case("services", "/axon_ps.wire.v1.Coordinator/Trace", (trace.SerializeToString(),)))
