@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from axon_ps.wire.v1 import common_pb2, coordinator_pb2, session_pb2
+from axon_ps.wire.v1 import common_pb2, coordinator_pb2, session_pb2, trace_pb2
 from decoders import Decoders
 from entropy import Entropy, GivenEntropy
 from findings import Case, Findings
@@ -109,3 +109,15 @@ def test_hostile_connections_and_calls_while_a_job_trains_beside(findings: Findi
     assert not findings, f"{findings}"
     assert attacked.steps > 20
     assert sum(attacked.connections.values()) == 500
+
+
+def test_a_trace_of_a_step_far_ahead_is_refused(findings: Findings, tmp_path: Path) -> None:
+    """An hour found it: an internal error of the coordinator."""
+    trace = trace_pb2.TraceRequest(first=2**64 - 2, steps=3, timeout_s=0.5)
+    target = Services(findings, str(tmp_path / "checkpoints"))
+    try:
+        target.replay(Case("services", "/axon_ps.wire.v1.Coordinator/Trace", (trace.SerializeToString(),)))
+    finally:
+        target.close()
+    assert not findings, str(findings)
+    assert target.statuses["INVALID_ARGUMENT"] == 1

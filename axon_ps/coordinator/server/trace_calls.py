@@ -19,6 +19,7 @@ from axon_ps.coordinator.span_messages import report_to_proto
 from axon_ps.errors import InvalidRequest, Timeout
 from axon_ps.observe.tracing.span import MAX_SPANS, TraceOrder
 from axon_ps.observe.tracing.tracer import Collection
+from axon_ps.rpc.limits import MAX_NEWER
 from axon_ps.wire.v1 import trace_pb2
 
 MAX_STEPS: Final = 100
@@ -74,6 +75,10 @@ class TraceCalls:
         first = request.first or step + 1
         if first <= step:
             raise InvalidRequest(f"step {first} has begun; the first one that can be traced is {step + 1}")
+        if first > step + MAX_NEWER:
+            raise InvalidRequest(
+                f"step {first} is more than {MAX_NEWER} steps ahead; trace one up to {step + MAX_NEWER}"
+            )
         self._number += 1
         left_s = max(0.0, deadline_s - time.monotonic())
         order = TraceOrder(

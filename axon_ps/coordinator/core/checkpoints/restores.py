@@ -79,9 +79,11 @@ class Restores:
         `call` gets a `CheckpointReply` when they have.
 
         Raises:
-            InvalidRequest: the job does not have one of the models.
+            InvalidRequest: the job does not have one of the models, or the checkpoint has none.
             Busy: the shard servers that are there have no memory for it.
         """
+        if not resumes:
+            raise InvalidRequest("the checkpoint has no model of this job; name another checkpoint")
         a = self._assembly
         found = [(self._named(resume), resume) for resume in resumes]
         placements = {
