@@ -342,6 +342,8 @@ def test_when_one_model_cannot_be_loaded_the_job_waits_for_another_restore() -> 
     assert all(m.initialized for m in d.state.status().models)
     with pytest.raises(InvalidRequest, match="no model 'nobody'"):
         restore(d, Resume(uri="/c", version=1, model="nobody"))
+    with pytest.raises(InvalidRequest, match="no model of this job"):
+        restore(d)
 
 
 # ---------------------------------------------------------------------- release
