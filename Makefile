@@ -22,7 +22,7 @@ FAILOVER_ARGS ?=
 COMPOSE_ARGS ?=
 FUZZ_ARGS ?=
 
-.PHONY: help setup demo test house gpu soak fuzz faults faults-sample all-killed failover loaders launchers subscribers observability integrations compose rolling-update dist torch-suite torch-range check lint audit locks format proto proto-drift bench docs clean
+.PHONY: help setup demo test house gpu soak fuzz pages faults faults-sample all-killed failover loaders launchers subscribers observability integrations compose rolling-update dist torch-suite torch-range check lint audit locks format proto proto-drift bench docs clean
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -39,6 +39,9 @@ demo: $(INSTALLED) ## train a small GPT on two workers and two shard servers of 
 
 test: $(INSTALLED) ## run the tests; PYTEST_ARGS='-k word' picks some
 	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
+
+pages: $(INSTALLED) ## run what the pages of the documentation tell to type (3 minutes); PYTEST_ARGS='-k word'
+	$(BIN)/python -m pytest -n $(TEST_PROCESSES) tests/pages $(PYTEST_ARGS)
 
 faults-sample: $(INSTALLED) ## the tests of what dies, freezes or is cut off, one of each kind (6 minutes); PYTEST_ARGS='-k word'
 	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder tests/faults $(PYTEST_ARGS)
@@ -96,7 +99,7 @@ torch-suite: $(INSTALLED) ## run PyTorch's own collective tests over the backend
 torch-range: ## run what touches torch with the oldest and the newest one; TORCH_VERSIONS='2.12 2.14' picks others
 	$(PYTHON) tests/torch_range.py $(TORCH_VERSIONS) $(TORCH_RANGE_ARGS)
 
-check: lint test faults-sample ## everything CI does
+check: lint test pages faults-sample ## everything CI does
 
 house: $(INSTALLED) ## measure the package: sizes, circles of imports, names used twice, private words
 	@$(BIN)/python tests/house.py

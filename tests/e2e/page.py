@@ -10,15 +10,25 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
+
 from command_line import environment
 
+ROOT = Path(__file__).parents[2]
+README = ROOT / "README.md"
+PAGES = sorted([README, *ROOT.glob("docs/*.md"), *ROOT.glob("services/*/README.md")])
+HERE = ("openssl", "printf")
+"""Tools whose commands are run, too."""
+
+LONGEST_S = 110.0
 FENCED = re.compile(r"^```(?P<language>\w*)\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL)
 LANGUAGES = ("python", "sh", "toml", "dockerfile", "text")
 _OF_EXTRAS = re.compile(r"axon_ps\.(ray|huggingface|lightning)\b|transformers|(TensorBoard|Wandb|MLflow)Logger")
@@ -39,6 +49,16 @@ class Block:
     language: str
     text: str
     scripts: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def is_run(self) -> bool:
+        """Whether a shell block is run here: its scripts, or nothing but tools that there are."""
+        return not self.needs_extras and self.has_an_effect
+
+    @property
+    def has_an_effect(self) -> bool:
+        """Whether a shell block does more than name commands that need a cluster, an engine, a checkout."""
+        return bool(self.scripts) or all(words[0] in HERE for words in self.commands)
 
     @property
     def needs_extras(self) -> bool:
@@ -66,6 +86,12 @@ class Block:
                 output, _ = process.communicate()
         assert process.returncode == 0, output
 
+    def try_in(self, directory: Path) -> None:
+        """Run it as `run` does, or skip the test where a tool is not installed."""
+        if (tool := self.commands[0][0]) in HERE and shutil.which(tool) is None:
+            pytest.skip(f"there is no {tool}")
+        self.run(directory, LONGEST_S)
+
     @property
     def commands(self) -> list[list[str]]:
         """A shell block's commands in words, without comments and without variables set before them."""
@@ -80,6 +106,23 @@ def _after_variables(words: list[str]) -> Iterator[str]:
         begun = begun or re.match(r"[A-Z_]+=", word) is None
         if begun:
             yield word
+
+
+def named(language: str, pages: Iterable[Path] = PAGES) -> list[tuple[Path, Block]]:
+    """The blocks of a language, each with its page."""
+    return [(page, block) for page in pages for block in blocks(page.read_text()) if block.language == language]
+
+
+def shell_blocks(pages: Iterable[Path] = PAGES) -> list[tuple[Path, Block]]:
+    """The shell blocks, each with its page."""
+    return named("sh", pages)
+
+
+def label(value: object) -> str:
+    """What a page or a block is called among the tests."""
+    if isinstance(value, Block):
+        return value.scripts[0][0] if value.scripts else value.text.split("\n")[0][:40]
+    return str(value.relative_to(ROOT)) if isinstance(value, Path) else str(value)
 
 
 def blocks(page: str) -> list[Block]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shutil
 import tomllib
 from itertools import pairwise
 from pathlib import Path
@@ -13,43 +12,17 @@ import yaml
 
 from axon_ps import plugins
 from axon_ps.cli.settings import Settings
-from page import Block, blocks
+from page import README, ROOT, Block, blocks, label, named, shell_blocks
 from parsed_commands import entry_point, understood
 
-ROOT = Path(__file__).parents[2]
-PAGES = sorted([ROOT / "README.md", *ROOT.glob("docs/*.md"), *ROOT.glob("services/*/README.md")])
-HERE = ("openssl", "printf")
-"""Tools whose commands are run, too."""
 
-LONGEST_S = 110.0
-
-
-def named(language: str) -> list[tuple[Path, Block]]:
-    return [(page, block) for page in PAGES for block in blocks(page.read_text()) if block.language == language]
+@pytest.mark.parametrize(("page", "block"), [f for f in shell_blocks([README]) if f[1].is_run], ids=label)
+def test_what_the_readme_tells_to_type_ends_well(page: Path, block: Block, tmp_path: Path) -> None:
+    """The other pages: `make pages`."""
+    block.try_in(tmp_path)
 
 
-def label(value: object) -> str:
-    if isinstance(value, Block):
-        return value.scripts[0][0] if value.scripts else value.text.split("\n")[0][:40]
-    return str(value.relative_to(ROOT)) if isinstance(value, Path) else str(value)
-
-
-def is_run(block: Block) -> bool:
-    return bool(block.scripts) or all(words[0] in HERE for words in block.commands)
-
-
-TRIED = [found for found in named("sh") if is_run(found[1]) and not found[1].needs_extras]
-"""Those that need an extra are tried by `make integrations`."""
-
-
-@pytest.mark.parametrize(("page", "block"), TRIED, ids=label)
-def test_what_a_page_tells_to_type_ends_well(page: Path, block: Block, tmp_path: Path) -> None:
-    if block.commands[0][0] in HERE and shutil.which(block.commands[0][0]) is None:
-        pytest.skip(f"there is no {block.commands[0][0]}")
-    block.run(tmp_path, LONGEST_S)
-
-
-@pytest.mark.parametrize(("page", "block"), [found for found in named("sh") if not is_run(found[1])], ids=label)
+@pytest.mark.parametrize(("page", "block"), [f for f in shell_blocks() if not f[1].has_an_effect], ids=label)
 def test_a_command_that_is_not_run_is_one_that_there_is(
     page: Path, block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

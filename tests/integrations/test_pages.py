@@ -1,4 +1,4 @@
-"""What the documentation tells to type, where that needs a library of an extra; tests/e2e/test_docs.py has the rest."""
+"""What the documentation tells to type, where that needs a library of an extra; `make pages` has the rest."""
 
 from __future__ import annotations
 

@@ -1,0 +1,19 @@
+"""What the documentation tells to type, page by page; the README's is a part of `make test`.
+
+Scripts of libraries that an extra installs are tried by `make integrations`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from page import PAGES, README, Block, label, shell_blocks
+
+TRIED = [found for found in shell_blocks(p for p in PAGES if p != README) if found[1].is_run]
+
+
+@pytest.mark.parametrize(("page", "block"), TRIED, ids=label)
+def test_what_a_page_tells_to_type_ends_well(page: Path, block: Block, tmp_path: Path) -> None:
+    block.try_in(tmp_path)
