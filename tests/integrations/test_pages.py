@@ -11,8 +11,8 @@ from page import Block, blocks
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))]
 TRIED = [(page.name, block) for page in PAGES for block in blocks(page.read_text()) if block.needs_extras]
-CPUS = {"RAY_OVERRIDE_RESOURCES": '{"CPU": 8}'}
-"""As many as docs/ray.md says that it takes."""
+ALONE = {"RAY_OVERRIDE_RESOURCES": '{"CPU": 8}', "RAY_ADDRESS": "local"}
+"""As many CPUs as docs/ray.md says that it takes, and not the Ray cluster of another test."""
 
 
 def label(value: str | Block) -> str:
@@ -21,4 +21,4 @@ def label(value: str | Block) -> str:
 
 @pytest.mark.parametrize(("page", "block"), TRIED, ids=label)
 def test_what_a_page_tells_to_type_ends_well(page: str, block: Block, tmp_path: Path) -> None:
-    block.run(tmp_path, 200.0, CPUS)
+    block.run(tmp_path, 200.0, ALONE)
