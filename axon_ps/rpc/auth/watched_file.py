@@ -13,7 +13,7 @@ import os
 import stat
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Final
@@ -32,13 +32,20 @@ class WatchedFiles:
     Args:
         files: what they are called in messages, and their paths.
         secret: which of them nobody else on this machine should read.
+        check: refuses contents that cannot be used, as half of a file that is being written, by a ConfigurationError.
 
     Raises:
-        ConfigurationError: one cannot be read.
+        ConfigurationError: one cannot be read or used.
     """
 
-    def __init__(self, files: Sequence[tuple[str, str]], secret: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        files: Sequence[tuple[str, str]],
+        secret: Sequence[str] = (),
+        check: Callable[[tuple[bytes, ...]], object] = len,
+    ) -> None:
         self._files = tuple(files)
+        self._check = check
         self._lock = threading.Lock()
         self._looked_s = time.monotonic()
         self._seen = self._signature()
@@ -49,7 +56,7 @@ class WatchedFiles:
                 warn_of_readers(path)
 
     def contents(self) -> tuple[bytes, ...]:
-        """The contents; those that were read last, if the files cannot be read now, which is logged once."""
+        """The contents; those that were read last, if the files cannot be read or used now, which is logged once."""
         with self._lock:
             if time.monotonic() - self._looked_s >= LOOK_S:
                 self._look()
@@ -72,7 +79,9 @@ class WatchedFiles:
         return tuple(_signature(path) for _, path in self._files)
 
     def _read(self) -> tuple[bytes, ...]:
-        return tuple(read(path, option) for option, path in self._files)
+        contents = tuple(read(path, option) for option, path in self._files)
+        self._check(contents)
+        return contents
 
 
 @cache
@@ -80,9 +89,10 @@ def token_file(path: str) -> WatchedFiles:
     """The file of tokens at a path: one for the process, so that it is looked at once a second.
 
     Raises:
-        ConfigurationError: it cannot be read.
+        ConfigurationError: it cannot be read, is no text, or has none.
     """
-    return WatchedFiles([("the token file", path)], secret=["the token file"])
+    what = "the token file"
+    return WatchedFiles([(what, path)], secret=[what], check=lambda contents: _lines(path, contents[0]))
 
 
 def lines_of(path: str) -> tuple[str, ...]:
@@ -91,8 +101,12 @@ def lines_of(path: str) -> tuple[str, ...]:
     Raises:
         ConfigurationError: it cannot be read, is no text, or has none.
     """
+    return _lines(path, token_file(path).contents()[0])
+
+
+def _lines(path: str, content: bytes) -> tuple[str, ...]:
     try:
-        lines = token_file(path).contents()[0].decode().split()
+        lines = content.decode().split()
     except UnicodeDecodeError:
         raise ConfigurationError(f"the token file {path} cannot be read: it is not text") from None
     if not lines:

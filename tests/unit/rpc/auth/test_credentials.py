@@ -93,6 +93,18 @@ def test_a_token_file_that_is_rotated_is_accepted_line_by_line(tmp_path: Path, m
         rotated.credentials(bearer(SECRET), b"")
 
 
+def test_a_token_file_that_is_half_written_leaves_what_it_had(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watched_file, "LOOK_S", 0.0)
+    (tmp_path / "token").write_text(f"{SECRET}\n")
+    security = Security(token_file=str(tmp_path / "token"))
+    had = security.metadata()
+    for half in (b"", b"\n", b"\xff"):
+        (tmp_path / "token").write_bytes(half)
+        assert security.metadata() == had
+    (tmp_path / "token").write_text("another-secret-of-a-test")
+    assert security.metadata() == (("authorization", "Bearer another-secret-of-a-test"),)
+
+
 def test_revoking_ends_calls_under_way_and_refuses_new_ones() -> None:
     token, other = (mint(SECRET, Identity(Principal.WORKER, "j"), 60.0) for _ in range(2))
     began: list[str] = []
