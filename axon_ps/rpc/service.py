@@ -43,8 +43,8 @@ from axon_ps.rpc.limits import FIRST_MESSAGE_S
 from axon_ps.rpc.renewed_channel import RenewedChannel
 from axon_ps.rpc.security import Security
 from axon_ps.rpc.shielded import Shielded
-from axon_ps.rpc.status import error_of, status_of
-from axon_ps.rpc.stream import EOF, Stream, parsed_or_error, task_is_cancelled
+from axon_ps.rpc.status import error_of, parsed_or_error, status_of
+from axon_ps.rpc.stream import EOF, Stream, task_is_cancelled
 from axon_ps.wire.frames import BULK_MESSAGES
 from axon_ps.wire.v1 import watch_pb2
 

@@ -31,7 +31,7 @@ from google.protobuf.message import DecodeError
 
 from axon_ps.errors import AxonError, InvalidRequest, Timeout
 from axon_ps.rpc.limits import FIRST_MESSAGE_S
-from axon_ps.rpc.status import status_of
+from axon_ps.rpc.status import parsed_or_error, status_of
 
 CANCEL_WAIT_S: Final = 1.0
 """Seconds until a coroutine that does not end after `stop` is cancelled itself."""
@@ -135,7 +135,7 @@ class UnaryInterceptor(grpc.aio.ServerInterceptor):
             return handler
         return grpc.stream_stream_rpc_method_handler(
             _read_first(behaviour, handler_call_details.method, writes=not handler.response_streaming),
-            request_deserializer=_parsed_or_error(handler.request_deserializer),
+            request_deserializer=parsed_or_error(handler.request_deserializer),
             response_serializer=handler.response_serializer,
         )
 
@@ -170,18 +170,6 @@ async def _message(context: Any, method: str) -> Any:
         return Timeout(
             f"a call of {method} stayed without its message for {FIRST_MESSAGE_S:g} s; send it with the call"
         )
+    if isinstance(request, DecodeError):
+        return InvalidRequest(f"a message cannot be parsed: {request}")
     return InvalidRequest(f"a call of {method} ended without its message") if request is grpc.aio.EOF else request
-
-
-def _parsed_or_error(parse: Callable[[bytes], Any] | None) -> Callable[[bytes], Any] | None:
-    """As `parse`; what cannot be parsed is an error as a value, since gRPC would log one that is raised."""
-    if parse is None:
-        return None
-
-    def parsed(data: bytes) -> Any:
-        try:
-            return parse(data)
-        except DecodeError as error:
-            return InvalidRequest(f"a message cannot be parsed: {error}")
-
-    return parsed

@@ -14,8 +14,8 @@ Note: [Unreachable or Broken]
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Final
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Final
 
 import grpc
 from google.protobuf.message import DecodeError
@@ -220,3 +220,17 @@ def _cut(message: str) -> str:
     if len(encoded) <= MAX_MESSAGE_BYTES:
         return encoded.decode()
     return encoded[: MAX_MESSAGE_BYTES - 3].decode(errors="ignore") + "..."
+
+
+def parsed_or_error(parse: Callable[[bytes], Any] | None) -> Callable[[bytes], Any] | None:
+    """As `parse`, but what cannot be parsed gives the error as a value: of one that is raised gRPC makes None."""
+    if parse is None:
+        return None
+
+    def parsed(data: bytes) -> Any:
+        try:
+            return parse(data)
+        except DecodeError as error:
+            return error
+
+    return parsed

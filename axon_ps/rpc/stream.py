@@ -199,20 +199,6 @@ class Stream:
         return error_of(error, self._peer, self._method, answered=self._answered, timeout_s=self._timeout_s)
 
 
-def parsed_or_error(parse: Callable[[bytes], Any] | None) -> Callable[[bytes], Any] | None:
-    """As `parse`, but what cannot be parsed gives the error as a value: of one that is raised gRPC makes None."""
-    if parse is None:
-        return None
-
-    def parsed(data: bytes) -> Any:
-        try:
-            return parse(data)
-        except DecodeError as error:
-            return error
-
-    return parsed
-
-
 def task_is_cancelled() -> bool:
     """Whether the current task is being cancelled, and not something that it waits for."""
     task = asyncio.current_task()
