@@ -165,11 +165,11 @@ class Settings(BaseSettings):
             configured: the places that its configuration names.
             ordered: only its coordinator asks it to, which has roots itself: without any configuration it needs none.
         """
-        from axon_ps.rpc.auth.loopback import is_loopback
+        from axon_ps.rpc.auth.loopback import is_private
         from axon_ps.storage import roots
 
         places = (self.checkpoint_dir, *configured)
-        private = (is_loopback(host) and bool(self.resolved_token)) or (ordered and not any(places))
+        private = is_private(host, token=bool(self.resolved_token)) or (ordered and not any(places))
         given = _names(self.checkpoint_roots) or None
         roots.allow_roots(given or roots.default_roots(private=private, configured=places))
 

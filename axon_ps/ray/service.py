@@ -32,7 +32,7 @@ from axon_ps.coordinator.server import audit
 from axon_ps.coordinator.server import server as coordinator_server
 from axon_ps.errors import Broken, ConfigurationError, Timeout
 from axon_ps.observe.logging import LogStyle, configure
-from axon_ps.rpc.auth.loopback import is_loopback
+from axon_ps.rpc.auth.loopback import is_loopback, is_private
 from axon_ps.rpc.security import Security
 from axon_ps.shard.server import server as shard_server
 from axon_ps.shard.server.server import ShardConfig
@@ -143,7 +143,7 @@ class ServiceActor(ABC):
                 "when nodes of both hosts are there"
             )
         plugins.load(self._config.plugins)
-        private = is_loopback(self._config.host)  # there is always a token
+        private = is_private(self._config.host, token=True)
         roots.allow_roots(self._config.roots or roots.default_roots(private=private, configured=self._config.places))
         await self._serve(self._on_ready, self._stop)
         if not self._stop.is_set():

@@ -154,13 +154,13 @@ class _Launcher:
 
     def _roots(self) -> Mapping[str, str]:
         """Shard servers open checkpoints where the coordinator does."""
-        from axon_ps.rpc.auth.loopback import is_loopback
+        from axon_ps.rpc.auth.loopback import is_private
         from axon_ps.storage.roots import roots_of_children
 
         launch, settings = self._launch, self._settings
         if settings.checkpoint_roots:
             return {}
-        private = is_loopback(launch.host) and bool(launch.token)
+        private = is_private(launch.host, token=bool(launch.token))
         return roots_of_children(private=private, configured=(settings.checkpoint_dir, launch.resume))
 
     def _start_service(

@@ -1,4 +1,4 @@
-"""Which addresses only this machine can reach."""
+"""Which addresses only this machine can reach, and only processes that know the job's token."""
 
 from __future__ import annotations
 
@@ -14,3 +14,13 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(name).is_loopback
     except ValueError:
         return False
+
+
+def is_private(host: str, *, token: bool) -> bool:
+    """Whether a service on `host` serves only this machine's processes that know the job's token: those of its user.
+
+    Args:
+        host: the address that it listens on.
+        token: whether it asks for one.
+    """
+    return token and is_loopback(host)

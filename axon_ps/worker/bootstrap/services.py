@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 
 from axon_ps.errors import Broken
 from axon_ps.host.children import Child
-from axon_ps.rpc.auth.loopback import is_loopback
+from axon_ps.rpc.auth.loopback import is_private
 from axon_ps.rpc.auth.tokens import new_secret
 from axon_ps.rpc.channels import join_address
 from axon_ps.rpc.security import Security
@@ -125,7 +125,7 @@ def roots_of_shards(host: str, security: Security, environment: Mapping[str, str
     """The variable by which shard servers at a host open checkpoints where their coordinator does."""
     if environment.get(VARIABLE):
         return {}
-    private = is_loopback(host) and bool(security.tokens())
+    private = is_private(host, token=bool(security.tokens()))
     return roots_of_children(private=private, configured=(environment.get("AXON_PS_CHECKPOINT_DIR", ""),))
 
 

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import random
 from collections.abc import Callable, Sequence
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
 
 from axon_ps.compress import Compressor, Int8, TopK
-from axon_ps.errors import InvalidRequest, SliceMoved, StepAborted
+from axon_ps.errors import Broken, InvalidRequest, SliceMoved, StepAborted
 from axon_ps.kernels.digest import combined, digest
 from axon_ps.optim import names
 from axon_ps.shard.core.engine import ShardEngine
 from axon_ps.shard.core.gradients import Push
 from axon_ps.shard.core.slices import OwnedSlice
+from axon_ps.shard.server.forwarding import Forwarding
 from axon_ps.sharding.job import JobSpec
 from axon_ps.sharding.placement import Holders, Placement, Server, place
 from axon_ps.sharding.plan import PlanOptions
@@ -552,3 +555,42 @@ def test_a_decision_on_an_attempt_that_there_is_not_is_refused() -> None:
     decision = Decision(step=0, generation=1, outcome=Outcome.ABORT, version=0, turn=turn)
     with pytest.raises(InvalidRequest, match="replica 5's attempt; there are 1 here"):
         engine.decide(decision)
+
+
+def test_a_server_whose_slices_have_left_forwards_none_of_them_after_a_broken_stream() -> None:
+    made = Replicated(job())
+    engine = made.engines[0]
+
+    class BrokenLinks:
+        """The slices leave while the first stream breaks."""
+
+        def __init__(self) -> None:
+            self.tried = 0
+            self.again = asyncio.Event()
+
+        def forget(self, rank: int) -> None:
+            assert rank == 1
+
+        async def peer(self, *_: object) -> None:
+            return None
+
+        async def stub(self, _: int) -> None:
+            self.tried += 1
+            if self.tried == 1:
+                engine.place(place(made.plan, [Server(1)], 1), 0)
+                assert not engine.slices
+                raise Broken("the stream to server 1 is broken")
+            self.again.set()
+            await asyncio.Event().wait()
+
+    async def forwarded() -> None:
+        links: Any = BrokenLinks()
+        forwarding = Forwarding(0, engine, links)
+        forwarding.place()
+        assert engine.slices.primaries
+        for owned in engine.slices.primaries:
+            forwarding.completed(owned, 0, 0)
+        await asyncio.wait_for(links.again.wait(), 10.0)
+        forwarding.close()
+
+    asyncio.run(forwarded())
