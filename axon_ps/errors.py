@@ -1,4 +1,4 @@
-"""The whole error tree of axon_ps, and nothing else.
+"""The whole error tree of axon_ps, and how one that is kept is raised again.
 
 This module imports nothing of ours and nothing of gRPC; `rpc.status` is the one place that maps these errors
 to gRPC statuses and back. Blame is in the class:
@@ -30,6 +30,10 @@ to gRPC statuses and back. Blame is in the class:
 """
 
 from __future__ import annotations
+
+from typing import TypeVar
+
+E = TypeVar("E", bound=BaseException)
 
 
 class AxonError(Exception):
@@ -137,3 +141,17 @@ class StorageFull(CheckpointError):
 
 class InternalError(AxonError):
     """A bug of axon_ps; please report it with the message."""
+
+
+def again(error: E) -> E:
+    """A copy of an error without its traceback: what is kept, and what is raised of what is kept.
+
+    An error holds the frames that it has passed, and so their variables. One that is kept and raised to a user would
+    hold the user's model, which then is never freed: a model refers to its world through PyTorch's hooks, where the
+    garbage collector of Python does not look.
+    """
+    copied = type(error).__new__(type(error), *error.args)
+    copied.args = error.args
+    copied.__dict__.update(error.__dict__)
+    copied.__cause__, copied.__suppress_context__ = error.__cause__, error.__suppress_context__
+    return copied

@@ -93,6 +93,48 @@ def test_only_the_command_line_exits() -> None:
     assert offenders == []
 
 
+def kept_errors(tree: ast.AST) -> Iterator[int]:
+    """Lines where an error is kept, or one that is kept is raised, as it is: with the frames that it has passed."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Raise):
+            raised = node.exc
+            if isinstance(raised, ast.Call) and isinstance(raised.func, ast.Attribute):
+                raised = raised.func.value if raised.func.attr == "with_traceback" else None
+            if isinstance(raised, ast.Attribute) and raised.attr.lstrip("_")[:1].islower():
+                yield node.lineno
+        elif isinstance(node, ast.ExceptHandler) and node.name:
+            yield from (
+                inside.lineno
+                for inside in ast.walk(node)
+                if isinstance(inside, ast.Assign)
+                and isinstance(inside.targets[0], ast.Attribute)
+                and any(
+                    isinstance(v, ast.Name) and v.id == node.name
+                    for v in (inside.value, *getattr(inside.value, "values", ()))
+                )
+            )
+
+
+def test_an_error_that_is_kept_is_a_copy_and_so_is_what_is_raised_of_it() -> None:
+    spared = {"parallel/pipeline/stage.py", "parallel/pipeline/pipeline.py"}  # of a local variable: nobody keeps it
+    found = [f"{name}:{line}" for name, tree in parsed() if name not in spared for line in kept_errors(tree)]
+    assert found == [], "raise again(error), and keep again(error): see `errors.again`"
+
+
+@pytest.mark.parametrize(
+    ("code", "lines"),
+    [
+        ("raise self._error", [1]),
+        ("raise self._error.with_traceback(None)", [1]),
+        ("try:\n    f()\nexcept OSError as e:\n    self.error = self.error or e", [4]),
+        ("raise again(self._error)\nraise asyncio.CancelledError\nraise error", []),
+        ("try:\n    f()\nexcept OSError as e:\n    self.error = again(e)", []),
+    ],
+)
+def test_a_kept_error_is_found(code: str, lines: list[int]) -> None:
+    assert list(kept_errors(ast.parse(code))) == lines
+
+
 def test_only_settings_and_the_workers_environment_read_the_environment() -> None:
     # World hands the environment to collectives.environment; the test cluster hands its own on to its processes.
     # and torch.distributed's entry to us does the same. `fork` sets what gRPC reads when it is loaded; a standby is

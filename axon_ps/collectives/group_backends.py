@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from axon_ps.collectives.backends.base import Backend, GroupContext
 from axon_ps.collectives.store import AbortableStore
-from axon_ps.errors import AxonError
+from axon_ps.errors import AxonError, again
 
 MakeBackend = Callable[[GroupContext, str], Backend]
 """Makes the backend of a group by its name; collective."""
@@ -63,7 +63,7 @@ class GroupBackends:
 
     def end(self, error: AxonError) -> None:
         """End pending and later calls; the first error counts. Any thread."""
-        self.error = self.error or error
+        self.error = self.error or again(error)
         self.store.abort(error)
         for backend in list(self._made.values()):
             backend.abort(error)
@@ -78,7 +78,7 @@ class GroupBackends:
     def end_after_messages(self, error: AxonError) -> None:
         """End later calls, when none is pending; messages that were sent are received if all backends buffer them."""
         if all(backend.buffers_messages for backend in self._made.values()):
-            self.error = error
+            self.error = again(error)
             self.store.abort(error)
         else:
             self.end(error)

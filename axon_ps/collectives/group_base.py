@@ -26,7 +26,7 @@ from axon_ps.collectives.flight_recorder import Recorder
 from axon_ps.collectives.group_backends import GroupBackends
 from axon_ps.collectives.group_backends import MakeBackend as MakeBackend
 from axon_ps.collectives.work import Work, WorkQueue
-from axon_ps.errors import AxonError, Broken, Closed, Disagreement, InvalidRequest, Misuse
+from axon_ps.errors import AxonError, Broken, Closed, Disagreement, InvalidRequest, Misuse, again
 from axon_ps.host import fork
 from axon_ps.observe.metrics.sources import register
 from axon_ps.types import DType, Member, ReduceOp
@@ -161,7 +161,7 @@ class GroupBase:
         """
         self._check_member()
         if self._backends.error is not None:
-            raise self._backends.error
+            raise again(self._backends.error)
         device = data is not None and arrays.flatten(data, writable=False).device
         return self._backends.get(device, self._timeout_s)
 
@@ -200,7 +200,7 @@ class GroupBase:
             error: raised by later collectives.
         """
         if any(m.id in finished for m in self._context.members):
-            self._finished_error = self._finished_error or error
+            self._finished_error = self._finished_error or again(error)
             self._backends.end_unbuffered(error)
         for child in self._children:
             child.member_finished(finished, error)
@@ -289,7 +289,7 @@ class GroupBase:
         See `Request` and `Call` for the arguments; `copied` is an array that is copied to `data` first.
         """
         if self._backends.error is None and self._finished_error is not None:
-            raise self._finished_error
+            raise again(self._finished_error)
         flat = data or output
         dtype = flat.dtype if flat is not None else DType.U8
         device = flat is not None and flat.device
@@ -299,7 +299,7 @@ class GroupBase:
         entry = self._recorder.begin(self.name, self.ranks, call)
         try:
             if self._backends.error is not None:
-                raise self._backends.error
+                raise again(self._backends.error)
             backend = self._backends.get(device, limit_s)
             request = Request(
                 call=call,
@@ -373,7 +373,7 @@ class GroupBase:
         try:
             return Work(queue.submit(run), what) if async_op else queue.run(run)
         except Closed as error:
-            raise self._backends.error or error from None
+            raise again(self._backends.error or error) from None
 
     def _failed(self, error: BaseException) -> None:
         """See Note: [After an error] of `collectives.backends.base`."""
@@ -393,7 +393,7 @@ class GroupBase:
         """The backend for a send or receive; if it must be made, that is queued with the collectives."""
         backends = self._backends
         if backends.error is not None:
-            raise backends.error
+            raise again(backends.error)
         return backends.made(flat.device) or self._work_queue.run(lambda: backends.get(flat.device, limit_s))
 
     # ------------------------------------------------------------------ checks

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from axon_ps.collectives.backends.base import Store
-from axon_ps.errors import AxonError, InvalidRequest, Timeout
+from axon_ps.errors import AxonError, InvalidRequest, Timeout, again
 
 MAX_VALUE_BYTES = 1 << 20
 LOOK_EVERY_S = 0.25
@@ -81,11 +81,11 @@ class AbortableStore:
 
     def expect_no_more(self, error: AxonError) -> None:
         """A member has finished: stored values can be read; waits for others end with `error`. Any thread."""
-        self._no_more = self._no_more or error
+        self._no_more = self._no_more or again(error)
 
     def abort(self, error: AxonError) -> None:
         """End pending and later waits with `error`. Any thread."""
-        self._error = self._error or error
+        self._error = self._error or again(error)
 
     def put(self, key: str, value: bytes) -> None:
         """Store a value."""
@@ -101,7 +101,7 @@ class AbortableStore:
         deadline = time.monotonic() + timeout_s
         while True:
             if self._error is not None:
-                raise self._error
+                raise again(self._error)
             no_more = self._no_more  # read before the key is
             left_s = 0.0 if no_more is not None else max(0.0, deadline - time.monotonic())
             try:

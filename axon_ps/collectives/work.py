@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Coroutine
 from typing import Any, Generic, Protocol, TypeVar
 
-from axon_ps.errors import Closed, Timeout
+from axon_ps.errors import Closed, Timeout, again
 from axon_ps.host import fork
 from axon_ps.rpc.background_loop import CANCEL_WAIT_S, BackgroundLoop
 
@@ -54,15 +54,14 @@ class Work(Generic[T]):
             AxonError: what it failed with.
         """
         try:
-            return self._future.result(timeout_s)
-        except TimeoutError as error:
-            if self._future.done():
-                raise
-            raise Timeout(
-                f"{self.what} is not done after {timeout_s} s; it goes on, wait again or cancel it"
-            ) from error
-        except concurrent.futures.CancelledError as error:
-            raise Closed(f"{self.what} was cancelled") from error
+            error = self._future.exception(timeout_s)
+        except TimeoutError as late:
+            raise Timeout(f"{self.what} is not done after {timeout_s} s; it goes on, wait again or cancel it") from late
+        except concurrent.futures.CancelledError as cancelled:
+            raise Closed(f"{self.what} was cancelled") from cancelled
+        if error is not None:
+            raise again(error).with_traceback(error.__traceback__)
+        return self._future.result()
 
     def is_completed(self) -> bool:
         """Whether it ended, with a result or an error."""

@@ -30,7 +30,7 @@ from axon_ps import plugins
 from axon_ps.coordinator.core.config import CoordinatorConfig
 from axon_ps.coordinator.server import audit
 from axon_ps.coordinator.server import server as coordinator_server
-from axon_ps.errors import Broken, ConfigurationError, Timeout
+from axon_ps.errors import Broken, ConfigurationError, Timeout, again
 from axon_ps.observe.logging import LogStyle, configure
 from axon_ps.rpc.auth.loopback import is_loopback, is_private
 from axon_ps.rpc.security import Security
@@ -104,7 +104,7 @@ class ServiceActor(ABC):
         if not self._listening.wait(timeout_s):
             raise Timeout(f"the {self._name} did not start within {timeout_s:g} s")
         if self._failure is not None:
-            raise self._failure
+            raise again(self._failure)
         return self._port
 
     def pid(self) -> int:
@@ -124,7 +124,7 @@ class ServiceActor(ABC):
         try:
             self._loop.run_until_complete(self._run())
         except BaseException as error:
-            self._failure = error
+            self._failure = again(error)
             _logger.error("the %s failed: %s", self._name, error)
             if self._port or self._restarted:
                 time.sleep(RETRY_S)

@@ -18,7 +18,7 @@ from typing import Final
 
 import numpy as np
 
-from axon_ps.errors import CheckpointError
+from axon_ps.errors import CheckpointError, again
 from axon_ps.host import priority
 from axon_ps.storage.files import Sink
 from axon_ps.types import Array
@@ -145,7 +145,7 @@ class WriterThread:
 
     def _check(self) -> None:
         if self._error is not None:
-            raise self._error
+            raise again(self._error)
 
     def _run(self) -> None:
         priority.lower()
@@ -167,7 +167,7 @@ class WriterThread:
                     self._throttle.rest(time.monotonic() - began_s)
         except BaseException as error:
             with self._changed:
-                self._error = self._error or error
+                self._error = self._error or again(error)
                 self._changed.notify_all()
 
     def _next(self) -> tuple[Array, int] | None:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from itertools import repeat
 from typing import TypeVar
 
-from axon_ps.errors import AxonError, MemberLost, Misuse, Timeout
+from axon_ps.errors import AxonError, MemberLost, Misuse, Timeout, again
 from axon_ps.observe.reminders import reminder_pauses
 from axon_ps.rpc.deadlines import Deadline
 from axon_ps.types import Member, Membership
@@ -121,7 +121,7 @@ class JobView:
 
             def check() -> bool:
                 if self.failure is not None:
-                    raise self.failure
+                    raise again(self.failure)
                 value = ready()
                 if value is not None:
                     result.append(value)

@@ -35,13 +35,19 @@ def do_without_health() -> None:
 class JobServices:
     """The services of jobs, by (workers, servers).
 
+    Args:
+        jobs: see above.
+        threads: of each shard server.
+        join_timeout_s: how long a job waits for members that it has lost.
+
     Attributes:
         addresses: per job, its coordinator's "host:port".
     """
 
-    def __init__(self, jobs: Sequence[tuple[int, int]], threads: int = 1) -> None:
+    def __init__(self, jobs: Sequence[tuple[int, int]], threads: int = 1, join_timeout_s: float = 600.0) -> None:
         self._jobs = jobs
-        self._threads = threads  # of each shard server
+        self._threads = threads
+        self._join_timeout_s = join_timeout_s
         self.addresses: list[str] = []
 
     def __enter__(self) -> JobServices:
@@ -62,12 +68,19 @@ class JobServices:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         try:
-            for stop, running in zip(self._stop, (self._shards, self._coordinators), strict=True):
-                self._loop.run(self._set(stop))
-                for future in running:
-                    future.result(20.0)
+            self.end_shards()
+            self._end(self._stop[1], self._coordinators)
         finally:
             self._loop.close()
+
+    def end_shards(self) -> None:
+        """Stop the shard servers, and wait until they have ended."""
+        self._end(self._stop[0], self._shards)
+
+    def _end(self, stop: asyncio.Event, running: Sequence[Future[None]]) -> None:
+        self._loop.run(self._set(stop))
+        for future in running:
+            future.result(20.0)
 
     async def _make_stop(self) -> tuple[asyncio.Event, asyncio.Event]:
         return asyncio.Event(), asyncio.Event()
@@ -83,7 +96,7 @@ class JobServices:
 
     async def _coordinator(self, workers: int, servers: int, address: asyncio.Future[str]) -> None:
         await coordinator_server.serve(
-            CoordinatorConfig(world_size=workers, num_shards=servers),
+            CoordinatorConfig(world_size=workers, num_shards=servers, join_timeout_s=self._join_timeout_s),
             "127.0.0.1",
             0,
             Security(token=TOKEN),

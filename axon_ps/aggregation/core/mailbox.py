@@ -22,7 +22,7 @@ from axon_ps.aggregation.core.dataflow import PointToPoint, Wake
 from axon_ps.aggregation.core.operations import GRACE_S
 from axon_ps.aggregation.core.participants import MemoryAccounting, Participant
 from axon_ps.aggregation.core.stripes import segments_of
-from axon_ps.errors import AxonError, Broken, Disagreement, InvalidRequest, Timeout
+from axon_ps.errors import AxonError, Broken, Disagreement, InvalidRequest, Timeout, again
 from axon_ps.types import Array, DType
 from axon_ps.wire.frames import encode_chunk
 from axon_ps.wire.v1.collective_pb2 import CollectiveChunk
@@ -237,7 +237,7 @@ class Mailbox:
 
     def _end(self, participant: Participant, error: AxonError) -> None:
         if participant.error is None:
-            participant.error = error
+            participant.error = again(error)
             participant.clear()
             self._wake(participant)
 

@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from axon_ps.aggregation.core.dataflow import Forwarding, Reduction, Wake
 from axon_ps.aggregation.core.participants import MemoryAccounting, Participant
 from axon_ps.aggregation.core.stripes import REDUCING, StripePlan
-from axon_ps.errors import AxonError, Broken, Disagreement, InvalidRequest, Timeout
+from axon_ps.errors import AxonError, Broken, Disagreement, InvalidRequest, Timeout, again
 from axon_ps.reduction.call import Operation, disagreement
 
 GRACE_S = 0.5
@@ -80,7 +80,7 @@ class PendingOperation:
         rank = plan.rank
         if self._error is not None:
             self._left.add(rank)
-            raise self._error
+            raise again(self._error)
         if rank in self._participants:
             raise InvalidRequest(f"rank {self._ranks[rank]} is in {self._what} already; a call has its own number")
         call = plan.call
@@ -136,7 +136,7 @@ class PendingOperation:
         """End it with `error` for all ranks that are not done, those that have not come included."""
         if self._error is not None:
             return
-        self._error = error
+        self._error = again(error)
         self._expires_s = now_s + TOMBSTONE_S
         self._left.update(self._suspects)
         self._suspects.clear()
@@ -144,7 +144,7 @@ class PendingOperation:
             if participant.left or participant.done:
                 self._left.add(rank)
                 continue
-            participant.error = error
+            participant.error = again(error)
             participant.clear()
             self._wake(participant)
         if self._dataflow is not None:

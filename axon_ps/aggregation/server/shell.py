@@ -12,7 +12,7 @@ from functools import partial
 from axon_ps.aggregation.core.engine import CollectiveEngine, OperationRequest
 from axon_ps.aggregation.core.mailbox import Envelope
 from axon_ps.aggregation.core.participants import Participant
-from axon_ps.errors import AxonError, Broken, GenerationChanged, InvalidRequest, PermissionDenied
+from axon_ps.errors import AxonError, Broken, GenerationChanged, InvalidRequest, PermissionDenied, again
 from axon_ps.reduction import ops
 from axon_ps.reduction.call import Call
 from axon_ps.rpc.limits import FENCE_S, MAX_NEWER
@@ -228,7 +228,7 @@ class CollectiveStream:
 
     def refuse(self, error: AxonError) -> None:
         """The rank sent an invalid message: `next` raises this."""
-        self._refused = error
+        self._refused = again(error)
         self.notify()
 
     def notify(self) -> None:

@@ -33,7 +33,7 @@ from axon_ps.collectives import reason
 from axon_ps.collectives.backends import header
 from axon_ps.collectives.backends.base import Backend, GroupContext, Operation, Store, disagreement
 from axon_ps.collectives.backends.request import Request, check_message
-from axon_ps.errors import AxonError, Broken, Closed, InvalidRequest, Timeout
+from axon_ps.errors import AxonError, Broken, Closed, InvalidRequest, Timeout, again
 from axon_ps.reduction import ops
 from axon_ps.types import Array, DType, ReduceOp
 
@@ -398,7 +398,7 @@ class GlooBackend(Backend):
 
     def _check_usable(self) -> None:
         if self._error is not None:
-            raise self._error.with_traceback(None)
+            raise again(self._error)
 
     def _end(self, error: AxonError) -> None:
         """End the group after a call of this rank has failed."""
@@ -411,7 +411,7 @@ class GlooBackend(Backend):
         with self._lock:
             if self._error is not None:
                 return
-            self._error = error
+            self._error = again(error)
             native = self._native
         if native is not None:
             for peer in range(self.world_size):

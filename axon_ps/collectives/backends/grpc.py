@@ -21,7 +21,7 @@ import numpy as np
 from axon_ps.aggregation.client.client import Buffers, CollectiveClient, GroupHandle
 from axon_ps.collectives.backends.base import Backend, GroupContext, Operation
 from axon_ps.collectives.backends.request import Request, check_message, partition_starts
-from axon_ps.errors import AxonError, Closed, Disagreement, MemberLost
+from axon_ps.errors import AxonError, Closed, Disagreement, MemberLost, again
 from axon_ps.rpc.background_loop import BackgroundLoop
 from axon_ps.types import Array, DType
 
@@ -80,7 +80,7 @@ class GrpcBackend(Backend):
         """See `Backend.run`."""
         request.check(self.rank, self.world_size)
         if self._error is not None:
-            raise self._error
+            raise again(self._error)
         if self.world_size > 1:
             buffers = _buffers(request, self.rank, self.world_size)
             self._run_on_loop(lambda: self._client.collective(self._group, request.call, buffers, timeout_s))
@@ -112,7 +112,7 @@ class GrpcBackend(Backend):
         with self._lock:
             if self._error is not None:
                 return
-            self._error = error
+            self._error = again(error)
         cancelling = self._cancel()
         try:
             self._loop.submit(cancelling)
@@ -139,7 +139,7 @@ class GrpcBackend(Backend):
 
     def _run_on_loop(self, make: Callable[[], Coroutine[Any, Any, T]]) -> T:
         if self._error is not None:
-            raise self._error
+            raise again(self._error)
         return self._loop.run(self._guarded(make))
 
     async def _guarded(self, make: Callable[[], Coroutine[Any, Any, T]]) -> T:
@@ -149,12 +149,12 @@ class GrpcBackend(Backend):
         self._tasks.add(task)
         try:
             if self._error is not None:
-                raise self._error
+                raise again(self._error)
             return await make()
         except asyncio.CancelledError:
             if self._error is None:
                 raise
-            raise self._error from None
+            raise again(self._error) from None
         finally:
             self._tasks.discard(task)
 

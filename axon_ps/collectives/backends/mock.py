@@ -20,7 +20,7 @@ import numpy as np
 from axon_ps.collectives.backends.base import Backend, GroupContext, Operation, disagreement
 from axon_ps.collectives.backends.request import Request, check_message, describe, required
 from axon_ps.collectives.store import AbortableStore, MemoryStore
-from axon_ps.errors import AxonError, Broken, Closed, Disagreement, InvalidRequest, Timeout
+from axon_ps.errors import AxonError, Broken, Closed, Disagreement, InvalidRequest, Timeout, again
 from axon_ps.reduction import ops
 from axon_ps.types import Array, DType, Member, Role
 
@@ -109,17 +109,17 @@ class _SharedState:
 
     def _abort(self, rank: int, error: AxonError) -> None:
         if rank not in self._aborted:
-            self._aborted[rank] = error
+            self._aborted[rank] = again(error)
         self._changed.notify_all()
 
     def _raise_end(self, rank: int, needed: Iterable[int]) -> None:
         if rank in self._aborted:
-            raise self._aborted[rank].with_traceback(None)
+            raise again(self._aborted[rank])
         for other in needed:
             if isinstance(error := self._aborted.get(other), Closed):
                 raise Broken(f"rank {self._ranks[other]} has closed group {self._name!r}")
             if error is not None:
-                raise error.with_traceback(None)
+                raise again(error)
 
     def _complete(self, current: _Round) -> None:
         requests = [current.requests[i] for i in range(len(self._ranks))]

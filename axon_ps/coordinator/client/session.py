@@ -69,6 +69,7 @@ from axon_ps.errors import (
     MemberLost,
     Misuse,
     Timeout,
+    again,
 )
 from axon_ps.observe.log_buffer import LogBuffer, collect
 from axon_ps.observe.reminders import reminder_pauses
@@ -400,7 +401,7 @@ class CoordinatorClient(Calls):
                     await self._session()
                     return
                 except _TEMPORARY as error:
-                    self._last_error = error
+                    self._last_error = again(error)
                     if was_attached := self._attached.is_set():
                         self._detach(error)
                         deadline, wait_s = Deadline(self._reconnect_timeout_s), 0.05
@@ -547,7 +548,7 @@ class CoordinatorClient(Calls):
             self._reminder.cancel()
         if self._error is not None:
             return
-        self._error = error
+        self._error = again(error)
         self._attached.set()
         self._wake()
         if self.membership is not None and not self._closing:
@@ -561,7 +562,7 @@ class CoordinatorClient(Calls):
     async def _wait_attached(self) -> None:
         await self._attached.wait()
         if self._error is not None:
-            raise self._error
+            raise again(self._error)
 
     async def _connected(self, deadline: Deadline) -> Stub:
         if self._task is None:
@@ -586,7 +587,7 @@ class CoordinatorClient(Calls):
         except TimeoutError:
             raise Timeout(f"the session did not announce generation {generation} in time") from None
         if self._error is not None:
-            raise self._error
+            raise again(self._error)
 
 
 def _join_request(client: CoordinatorClient) -> JoinRequest:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from axon_ps.coordinator.core.checkpoints.restores import Resume
 from axon_ps.coordinator.core.checkpoints.snapshots import Snapshot
 from axon_ps.coordinator.core.events import CheckpointReply
-from axon_ps.errors import CheckpointError, InvalidRequest
+from axon_ps.errors import CheckpointError, InvalidRequest, again
 from axon_ps.sharding.job import JobSpec
 from axon_ps.sharding.plan import Slice, moves_into
 
@@ -147,7 +147,7 @@ def complete(job: str, snapshot: Snapshot, extra: dict[str, object]) -> Checkpoi
     if snapshot.error is not None:
         with contextlib.suppress(CheckpointError):  # they are no checkpoint without a manifest
             discard(snapshot.uri, [f.name for f in snapshot.files])
-        raise snapshot.error
+        raise again(snapshot.error)
     created = datetime.datetime.now(datetime.UTC).isoformat()
     sections: list[Manifest] = []
     for model in snapshot.models:

@@ -32,7 +32,7 @@ from axon_ps.coordinator.messages import event_to_proto, logged_to_proto
 from axon_ps.coordinator.server.audit import NO_AUDIT, OF_MEMBERS, AuditLog
 from axon_ps.coordinator.server.checkpoint_log import CheckpointLog
 from axon_ps.coordinator.server.step_spans import StepSpans
-from axon_ps.errors import AxonError, Broken, Busy, InternalError, NotLeader, StorageFull
+from axon_ps.errors import AxonError, Broken, Busy, InternalError, NotLeader, StorageFull, again
 from axon_ps.observe.log_buffer import LogBuffer
 from axon_ps.observe.moments import Moment, reached
 from axon_ps.observe.tracing.tracer import Tracer
@@ -86,7 +86,7 @@ class Session:
         """Send what is queued and end; with an error, end at once. The first call counts."""
         if self._open:
             self._open = False
-            self.error = error
+            self.error = None if error is None else again(error)
             if error is not None:
                 while not self._events.empty():
                     self._events.get_nowait()
@@ -101,7 +101,7 @@ class Session:
         while (event := await self._events.get()) is not None:
             yield event
         if self.error is not None:
-            raise self.error
+            raise again(self.error)
 
 
 class Shell:

@@ -17,7 +17,7 @@ from torch._C._distributed_c10d import Work as C10dWork
 from torch.futures import Future
 
 from axon_ps.collectives.work import Work
-from axon_ps.errors import AxonError, Timeout
+from axon_ps.errors import AxonError, Timeout, again
 
 NO_TIMEOUT = timedelta()
 
@@ -83,7 +83,7 @@ class AxonWork(C10dWork):
         if not self._ended.wait(limit_s if limit_s > 0 else None):
             raise Timeout(f"{self._what} is not done after {limit_s:g} s; it goes on, wait again")
         if self._error is not None:
-            raise self._error
+            raise again(self._error)
         return True
 
     def synchronize(self) -> None:
@@ -129,11 +129,11 @@ class AxonWork(C10dWork):
 
     def _outcome(self) -> Any:
         if self._error is not None:
-            raise self._error
+            raise again(self._error)
         return self._result
 
     def _end(self, error: BaseException | None, value: object) -> None:
-        self._error = error
+        self._error = None if error is None else again(error)
         if isinstance(value, int):
             self._source = value
         with self._lock:

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from axon_ps.collectives.functional import as_group
 from axon_ps.collectives.process_group import ProcessGroup
-from axon_ps.errors import AxonError, Broken, Closed, InvalidRequest, Misuse
+from axon_ps.errors import AxonError, Broken, Closed, InvalidRequest, Misuse, again
 from axon_ps.parallel.pipeline.channel import Channel, PeerFailed
 from axon_ps.parallel.pipeline.division import chain, cut, even, single
 from axon_ps.parallel.pipeline.exchange import agree, end_together, exchange, gather_timeline, spread
@@ -315,7 +315,7 @@ class Pipeline(nn.Module):
 
     def _check_open(self) -> None:
         if self._over is not None:
-            raise self._over.with_traceback(None)
+            raise again(self._over)
 
     def _prepare(self, step: Step, batch: Any, target: Any) -> None:
         """Cut what this rank was given into microbatches."""
@@ -358,7 +358,7 @@ class Pipeline(nn.Module):
             failure.error.add_note(failure.description)
             raise failure.error
         assert self._over is not None
-        raise self._over
+        raise again(self._over)
 
     def _break(self, error: BaseException) -> None:
         """A step was broken off; without a group the pipeline goes on, with one it is over."""
@@ -369,7 +369,7 @@ class Pipeline(nn.Module):
             self._end(error if isinstance(error, AxonError) else Broken(reason))
 
     def _end(self, error: AxonError) -> None:
-        self._over = self._over or error
+        self._over = self._over or again(error)
         if self._group is not None:
             self._group.abort(error)
         self._channel.close()

@@ -7,7 +7,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 from axon_ps.coordinator.client.session import CoordinatorClient
-from axon_ps.errors import StepAborted, Timeout
+from axon_ps.errors import StepAborted, Timeout, again
 from axon_ps.observe.tracing.span import Span
 from axon_ps.wire.v1.common_pb2 import CallContext
 from axon_ps.worker.steps.step_trace import StepTrace, UnitCall
@@ -99,7 +99,7 @@ class ModelCalls:
         """Raise the error that ends a call of `epoch`, if there is one."""
         view = self._view
         if view.job.failure is not None:
-            raise view.job.failure
+            raise again(view.job.failure)
         view.check_released()
         if epoch is not None and epoch != view.epoch:
             raise StepAborted(f"the parameters were replaced meanwhile: this is epoch {view.epoch}, no longer {epoch}")

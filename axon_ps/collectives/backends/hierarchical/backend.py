@@ -30,7 +30,7 @@ from axon_ps.collectives.backends.hierarchical.stage import Stage, on_device
 from axon_ps.collectives.backends.hierarchical.staged import StagedCalls
 from axon_ps.collectives.backends.hierarchical.topology import Topology
 from axon_ps.collectives.staging import Staging
-from axon_ps.errors import AxonError, Disagreement, InternalError, InvalidRequest
+from axon_ps.errors import AxonError, Disagreement, InternalError, InvalidRequest, again
 from axon_ps.types import Array, DType
 
 SMALL_BYTES = 16 << 10
@@ -230,7 +230,7 @@ class HierarchicalBackend(Backend):
     def abort(self, error: AxonError) -> None:
         """See `Backend.abort`."""
         if self._error is None:
-            self._error = error
+            self._error = again(error)
         for backend in self._backends:
             backend.abort(self._error)
 

@@ -32,7 +32,7 @@ from axon_ps.collectives.backends.nccl.symbols import NCCL_DTYPES, NcclUniqueId,
 from axon_ps.collectives.backends.nccl.watchdog import Watchdog
 from axon_ps.collectives.backends.request import Request, check_message
 from axon_ps.collectives.cuda import load, load_nccl
-from axon_ps.errors import AxonError, Closed, InvalidRequest, Misuse, NcclError, Timeout
+from axon_ps.errors import AxonError, Closed, InvalidRequest, Misuse, NcclError, Timeout, again
 from axon_ps.types import NUMBERS, Array, DType
 
 _LATE_S = 0.5
@@ -210,7 +210,7 @@ class NcclBackend(Backend):
         """Runs the body, which calls NCCL, on our device and under the watchdog, and turns its errors into ours."""
         if self._error is not None:
             with self._settling:
-                raise self._error.with_traceback(None)
+                raise again(self._error)
         try:
             with self._cupy.cuda.Device(self.device), self._watchdog.until(time.monotonic() + timeout_s):
                 yield
@@ -224,7 +224,7 @@ class NcclBackend(Backend):
         with self._settling:
             self._settle(failure, what, timeout_s, peer)
         assert self._error is not None
-        raise self._error from failure
+        raise again(self._error) from failure
 
     def _settle(self, failure: BaseException | None, what: str, timeout_s: float, peer: int) -> None:
         """Find out which error has ended the group, publish it, and abort."""
@@ -243,7 +243,7 @@ class NcclBackend(Backend):
         self.abort(ended)
         with self._lock:
             if isinstance(self._error, _Late):
-                self._error = ended
+                self._error = again(ended)
 
     def _agree(self, request: Request) -> None:
         """Exchange headers, and check that all ranks make the same call."""
@@ -258,7 +258,7 @@ class NcclBackend(Backend):
         """Return when all work that was enqueued on the current stream is done."""
         self._cupy.cuda.get_current_stream().synchronize()
         if self._error is not None:
-            raise self._error.with_traceback(None)
+            raise again(self._error)
 
     # ------------------------------------------------------------------ point to point
 
@@ -370,7 +370,7 @@ class NcclBackend(Backend):
         with self._lock:
             if self._error is not None:
                 return
-            self._error = error
+            self._error = again(error)
             comms = list(self._comms)
         # It may take a while, and our caller may be the thread that is notified of lost members.
         threading.Thread(target=self._abort_all, args=(comms,), name="axon-ps-nccl-abort", daemon=True).start()

@@ -16,7 +16,7 @@ from collections.abc import Callable
 
 from axon_ps.collectives.backends.base import GroupContext, disagreement
 from axon_ps.collectives.backends.nccl.symbols import NcclUniqueId
-from axon_ps.errors import AxonError, Timeout
+from axon_ps.errors import AxonError, Timeout, again
 from axon_ps.types import Array, DType
 
 _GO, _DROP = b"go", b"drop "
@@ -54,7 +54,7 @@ class Messages:
 
     def abort(self, error: AxonError) -> None:
         """End the waits in the store; transfers are ended by the backend."""
-        self._error = error
+        self._error = again(error)
 
     def send(self, data: Array, dtype: DType, to: int, tag: int, timeout_s: float) -> None:
         """Announce a message and transfer it when the receiver is ready."""
@@ -130,7 +130,7 @@ class Messages:
         """The value of a key; ends early on an abort."""
         while True:
             if self._error is not None:
-                raise self._error
+                raise again(self._error)
             left = deadline - time.monotonic()
             try:
                 return self._store.wait(key, max(0.001, min(_SLICE_S, left)))

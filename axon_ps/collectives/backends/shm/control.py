@@ -34,7 +34,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from axon_ps import errors
-from axon_ps.errors import AxonError, Broken, MemberLost, Timeout
+from axon_ps.errors import AxonError, Broken, MemberLost, Timeout, again
 from axon_ps.host import futex
 from axon_ps.host.peer_process import PeerProcess
 from axon_ps.host.shared_memory import base_of, pack_text, unpack_text
@@ -325,7 +325,7 @@ class Control:
         if self._error is None and self.u32[ABORTED // 4]:
             self._set_error(self._peer_error())
         if self._error is not None:
-            raise self._error
+            raise again(self._error)
 
     def abort(self, error: AxonError) -> None:
         """End the pending and later calls of every rank; the first error counts.
@@ -336,7 +336,7 @@ class Control:
         with self._abort_lock:
             if self._error is None:
                 self._publish(error)
-                self._error = error
+                self._error = again(error)
 
     def _publish(self, error: AxonError) -> None:
         record = self.layout.record(self.rank)
@@ -373,7 +373,7 @@ class Control:
 
     def _set_error(self, error: AxonError) -> None:
         with self._abort_lock:
-            self._error = self._error or error
+            self._error = self._error or again(error)
 
     def _peer_error(self) -> AxonError:
         """The error that another rank aborted with."""

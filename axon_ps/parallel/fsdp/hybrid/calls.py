@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from axon_ps.collectives.work import WorkQueue
-from axon_ps.errors import AxonError, Broken, Closed
+from axon_ps.errors import AxonError, Broken, Closed, again
 from axon_ps.parallel.fsdp.hybrid.node_groups import NodeGroups
 from axon_ps.parallel.work import QueuedWork
 from axon_ps.types import Array
@@ -59,7 +59,7 @@ class NodeCalls:
         try:
             return call()
         except (Broken, Closed) as error:
-            self.group_error = error
+            self.group_error = again(error)
             return None
 
     def in_order(
@@ -70,11 +70,11 @@ class NodeCalls:
         def guarded() -> Any:
             if self._failure is not None:
                 given_up()
-                raise self._failure
+                raise again(self._failure)
             try:
                 return run()
             except AxonError as error:
-                self._failure = error
+                self._failure = again(error)
                 raise
 
         return QueuedWork(self._work_queue.submit(guarded), what)
