@@ -127,7 +127,7 @@ def coordinator(
     settings.sign_checkpoints(trust_checkpoint or ())
     store = _state_store(state, settings.job)
     _configure_logging(settings, "coordinator")
-    _make_memory_private(settings)
+    _set_up_memory(settings)
 
     def start(ready: Ready, stop: asyncio.Event) -> Awaitable[None]:
         return serve(configuration, host, port, security, store, ready, stop, http, settings.tracing(), audit)
@@ -224,7 +224,7 @@ def shard(
         ),
     )
     _configure_logging(settings, "shard")
-    _make_memory_private(settings)
+    _set_up_memory(settings)
     settings.load_plugins()
     settings.allow_roots(host, ordered=True)
 
@@ -287,9 +287,11 @@ def _configure_logging(settings: Settings, role: str) -> None:
     configure(role, style=settings.log, level=settings.log_level or "INFO")
 
 
-def _make_memory_private(settings: Settings) -> None:
+def _set_up_memory(settings: Settings) -> None:
+    from axon_ps.host.malloc import limit_arenas
     from axon_ps.host.private_memory import make_memory_private
 
+    limit_arenas()
     if not settings.debuggable:
         make_memory_private()
 
