@@ -98,7 +98,8 @@ class InProcessServer:
 
     async def stop(self, grace_s: float) -> None:
         """Accept no new calls, give those under way `grace_s` seconds, then cancel them."""
-        _servers.pop(self.address, None)
+        if _servers.get(self.address) is self:  # and no other one that has come in its place
+            del _servers[self.address]
         if self._calls:
             await asyncio.wait(self._calls, timeout=grace_s)
         for call in self._calls:

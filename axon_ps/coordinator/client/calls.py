@@ -6,7 +6,6 @@ so a restart of the coordinator is a pause; calls that can be retried safely are
 
 from __future__ import annotations
 
-import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -65,6 +64,11 @@ class Calls(ABC):
     async def _reached(self, generation: int, deadline: Deadline) -> None:
         """Return once our session has received `generation` or a later one."""
 
+    @property
+    def _is_over(self) -> bool:
+        """Whether a connection that was closed was so for good, and not replaced by another one."""
+        return True
+
     async def register(
         self,
         spec: JobSpec | None = None,
@@ -84,6 +88,7 @@ class Calls(ABC):
         Raises:
             LayoutMismatch: the job has another one; the message says where they first differ.
             CheckpointError: the job is to resume from a checkpoint that cannot be read.
+            MemberLost: a shard server did not come in time that has to say whether it can hold the model.
 
         After an error: registering again is harmless.
         """
@@ -94,7 +99,7 @@ class Calls(ABC):
             name=name,
         )
         deadline = Deadline(timeout_s)
-        reply = await self._call("Register", lambda: request, deadline, again=_RETRY_IDEMPOTENT)
+        reply = await self._call("Register", lambda: request, deadline, again=(*_RETRY_IDEMPOTENT, MemberLost))
         await self._reached(reply.generation, deadline)
         return Registered(
             first=reply.first,
@@ -351,7 +356,8 @@ class Calls(ABC):
     ) -> Any:
         """Call until it succeeds, fails with an error that a retry does not help, or times out.
 
-        `MemberLost` is an answer about another member, never a broken connection of this one.
+        `MemberLost` is an answer about another member, never a broken connection of this one: it is tried again only
+        where `again` names it.
         """
 
         async def attempt() -> tuple[Any, AxonError | None]:
@@ -363,12 +369,13 @@ class Calls(ABC):
             try:
                 return await stub.call(method, request(), timeout_s=timeout_s), None
             except MemberLost as error:
-                return None, error
-            except asyncio.CancelledError:
-                task = asyncio.current_task()
-                if task is not None and task.cancelling():
+                if MemberLost in again:
                     raise
-                return None, Closed(f"{method} was cancelled: its connection was closed")  # see `rpc.stream`
+                return None, error
+            except Closed as error:
+                if self._is_over:
+                    return None, error
+                raise Broken(f"the connection was replaced before {method} was done") from error
 
         reply, final = await retry(attempt, until=deadline, on=again if self.retries else (), max_s=1.0)
         if final is not None:

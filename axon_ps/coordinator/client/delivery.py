@@ -97,8 +97,11 @@ class Delivery:
             is_new = event != self._of(event.model).state
             self._of(event.model).state = event
         elif isinstance(event, Decision):
-            # Without a membership this is a new process, which ignores earlier decisions.
-            is_new = self.membership is not None and event.step > self._of(event.model).step
+            # Without a membership this is a new process, which ignores earlier decisions, now and after a reconnect.
+            known = self.membership
+            is_new = known is not None and event.step > max(
+                self._of(event.model).step, known.progress(event.model)[0] - 1
+            )
             if is_new:
                 self._decided(event)
         elif isinstance(event, SnapshotOrder):

@@ -559,6 +559,10 @@ class CoordinatorClient(Calls):
 
     # ------------------------------------------------------------------ unary calls
 
+    @property
+    def _is_over(self) -> bool:
+        return self._closing or self._error is not None
+
     async def _wait_attached(self) -> None:
         await self._attached.wait()
         if self._error is not None:

@@ -191,13 +191,15 @@ class Registration:
         return placement is not None and shard.rank in placement.servers and self.is_loaded(shard)
 
     def initialized_by(self, shard: Member, version: int, epoch: int, now_version: int) -> bool:
-        """A shard server reports that it holds its parameters; returns whether that is new.
+        """A shard server reports that it holds its parameters; returns whether that may be what was missing.
+
+        A server that was away reports again: the others may have reported meanwhile.
 
         Raises:
             InvalidRequest: it holds another version than the job is at.
         """
         p = self.parameters
-        if p.placement is None or p.initialized or epoch != p.epoch or self.is_loaded(shard):
+        if p.placement is None or p.initialized or epoch != p.epoch:
             return False
         if version != now_version:
             raise InvalidRequest(

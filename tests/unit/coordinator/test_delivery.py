@@ -31,6 +31,16 @@ def test_a_new_process_ignores_earlier_decisions() -> None:
     assert m.receive(COMMIT) == [COMMIT]
 
 
+def test_decisions_from_before_it_joined_are_ignored_after_a_reconnect_too() -> None:
+    """A coordinator that was started again sends what may have been missed; the version would go back by it."""
+    m = Delivery()
+    m.receive(MEMBERS)
+    before = [dataclasses.replace(COMMIT, step=step, version=step, generation=2) for step in (2, 3, 4)]
+    assert [m.receive(decision) for decision in before] == [[], [], []]
+    assert m.receive(MEMBERS) == []
+    assert m.receive(COMMIT) == [COMMIT]
+
+
 def test_known_events_are_dropped() -> None:
     m = Delivery()
     snapshot, restore = SnapshotOrder(id=2, uri="u", version=4), RestoreOrder(epoch=1, uri="u", version=4)

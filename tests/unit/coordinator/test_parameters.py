@@ -228,6 +228,20 @@ def test_a_server_that_died_before_the_others_had_theirs_is_waited_for() -> None
     assert a.last(JobState).initialized
 
 
+def test_a_server_that_was_away_while_the_last_one_reported_reports_again() -> None:
+    d = Driver(num_shards=2)
+    a, b, w, _ = d.shard(), d.shard(), d.worker(), d.worker()
+    d.register(w)
+    a.initialized()
+    a.lose()
+    b.initialized()  # the last one, and not all are there
+    a.join()
+    assert not a.last(JobState).initialized
+    a.initialized()  # as a session does that is restored
+    assert a.last(JobState).initialized
+    assert w.last(JobState).initialized
+
+
 def test_a_server_at_another_version_is_refused() -> None:
     d = Driver()
     shard, a = d.shard(), d.worker()

@@ -1,0 +1,226 @@
+"""Simulates a job under faults: `python tests/simulation/simulate.py --seeds 0:100`.
+
+A seed decides everything: delays, faults, when. The same seed gives the same trace.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import logging
+import random
+import sys
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Final
+from unittest import mock
+
+sys.path[:0] = [str(Path(__file__).parent)]
+
+from axon_ps.errors import MemberLost  # noqa: E402
+from axon_ps.rpc import deadlines  # noqa: E402
+from axon_ps.shard.server import apply  # noqa: E402
+from simulated_job import Job, Violation  # noqa: E402
+from simulated_network import Network  # noqa: E402
+from virtual_loop import LoopExecutor, VirtualLoop, process  # noqa: E402
+
+LENGTHS: Final = ((8, 6.0), (20, 12.0), (60, 40.0))
+"""Versions to commit, and how long there are faults; then everything is started, healed and quick."""
+
+END_S: Final = 600.0
+"""How long the job may take in all."""
+
+
+class Faults:
+    """Random faults, and what ends them."""
+
+    def __init__(self, job: Job, network: Network, rng: random.Random, last_s: float) -> None:
+        self._job, self._network, self._rng, self._last_s = job, network, rng, last_s
+        self._ends: list[Any] = []
+        self._cuts: set[frozenset[str]] = set()
+
+    async def run(self) -> None:
+        """A fault every few seconds; then none."""
+        loop, rng = self._job.loop, self._rng
+        until_s = loop.time() + self._last_s
+        early = rng.choice((0, 0, 8))  # faults while the job forms
+        while loop.time() < until_s and not self._job.ends:
+            early -= 1
+            await asyncio.sleep(0.03 * rng.random() if early > 0 else rng.choice((0.05, 0.5, 2.0, 6.0)) * rng.random())
+            rng.choice((self._kill, self._kill, self._cut, self._reset, self._slow))()
+        for end in self._ends:
+            end()
+
+    def _later(self, most_s: float, end: Any) -> None:
+        """End a fault after a while, or when there are none any more."""
+        done = []
+
+        def once() -> None:
+            if not done:
+                done.append(True)
+                end()
+
+        self._ends.append(once)
+        self._job.loop.call_later(self._rng.uniform(0.0, most_s), once)
+
+    def _kill(self) -> None:
+        role = self._rng.choice(self._job.roles)
+        if self._job.ends or role not in self._job.names or (role.startswith("shard") and not self._may_lose(role)):
+            return
+        self._job.kill(role)
+        self._later(self._rng.choice((0.2, 3.0, 10.0)), lambda: self._job.start(role))
+
+    def _may_lose(self, role: str) -> bool:
+        """Whether a shard server may be lost: no other one is cut off."""
+        return self._job.is_safe and not {r for link in self._cuts for r in link if r.startswith("shard")} - {role}
+
+    def _pair(self) -> tuple[str, str]:
+        one, other = self._rng.sample(self._job.roles, 2)
+        return one, other
+
+    def _cut(self) -> None:
+        one, other = self._pair()
+        link = frozenset((one, other))
+        shards = [r for r in link if r.startswith("shard")]
+        if link in self._cuts or (shards and not all(self._may_lose(r) for r in shards)):
+            return
+        self._network.note(f"cut {one} {other}")
+        self._network.cut(one, other)
+        self._cuts.add(link)
+
+        def heal() -> None:
+            self._cuts.discard(link)
+            self._network.heal(one, other)
+
+        self._later(self._rng.choice((1.0, 8.0, 25.0)), heal)
+
+    def _reset(self) -> None:
+        one, other = self._pair()
+        if "coordinator" in (one, other) and not all(self._may_lose(r) for r in (one, other) if r.startswith("shard")):
+            return  # a server whose session breaks counts as lost
+        self._network.note(f"reset {one} {other}")
+        self._network.reset(one, other)
+
+    def _slow(self) -> None:
+        one, other = self._pair()
+        delay_s = self._rng.choice((0.02, 0.3))
+        self._network.note(f"slow {one} {other} {delay_s}")
+        self._network.slow(one, other, delay_s)
+        self._later(10.0, lambda: self._network.slow(one, other, 0.002))
+
+
+@contextlib.contextmanager
+def virtual(loop: VirtualLoop, network: Network, rng: random.Random) -> Iterator[None]:
+    """This process has the loop's time, and the generator's randomness."""
+    ids = random.Random(rng.random())
+
+    def uuid4() -> uuid.UUID:
+        made = uuid.UUID(int=ids.getrandbits(128), version=4)
+        network.ids.setdefault(process.get(), []).append(made.hex)
+        return made
+
+    def seeded(seed: Any = None) -> random.Random:
+        return random.Random(ids.random() if seed is None else seed)
+
+    with contextlib.ExitStack() as stack:
+        for patched in (
+            mock.patch.object(time, "monotonic", loop.time),
+            mock.patch.object(time, "perf_counter", loop.time),
+            mock.patch.object(uuid, "uuid4", uuid4),
+            mock.patch.object(deadlines.Deadline.__init__, "__defaults__", (loop.time,)),
+            mock.patch.object(deadlines, "random", SimpleNamespace(Random=seeded)),
+            mock.patch.object(apply, "ThreadPoolExecutor", LoopExecutor),
+            network.installed(),
+        ):
+            stack.enter_context(patched)
+        yield
+
+
+def simulate(seed: int) -> list[str]:
+    """Simulate a job; returns its trace.
+
+    Raises:
+        AssertionError: something does not hold; it has the trace as `trace`.
+    """
+    rng = random.Random(seed)
+    loop = VirtualLoop(random.Random(rng.random()))
+    network = Network(loop)
+    asyncio.set_event_loop(loop)
+    try:
+        with virtual(loop, network, rng):
+            loop.run_until_complete(_simulated(loop, network, rng))
+            network.note("over")
+    except Exception as error:
+        error.trace = network.trace  # type: ignore[attr-defined]
+        raise
+    finally:
+        loop.set_exception_handler(lambda *_: None)
+        for task in asyncio.all_tasks(loop):
+            task.cancel()
+        with contextlib.suppress(Exception):
+            loop.run_until_complete(asyncio.sleep(1))
+        asyncio.set_event_loop(None)
+        loop.close()
+    return network.trace
+
+
+async def _simulated(loop: VirtualLoop, network: Network, rng: random.Random) -> None:
+    steps, faults_s = rng.choice(LENGTHS)
+    job = Job(loop, network, workers=rng.choice((1, 2, 3)), shards=rng.choice((2, 3)), steps=steps)
+    found: list[BaseException] = []
+    loop.set_exception_handler(
+        lambda _, context: found.append(context.get("exception") or Violation(context["message"]))
+    )
+    for role in job.roles:
+        job.start(role)
+    faults = loop.create_task(Faults(job, network, rng, faults_s).run())
+    end_s = loop.time() + END_S
+    while True:
+        await asyncio.sleep(0.5)
+        if found:
+            raise Violation(f"unseen: {found[0]!r}") from found[0]
+        if faults.done():
+            faults.result()
+        for role, name in list(job.names.items()):
+            if job.tasks[role].done() and (error := job.tasks[role].exception()) is not None:
+                if not isinstance(error, MemberLost):
+                    raise Violation(f"{name} ended: {error!r}") from error
+                network.note(f"{name} was given up: {error}")
+                job.kill(role)
+                job.start(role)
+        if faults.done() and all(job.tasks[r].done() for r in job.names if r.startswith("worker")):
+            return
+        if loop.time() > end_s:
+            raise Violation(f"the job did not end: {max(job.truth.values)} steps of {steps}")
+
+
+def main() -> int:
+    """See the module."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seeds", default="0:100", help="from:to")
+    parser.add_argument("--trace", action="store_true")
+    options = parser.parse_args()
+    logging.disable(logging.CRITICAL)
+    first, last = map(int, options.seeds.split(":"))
+    failed, began_s = [], time.perf_counter()
+    for seed in range(first, last):
+        try:
+            trace = simulate(seed)
+            if options.trace:
+                print("\n".join(trace))
+        except Exception as error:
+            failed.append(seed)
+            print(f"seed {seed}: {type(error).__name__}: {error}", flush=True)
+            if options.trace:
+                print("\n".join(error.trace))  # type: ignore[attr-defined]
+                raise
+    print(f"{last - first} seeds, {len(failed)} failed, {time.perf_counter() - began_s:.1f} s")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,393 @@
+"""A simulated job: the coordinator, the shard servers and the workers, each a process that may die and come back.
+
+Coordinator and shard servers are the real services. A worker does what `StepClient` does, on the simulation's loop:
+the ticket, the gathers, the pushes, the vote, and what it makes of the decision, are the product's own.
+
+The model is an integer that is known for every version: in version v, replica r of generation g pushes
+`1 + rank + v % 5` for every element, and SGD with a rate of 1 subtracts their sum. So a chunk that is lost or counted
+twice, and a step that is, show in the values of every later version.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import uuid
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import numpy as np
+
+from axon_ps.coordinator.client.session import CoordinatorClient, Decision, Membership, SessionLost
+from axon_ps.coordinator.core import records
+from axon_ps.coordinator.core.config import CoordinatorConfig
+from axon_ps.coordinator.server import server as coordinator_server
+from axon_ps.errors import GenerationChanged, MemberLost, StepAborted
+from axon_ps.rpc.in_process import PORT, SUFFIX
+from axon_ps.rpc.security import Security
+from axon_ps.shard.client.client import ShardGroup
+from axon_ps.shard.server import server as shard_server
+from axon_ps.shard.server.server import ShardConfig
+from axon_ps.sharding.job import JobSpec
+from axon_ps.sharding.layout import Layout, build_unit
+from axon_ps.sharding.plan import PlanOptions
+from axon_ps.storage.state_store import MemoryStateStore
+from axon_ps.types import Array, DType, OptimizerSpec, Outcome, Role
+from axon_ps.worker.job_view import JobView
+from axon_ps.worker.steps.client import StepClient
+from simulated_network import Network
+from virtual_loop import VirtualLoop
+
+JOB: Final = "simulated"
+LAYOUT: Final = Layout(
+    units=(
+        build_unit("first", [("first.weight", (40,), DType.F32)]),
+        build_unit("second", [("second.weight", (24,), DType.F32)]),
+    )
+)
+SPEC: Final = JobSpec(layout=LAYOUT, options=PlanOptions(chunk_numel=8, min_slice_numel=8))
+OPTIMIZER: Final = OptimizerSpec(name="sgd", groups=({"lr": 1.0},), group_of=(0, 0))
+COMPUTE_S: Final = 1.0
+"""How long a worker computes for a step, at most."""
+
+TIMEOUT_S: Final = 300.0
+"""Deadline of everything that a worker waits for; longer than any fault lasts."""
+
+
+class Violation(AssertionError):
+    """Something does not hold that must."""
+
+
+class Store(MemoryStateStore):
+    """The coordinator's disk, which outlives it. What a dead coordinator writes does not reach it."""
+
+    def __init__(self, disk: MemoryStateStore, alive: Callable[[], bool]) -> None:
+        super().__init__()
+        self._disk, self._alive = disk, alive
+
+    def load(self) -> Any:
+        """See `StateStore`."""
+        return self._disk.load()
+
+    def apply(self, records: Any) -> None:
+        """See `StateStore`."""
+        if self._alive():
+            self._disk.apply(records)
+
+
+class Truth:
+    """What all members say, compared."""
+
+    def __init__(self) -> None:
+        self.generations: dict[int, tuple[str, ...]] = {}
+        self.decisions: dict[int, tuple[Any, ...]] = {}
+        self.values: dict[int, float] = {0: 0.0}
+
+    def membership(self, m: Membership) -> None:
+        """A member has been told of a generation."""
+        who = tuple(f"{w.rank} {w.incarnation}" for w in m.workers)
+        if self.generations.setdefault(m.generation, who) != who:
+            raise Violation(f"generation {m.generation} is {who} and was {self.generations[m.generation]}")
+
+    def decision(self, d: Decision) -> None:
+        """A member has been told of a decision."""
+        if d.reason.endswith("ended before the step was decided"):
+            return  # a member's own conclusion
+        said = d.outcome, d.version, d.generation
+        if self.decisions.setdefault(d.step, said) != said:
+            raise Violation(f"step {d.step} was decided as {self.decisions[d.step]} and as {said}")
+        if d.outcome is Outcome.COMMIT:
+            ranks = [int(w.split()[0]) for w in self.generations[d.generation]]
+            value = self.values[d.version - 1] - sum(gradient(r, d.version - 1) for r in ranks)
+            if self.values.setdefault(d.version, value) != value:
+                raise Violation(f"version {d.version} was committed twice, with other gradients")
+
+    def gathered(self, version: int, out: Array, who: str, disk: Callable[[], Any]) -> None:
+        """A worker has gathered a version; what no member was told of yet is on the coordinator's disk."""
+        if version not in self.values and (durable := records.load(disk())) is not None:
+            for decision in durable.models[0].decisions:
+                self.decision(decision)
+        if version not in self.values:
+            raise Violation(f"{who} gathered version {version}, of which nobody has heard")
+        if not (out == self.values[version]).all():
+            raise Violation(f"{who} gathered {sorted(set(out.tolist()))} as version {version}: {self.values[version]}")
+
+
+def gradient(rank: int, version: int) -> int:
+    """Of one replica, for every element."""
+    return 1 + rank + version % 5
+
+
+class Worker:
+    """A worker's life.
+
+    Args:
+        job: whose.
+        name: of the process.
+    """
+
+    def __init__(self, job: Job, name: str) -> None:
+        self._job = job
+        self._name = name
+        self._changed = asyncio.Event()
+        self._shards = ShardGroup(Security())
+        self.client = CoordinatorClient(
+            job.coordinator,
+            job=JOB,
+            role=Role.WORKER,
+            node=name,
+            security=Security(),
+            incarnation=uuid.uuid4().hex,
+            on_event=self._on_event,
+            reconnect_timeout_s=TIMEOUT_S,
+        )
+        self.view = JobView(lambda: self.client.incarnation, TIMEOUT_S)
+        none: Any = None  # the loop of threads that call it
+        self.steps = StepClient(none, self.client, self._shards, self.view)
+
+    def _on_event(self, event: Any) -> None:
+        truth = self._job.truth
+        with self.view.changed:
+            if isinstance(event, Membership):
+                truth.membership(event)
+                self.view.update(event)
+                me = self.view.member_in(event)
+                self._shards.set_members(event, "" if me is None else me.id)
+            elif isinstance(event, SessionLost) and event.final:
+                self.view.failure = event.error
+            elif isinstance(event, Decision):
+                truth.decision(event)
+                self._job.network.note(f"{self._name}: step {event.step} {event.outcome.value} {event.version}")
+        self.steps.on_event(event)
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
+
+    async def run(self) -> None:
+        """Join, and train until the job's steps are over."""
+        try:
+            await self.client.start(TIMEOUT_S)
+            await self._register()
+            while self.steps.view.latest_version < self._job.steps:
+                await self._step()
+        finally:
+            done = self.steps.view.latest_version >= self._job.steps
+            await self.client.close(finished=done)
+            await self._shards.close()
+
+    async def until(self, ready: Callable[[], Any], what: str) -> Any:
+        """What `ready` returns, once it is something."""
+        try:
+            async with asyncio.timeout(TIMEOUT_S):
+                while (found := ready()) is None:
+                    if self.view.failure is not None:
+                        raise self.view.failure
+                    await self._changed.wait()
+        except TimeoutError:
+            raise Violation(f"{self._name} waited {TIMEOUT_S:g} s: {what}") from None
+        return found
+
+    async def _register(self) -> None:
+        view = self.steps.view
+        while True:
+            reply = await self.client.register(SPEC, timeout_s=TIMEOUT_S)
+            self.steps.registered(SPEC, reply, "")
+            await self.client.register(optimizer=OPTIMIZER, timeout_s=TIMEOUT_S)
+            if reply.initialized:
+                return
+            if reply.upload:
+                for unit, u in enumerate(LAYOUT.units):
+                    with contextlib.suppress(GenerationChanged):
+                        await self._shards.upload(
+                            unit, np.zeros(u.numel, np.float32), context=self.steps._calls.context, timeout_s=TIMEOUT_S
+                        )
+
+            def known(reply: Any = reply) -> bool | None:
+                if view._state is not None and view._state.initialized:
+                    return True
+                return False if view.membership.generation > reply.generation else None
+
+            if await self.until(known, "first values"):
+                return
+
+    async def _step(self) -> None:
+        """An attempt."""
+        steps, view = self.steps, self.steps.view
+        await asyncio.sleep(self._job.loop.rng.uniform(0.0, COMPUTE_S))
+        try:
+            began = view.latest
+            for unit, u in enumerate(LAYOUT.units):
+                await self._gather(unit, np.full(u.numel, np.nan, np.float32))
+            ticket = steps.ticket(began)
+        except (MemberLost, StepAborted):  # cut off: until it has joined again there are no steps
+            if self.view.failure is not None:
+                raise
+            await self.until(lambda: self.view.member_in(view.membership), "to be a member again")
+            return
+        grads = [np.full(u.numel, gradient(view.me.rank, began[1]), np.float32) for u in LAYOUT.units]
+        pushes = [asyncio.create_task(self._push(unit, grad, ticket)) for unit, grad in enumerate(grads)]
+        try:
+            why = await self._pushed(ticket, pushes)
+        finally:
+            for push in pushes:
+                push.cancel()
+        if why is None and view.valid(ticket) and view.membership.complete:
+            self.client.vote(generation=ticket.generation, step=ticket.step, version=view.version)
+        generation = 0
+        if view.valid(ticket) and view.membership.complete:
+            over = lambda: view.stepping.decision_on(ticket) or (None if view.valid(ticket) else True)  # noqa: E731
+            found = await self.until(over, f"the decision on step {ticket.step}")
+            generation = found.next_generation if isinstance(found, Decision) else 0
+        await self.until(
+            lambda: True if view.membership.generation >= generation and view.membership.complete else None,
+            "members that can make a step",
+        )
+
+    async def _pushed(self, ticket: Any, pushes: Sequence[asyncio.Task[None]]) -> str | None:
+        """Wait for the pushes; why they are in vain, if so."""
+        left = set(pushes)
+        while left:
+            _, left = await asyncio.wait(left, timeout=1.0)
+            if left and self.steps.view.valid(ticket):
+                self.client.arrived(generation=ticket.generation, step=ticket.step)
+        for push in pushes:
+            try:
+                push.result()
+            except (GenerationChanged, StepAborted) as error:
+                return str(error)
+        return None
+
+    async def _gather(self, unit: int, out: Array) -> None:
+        steps, view = self.steps, self.steps.view
+        while True:
+            epoch, version = view.latest
+            running = asyncio.create_task(
+                steps._calls.run(
+                    lambda span, version=version, epoch=epoch: self._shards.gather(
+                        unit,
+                        out,
+                        min_version=version,
+                        epoch=epoch,
+                        context=steps._calls.context,
+                        timeout_s=TIMEOUT_S,
+                        span=span,
+                    ),
+                    steps.trace.call("gather", unit),
+                    epoch=epoch,
+                    retried=True,
+                )
+            )
+            try:
+                got = await running
+            except asyncio.CancelledError:
+                running.cancel()
+                if asyncio.current_task().cancelling():  # type: ignore[union-attr]
+                    raise
+                continue  # the parameters are of another epoch
+            self._job.truth.gathered(got, out, self._name, self._job.disk.load)
+            return
+
+    async def _push(self, unit: int, grad: Array, ticket: Any) -> None:
+        """As `Gradients.push` does."""
+        await self.steps.gradients._push(
+            unit, grad, ticket, None, 0, None, self.steps.trace.call("push", unit, absent=False)
+        )
+
+
+class Job:
+    """The processes of a job, which are started again when they die.
+
+    Args:
+        loop: of the simulation.
+        network: likewise.
+        workers: how many.
+        shards: likewise.
+        steps: versions to be committed.
+
+    Attributes:
+        disk: what the coordinator has written.
+        names: of the present processes, by role ("worker-0").
+        tasks: what they run.
+    """
+
+    def __init__(self, loop: VirtualLoop, network: Network, *, workers: int, shards: int, steps: int) -> None:
+        self.loop, self.network, self.steps = loop, network, steps
+        self.truth = Truth()
+        self.coordinator = f"coordinator{SUFFIX}:{PORT}"
+        self.names: dict[str, str] = {}
+        self.tasks: dict[str, asyncio.Task[Any]] = {}
+        self.workers: dict[str, Worker] = {}
+        self._config = CoordinatorConfig(job=JOB, world_size=workers, num_shards=shards, in_worker=True)
+        self.disk = MemoryStateStore()
+        self._lives = itertools.count(1)
+        self._roles = ["coordinator", *(f"shard-{i}" for i in range(shards)), *(f"worker-{i}" for i in range(workers))]
+
+    @property
+    def ends(self) -> bool:
+        """Whether a worker has made all steps."""
+        return any(self.tasks[r].done() for r in self.names if r.startswith("worker"))
+
+    @property
+    def roles(self) -> list[str]:
+        """All."""
+        return list(self._roles)
+
+    def start(self, role: str) -> None:
+        """Begin a life of a process."""
+        name = f"{role}#{next(self._lives)}"
+        self.names[role] = name
+        self.network.note(f"{name} starts")
+        self.tasks[role] = self.loop.start(name, self._life(role, name))
+
+    def kill(self, role: str) -> None:
+        """End it at once."""
+        name = self.names.pop(role)
+        self.network.note(f"{name} is killed")
+        self.loop.kill(name)
+        self.network.died(name)
+        self.workers.pop(role, None)
+
+    @property
+    def is_safe(self) -> bool:
+        """Whether a shard server may be lost: all are there, and hold two whole copies of everything between them.
+
+        Before the job has first values there is nothing to lose: a worker uploads them again.
+        """
+        shards = [r for r in self._roles if r.startswith("shard")]
+        if any(r not in self.names or self.tasks[r].done() for r in (*shards, "coordinator")):
+            return False
+        if (durable := records.load(self.disk.load())) is None:
+            return True
+        present = {id for role in shards for id in self.network.ids.get(self.names[role], ())}
+        members = durable.membership.shards
+        if len(members) != len(shards) or not all(m.incarnation in present for m in members):
+            return False
+        if not (durable.models[0].version or durable.models[0].parameters.initialized):
+            # Not found by seeds yet: where the coordinator was started again, another server that comes in the place of
+            # one that has died since gets another rank, and first values are waited for from the dead one.
+            return self.names["coordinator"].endswith("#1")
+        placement = durable.models[0].parameters.placement
+        return placement is not None and all(len(h.complete) > 1 and not h.copying for h in placement.holders)
+
+    async def _life(self, role: str, name: str) -> None:
+        if role == "coordinator":
+            store = Store(self.disk, lambda: self.loop.lives(name))
+            host = f"coordinator{SUFFIX}"
+            await coordinator_server.serve(
+                self._config, host, PORT, Security(), store, lambda port: None, asyncio.Event()
+            )
+        elif role.startswith("shard"):
+            host = f"{role}{SUFFIX}"
+            config = ShardConfig(
+                coordinator=self.coordinator,
+                job=JOB,
+                host=host,
+                port=PORT,
+                node=host,
+                threads=1,
+                join_timeout_s=TIMEOUT_S,
+            )
+            await shard_server.serve(config, lambda port: None, asyncio.Event())
+        else:
+            worker = self.workers[role] = Worker(self, name)
+            await worker.run()

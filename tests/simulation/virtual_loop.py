@@ -1,0 +1,148 @@
+"""An event loop whose time is virtual: it passes only when nothing is left to do, and then at once.
+
+Everything that runs on it is deterministic: there are no sockets and no threads, what would run in a thread runs on the
+loop a little later, and every choice and delay comes from one seeded generator. Each task belongs to a *process*, the
+one in which it was made; a process that is killed does nothing any more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import selectors
+import weakref
+from collections.abc import Callable, Mapping
+from contextvars import Context, ContextVar, copy_context
+from typing import Any, Final
+
+THREAD_S: Final = 0.003
+"""How long what runs in a thread takes at most."""
+
+process: ContextVar[str] = ContextVar("process", default="")
+"""The process that a task belongs to; "" = the simulation itself."""
+
+
+class NothingHappensError(AssertionError):
+    """Everybody waits, and nothing is planned: a wait that does not end."""
+
+
+class _Nothing(selectors.BaseSelector):
+    """A selector of no files: waiting is time that passes."""
+
+    def __init__(self, loop: VirtualLoop) -> None:
+        self._loop = loop
+
+    def select(self, timeout: float | None = None) -> list[Any]:
+        if timeout is None:
+            raise NothingHappensError("everybody waits, and nothing is planned")
+        self._loop.now_s += max(0.0, timeout)
+        return []
+
+    def register(self, fileobj: Any, events: int, data: Any = None) -> selectors.SelectorKey:
+        return selectors.SelectorKey(fileobj, 0, events, data)
+
+    def unregister(self, fileobj: Any) -> selectors.SelectorKey:
+        return selectors.SelectorKey(fileobj, 0, 0, None)
+
+    def get_map(self) -> Mapping[Any, selectors.SelectorKey]:
+        return {}
+
+
+class _Task(asyncio.Task):  # type: ignore[type-arg]
+    """A task with the number in which it was made: sets of tasks have no order of their own."""
+
+    number: int
+
+
+class VirtualLoop(asyncio.SelectorEventLoop):
+    """See the module.
+
+    Args:
+        rng: of all choices.
+
+    Attributes:
+        now_s: the time.
+    """
+
+    def __init__(self, rng: random.Random) -> None:
+        self.now_s = 1000.0
+        self.rng = rng
+        self._dead: set[str] = set()
+        self._killed: list[asyncio.Task[Any]] = []
+        self._count = 0
+        self._tasks_of: dict[str, weakref.WeakSet[asyncio.Task[Any]]] = {}
+        super().__init__(_Nothing(self))
+        self.set_task_factory(self._task)  # type: ignore[arg-type]
+
+    def time(self) -> float:
+        """See `asyncio`."""
+        return self.now_s
+
+    def _write_to_self(self) -> None:
+        pass  # nobody sleeps
+
+    def _task(
+        self, loop: asyncio.AbstractEventLoop, coroutine: Any, context: Context | None = None
+    ) -> asyncio.Task[Any]:
+        context = copy_context() if context is None else context
+        task = _Task(coroutine, loop=loop, context=context)
+        self._count += 1
+        task.number = self._count
+        self._tasks_of.setdefault(context.get(process, ""), weakref.WeakSet()).add(task)
+        return task
+
+    def start(self, name: str, coroutine: Any) -> asyncio.Task[Any]:
+        """Run a coroutine as a process of its own."""
+        context = copy_context()
+        context.run(process.set, name)
+        return self.create_task(coroutine, context=context)
+
+    def lives(self, name: str) -> bool:
+        """Whether a process was not killed."""
+        return name not in self._dead
+
+    def kill(self, name: str) -> None:
+        """End a process: its tasks are cancelled, and what it does meanwhile reaches nobody."""
+        self._dead.add(name)
+        tasks = sorted(self._tasks_of.pop(name, ()), key=lambda t: t.number)  # type: ignore[attr-defined]
+        self._killed += tasks  # what waits for a thread of the process waits for ever
+        for task in tasks:
+            task.cancel()
+
+    def later(self, most_s: float, run: Callable[[], object]) -> None:
+        """Run something after a random time, unless its process is killed before."""
+        name = process.get()
+        self.call_later(self.rng.uniform(0.0, most_s), lambda: run() if self.lives(name) else None)
+
+    def run_in_executor(self, executor: Any, func: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:  # type: ignore[override]
+        """What a thread would do, here and later."""
+        future = self.create_future()
+
+        def run() -> None:
+            try:
+                result = func(*args)
+            except BaseException as error:
+                if not future.done():
+                    future.set_exception(error)
+            else:
+                if not future.done():
+                    future.set_result(result)
+
+        self.later(THREAD_S, run)
+        return future
+
+
+class LoopExecutor:
+    """In place of a pool of threads."""
+
+    def __init__(self, *_: object, **__: object) -> None:
+        pass
+
+    def submit(self, run: Callable[..., Any], *args: Any) -> None:
+        """Run it on the loop, later."""
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, VirtualLoop)
+        loop.later(THREAD_S, lambda: run(*args))
+
+    def shutdown(self, **_: object) -> None:
+        """There is nothing to end."""
