@@ -25,7 +25,7 @@ from axon_ps.errors import MemberLost  # noqa: E402
 from axon_ps.rpc import deadlines  # noqa: E402
 from axon_ps.shard.server import apply  # noqa: E402
 from simulated_job import Job, Violation  # noqa: E402
-from simulated_network import Network  # noqa: E402
+from simulated_network import DELAY_S, Network  # noqa: E402
 from virtual_loop import LoopExecutor, VirtualLoop, process  # noqa: E402
 
 LENGTHS: Final = ((8, 6.0), (20, 12.0), (60, 40.0))
@@ -110,7 +110,7 @@ class Faults:
         delay_s = self._rng.choice((0.02, 0.3))
         self._network.note(f"slow {one} {other} {delay_s}")
         self._network.slow(one, other, delay_s)
-        self._later(10.0, lambda: self._network.slow(one, other, 0.002))
+        self._later(10.0, lambda: self._network.slow(one, other, DELAY_S))
 
 
 @contextlib.contextmanager

@@ -231,10 +231,10 @@ class Worker:
         finally:
             for push in pushes:
                 push.cancel()
-        if why is None and view.valid(ticket) and view.membership.complete:
-            self.client.vote(generation=ticket.generation, step=ticket.step, version=view.version)
         generation = 0
         if view.valid(ticket) and view.membership.complete:
+            if why is None:
+                self.client.vote(generation=ticket.generation, step=ticket.step, version=view.version)
             over = lambda: view.stepping.decision_on(ticket) or (None if view.valid(ticket) else True)  # noqa: E731
             found = await self.until(over, f"the decision on step {ticket.step}")
             generation = found.next_generation if isinstance(found, Decision) else 0

@@ -17,7 +17,7 @@ import grpc
 
 from axon_ps.rpc import in_process
 from axon_ps.rpc.in_process import InProcessServer
-from virtual_loop import VirtualLoop, process
+from virtual_loop import BEGAN_S, VirtualLoop, process
 
 DELAY_S: Final = 0.002
 """The longest a message travels on a link that is well."""
@@ -59,7 +59,7 @@ class Network:
 
     def note(self, what: str) -> None:
         """Add to the trace."""
-        self.trace.append(f"{self.loop.time() - 1000:.6f} {what}")
+        self.trace.append(f"{self.loop.time() - BEGAN_S:.6f} {what}")
 
     # ------------------------------------------------------------------ faults
 
@@ -107,10 +107,6 @@ class Network:
         return [call for _, call in sorted(self._calls.items()) if call.status is None and wanted(call)]
 
     # ------------------------------------------------------------------ for calls
-
-    def is_cut(self, link: Link) -> bool:
-        """Whether nothing arrives."""
-        return link in self._cut
 
     def delay_s(self, link: Link) -> float:
         """Of the next message."""
@@ -243,11 +239,6 @@ class _VirtualCall(in_process._Call):
         context = copy_context()
         context.run(process.set, self.server)
         self._task = context.run(self._server.perform, self._perform(handler, request))
-
-    async def wait_for_connection(self) -> None:
-        """See `_Call`."""
-        if self.status is not None and self._task is None:
-            raise in_process._error(self.status)
 
     def broken(self, why: str) -> None:
         """The connection is gone: what is under way is lost, both ends find out."""

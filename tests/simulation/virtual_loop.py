@@ -15,6 +15,9 @@ from collections.abc import Callable, Mapping
 from contextvars import Context, ContextVar, copy_context
 from typing import Any, Final
 
+BEGAN_S: Final = 1000.0
+"""The time at which a loop is made."""
+
 THREAD_S: Final = 0.003
 """How long what runs in a thread takes at most."""
 
@@ -65,7 +68,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     """
 
     def __init__(self, rng: random.Random) -> None:
-        self.now_s = 1000.0
+        self.now_s = BEGAN_S
         self.rng = rng
         self._dead: set[str] = set()
         self._killed: list[asyncio.Task[Any]] = []
