@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import psutil
 import pytest
 
+from axon_ps.observe.logging import ROOT
 from axon_ps.testing import preloaded
 from axon_ps.testing.faults.cluster import MODULES as SERVICES_IMPORT
 from tables import shown
@@ -55,15 +58,24 @@ def _left(directory: Path, pattern: str) -> set[Path]:
     return set(directory.glob(pattern)) if directory.is_dir() else set()
 
 
+def _present(me: psutil.Process) -> dict[str, set[Any]]:
+    """What a test could leave behind, by kind."""
+    return {
+        "processes": set(me.children(recursive=True)),
+        "segments in /dev/shm": _left(Path("/dev/shm"), "axon*"),
+        "directories": _left(Path(tempfile.gettempdir()), f"axon-ps-{me.pid}-*"),
+        "log handlers": set(logging.getLogger(ROOT).handlers),
+    }
+
+
 @pytest.fixture(autouse=True)
 def nothing_left_behind() -> Iterator[None]:
-    """No process, listening port, shared-memory segment or directory of ours outlives a test."""
+    """No process, listening port, shared-memory segment, directory or log handler of ours outlives a test."""
     me = psutil.Process(os.getpid())
-    shm, temporary = Path("/dev/shm"), Path(tempfile.gettempdir())
-    before = set(me.children(recursive=True)), _left(shm, "axon*"), _left(temporary, f"axon-ps-{me.pid}-*")
+    before = _present(me)
     yield
-    after = set(me.children(recursive=True)), _left(shm, "axon*"), _left(temporary, f"axon-ps-{me.pid}-*")
-    for what, old, new in zip(("processes", "segments in /dev/shm", "directories"), before, after, strict=True):
+    after = _present(me)
+    for (what, old), new in zip(before.items(), after.values(), strict=True):
         assert not new - old, f"the test left {what} behind: {new - old}"
     listening = [c.laddr for c in me.net_connections("tcp") if c.status == psutil.CONN_LISTEN]
     assert not listening, f"the test left listening ports behind: {listening}"

@@ -61,6 +61,10 @@ class Member(CoordinatorClient):
         assert self.membership is not None
         return self.membership
 
+    async def until_initialized(self) -> None:
+        """Each member learns of it for itself: that one knows says nothing of the others."""
+        await self.until(lambda: self.job_state is not None and self.job_state.initialized)
+
 
 class Coordinator:
     """One coordinator that may be stopped and started again on its port and its state file."""
@@ -121,8 +125,8 @@ class Coordinator:
             await m.until_complete()
             await m.register(SPEC, OPTIMIZER)
         shard.initialized(version=0, epoch=0)
-        for m in members:
-            await m.until(lambda m=m: m.job_state.initialized)  # type: ignore[misc]
+        for m in (*members, shard):
+            await m.until_initialized()
         return members, shard
 
     async def close(self) -> None:

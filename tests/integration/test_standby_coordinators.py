@@ -133,7 +133,8 @@ class Pair:
         await worker.start(SOON_S)
         await worker.register(SPEC, OPTIMIZER)
         shard.initialized(version=0, epoch=0)
-        await worker.until(lambda: worker.job_state is not None and worker.job_state.initialized)
+        for member in (worker, shard):
+            await member.until_initialized()
         return worker, shard
 
     async def stop(self, i: int) -> None:

@@ -238,8 +238,8 @@ class CoordinatorClient(Calls):
             raise Misuse("this CoordinatorClient was started before; make a new one")
         self._loop = asyncio.get_running_loop()
         await self._addresses.look_up()
-        self.log = collect(self._security.secrets())
         self._connect()
+        self.log = collect(self._security.secrets())
         self._remind()
         self._task = asyncio.create_task(self._run(Deadline(timeout_s)), name=f"session {self.incarnation[:8]}")
         try:
@@ -262,20 +262,25 @@ class CoordinatorClient(Calls):
             finished: worker: it has done all its work and needs no replacement.
         """
         self._closing = True
-        if self._task is not None and not self._task.done():
-            self.tracer.finish()
-            if self._attached.is_set():
-                self._outbox.put_nowait(heartbeat(self.measure, self.log))  # what was logged last
-                leave = session_pb2.Leave(reason=reason[:200], finished=finished)
-                self._outbox.put_nowait(session_pb2.SessionRequest(leave=leave))
-                await asyncio.wait([self._task], timeout=LEAVE_S)
-            self._task.cancel()
-            await asyncio.wait([self._task])
-        if self.log is not None:
-            self.log.close()
+        try:
+            if self._task is not None and not self._task.done():
+                await self._leave(self._task, reason, finished)
+        finally:
+            if self.log is not None:
+                self.log.close()
         self._fail(Closed("the session with the coordinator was closed by its owner"))
         if self._channel is not None:
             await asyncio.gather(self._channel.close(), *self._retiring)
+
+    async def _leave(self, running: asyncio.Task[None], reason: str, finished: bool) -> None:
+        self.tracer.finish()
+        if self._attached.is_set():
+            self._outbox.put_nowait(heartbeat(self.measure, self.log))  # what was logged last
+            leave = session_pb2.Leave(reason=reason[:200], finished=finished)
+            self._outbox.put_nowait(session_pb2.SessionRequest(leave=leave))
+            await asyncio.wait([running], timeout=LEAVE_S)
+        running.cancel()
+        await asyncio.wait([running])
 
     def context(self) -> common_pb2.CallContext:
         """Who calls, in the generation we know of; for every call to a coordinator or a shard server."""

@@ -103,12 +103,12 @@ async def serve(
         else:
             await _lead(config, store, switch, stop, begin, log, audit)
     finally:
+        if log is not None:
+            log.close()
         await asyncio.to_thread(switch.tracer.close)
         if http is not None:
             await http.stop()
         await server.stop(GRACE_S)
-        if log is not None:
-            log.close()
 
 
 def _metrics(name: str, switch: Switch) -> Route:
