@@ -199,7 +199,11 @@ class Worker:
                 for unit, u in enumerate(LAYOUT.units):
                     with contextlib.suppress(GenerationChanged):
                         await self._shards.upload(
-                            unit, np.zeros(u.numel, np.float32), context=self.steps._calls.context, timeout_s=TIMEOUT_S
+                            unit,
+                            np.zeros(u.numel, np.float32),
+                            context=self.steps._calls.context,
+                            timeout_s=TIMEOUT_S,
+                            epoch=view.epoch,
                         )
 
             def known(reply: Any = reply) -> bool | None:
@@ -363,9 +367,7 @@ class Job:
         if len(members) != len(shards) or not all(m.incarnation in present for m in members):
             return False
         if not (durable.models[0].version or durable.models[0].parameters.initialized):
-            # Not found by seeds yet: where the coordinator was started again, another server that comes in the place of
-            # one that has died since gets another rank, and first values are waited for from the dead one.
-            return self.names["coordinator"].endswith("#1")
+            return True
         placement = durable.models[0].parameters.placement
         return placement is not None and all(len(h.complete) > 1 and not h.copying for h in placement.holders)
 

@@ -55,6 +55,7 @@ class Members:
 
     Attributes:
         on_lost: called with every member that is none any more, and why.
+        on_change: called with the time when the members have changed.
     """
 
     def __init__(
@@ -82,6 +83,7 @@ class Members:
         self._now = now
         self._ending = False
         self.on_lost: Callable[[RosterEntry, str], None] = lambda _entry, _reason: None
+        self.on_change: Callable[[float], None] = lambda _now: None
 
     def of_session(self, session: int, now: float) -> RosterEntry | None:
         """The member of a session; any message on it renews the lease."""
@@ -171,6 +173,7 @@ class Members:
         self.watch_barriers(now)
         if not self._ending:
             self._hand_over(now)
+        self.on_change(now)
 
     # ------------------------------------------------------------------ shard servers that come and go
 

@@ -60,6 +60,7 @@ class ParameterState:
         failure: why the last restore failed, as text.
         copied: the newest version of this epoch that took another model's values; 0 = none.
         placement: where its slices are; None until it is registered.
+        replaced: whether its values were ever others than a worker's first ones and what steps made of those.
     """
 
     epoch: int = 0
@@ -70,6 +71,7 @@ class ParameterState:
     failure: str = ""
     copied: int = 0
     placement: Placement | None = None
+    replaced: bool = False
 
 
 @dataclass
@@ -151,6 +153,7 @@ def parameters_record(model: int, parameters: ParameterState) -> Record:
         restore=None if parameters.restore is None else restore_to_proto(parameters.restore),
         failure=parameters.failure,
         copied=parameters.copied,
+        replaced=parameters.replaced,
         placement=None if parameters.placement is None else codec.placement_to_proto(parameters.placement),
     )
     return _record(_of(model, "parameters"), message)
@@ -318,6 +321,7 @@ def _parameters(message: state_pb2.ParametersRecord) -> ParameterState:
         restore=restore_from_proto(message.restore) if message.HasField("restore") else None,
         failure=message.failure,
         copied=message.copied,
+        replaced=message.replaced,
         placement=codec.placement_from_proto(message.placement) if message.HasField("placement") else None,
     )
 

@@ -214,6 +214,12 @@ class Registration:
         """Whether every shard server that is to hold slices is there and has them."""
         return self.placement.servers <= {s.rank for s in shards if self.is_loaded(s)}
 
+    @property
+    def awaits_values(self) -> bool:
+        """Whether shard servers are to get first values, or those of a checkpoint."""
+        p = self.parameters
+        return p.placement is not None and not p.initialized and not p.failure
+
     def missing(self, shards: Sequence[Member]) -> list[int]:
         """Ranks of the shard servers without which no step can be made: they hold slices that nobody else has."""
         placement, here = self.parameters.placement, {s.rank for s in shards}
@@ -261,7 +267,9 @@ class Registration:
         order = RestoreOrder(
             epoch=p.epoch + 1, uri=uri, version=version, model=self.number, section=section, sha256=sha256
         )
-        self.parameters = ParameterState(epoch=order.epoch, restore=order)
+        self.parameters = ParameterState(
+            epoch=order.epoch, restore=order, replaced=p.replaced or uri != FIRST_VALUES
+        )
         self.no_room.clear()
         self.place(placement)
         return order

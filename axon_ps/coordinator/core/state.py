@@ -473,6 +473,11 @@ class CoordinatorState:
         return bool(self.lost_parameters) and not there
 
     @property
+    def values_replaced(self) -> bool:
+        """Whether a model has ever had other values than first ones of a worker, and what steps made of those."""
+        return any(model.registration.parameters.replaced for model in self._models.registered)
+
+    @property
     def position(self) -> tuple[tuple[int, int, int], ...]:
         """(number, epoch, version) of the parameters of every model."""
         return tuple((m.number, m.registration.parameters.epoch, m.version) for m in self._models)

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import asyncio
 import datetime
-import json
 import logging
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -37,9 +36,6 @@ _ArgumentT = TypeVar("_ArgumentT")
 
 _WRITTEN = "axon_ps/checkpoints/written"
 """Key of the job's values: the first checkpoint that was complete."""
-
-_BEGAN_AGAIN = "axon_ps/checkpoints/began-again"
-"""Likewise: the models' epochs when the job began again, as JSON."""
 
 _logger = logging.getLogger(__name__)
 
@@ -167,7 +163,6 @@ class AutomaticCheckpoints:
         directory = self._policy.directory
         if not self._refused and await self._may_begin_again():
             _logger.warning("%s, and no checkpoint was written to %s yet: the job begins again", why, directory)
-            await self._remember(_BEGAN_AGAIN, json.dumps([(number, epoch + 1) for number, epoch in self._epochs]))
             self._shell.perform(self._shell.state.begin_again(self._shell.now()))
             return
         raise CheckpointNotFound(f"{why}, and {directory} has no checkpoint that can be restored")
@@ -177,11 +172,13 @@ class AutomaticCheckpoints:
 
         A directory without checkpoints does not say so: it may be on a disk that is not mounted.
         """
-        if not (self._policy.writes and self._shell.state.lost_everything) or await self._recall(_WRITTEN):
-            return False
-        began = await self._recall(_BEGAN_AGAIN)
-        first = dict(json.loads(began)) if began else {}
-        return all(epoch in (0, first.get(number)) for number, epoch in self._epochs)
+        state = self._shell.state
+        return (
+            self._policy.writes
+            and state.lost_everything
+            and not state.values_replaced
+            and not await self._recall(_WRITTEN)
+        )
 
     async def _remember(self, key: str, value: str) -> None:
         """Store something with the job, durably."""

@@ -51,7 +51,7 @@ class ModelsRecord(_message.Message):
     def __init__(self, names: _Optional[_Mapping[int, str]] = ..., next: _Optional[int] = ...) -> None: ...
 
 class ParametersRecord(_message.Message):
-    __slots__ = ("epoch", "initialized", "holders", "uploader", "restore", "failure", "placement", "copied")
+    __slots__ = ("epoch", "initialized", "holders", "uploader", "restore", "failure", "placement", "copied", "replaced")
     class HoldersEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -67,6 +67,7 @@ class ParametersRecord(_message.Message):
     FAILURE_FIELD_NUMBER: _ClassVar[int]
     PLACEMENT_FIELD_NUMBER: _ClassVar[int]
     COPIED_FIELD_NUMBER: _ClassVar[int]
+    REPLACED_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     initialized: bool
     holders: _containers.ScalarMap[int, str]
@@ -75,7 +76,8 @@ class ParametersRecord(_message.Message):
     failure: str
     placement: _placement_pb2.Placement
     copied: int
-    def __init__(self, epoch: _Optional[int] = ..., initialized: bool = ..., holders: _Optional[_Mapping[int, str]] = ..., uploader: _Optional[str] = ..., restore: _Optional[_Union[_checkpoint_pb2.RestoreOrder, _Mapping]] = ..., failure: _Optional[str] = ..., placement: _Optional[_Union[_placement_pb2.Placement, _Mapping]] = ..., copied: _Optional[int] = ...) -> None: ...
+    replaced: bool
+    def __init__(self, epoch: _Optional[int] = ..., initialized: bool = ..., holders: _Optional[_Mapping[int, str]] = ..., uploader: _Optional[str] = ..., restore: _Optional[_Union[_checkpoint_pb2.RestoreOrder, _Mapping]] = ..., failure: _Optional[str] = ..., placement: _Optional[_Union[_placement_pb2.Placement, _Mapping]] = ..., copied: _Optional[int] = ..., replaced: bool = ...) -> None: ...
 
 class CommittedRecord(_message.Message):
     __slots__ = ("values",)

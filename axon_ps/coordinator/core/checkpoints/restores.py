@@ -2,6 +2,11 @@
 
 A restore makes a new generation, since every copy of a parameter is stale from then on. Several models are restored by
 one event, so all change together. If one of them cannot be loaded, the job waits for another restore.
+
+Note: [Values that nobody has yet]
+    Until every shard server of a placement has its values, none of them has anything that others have, too. So if one is
+    lost then, and enough others are there, the values are ordered once more, for those that are: from the checkpoint,
+    or from a worker.
 """
 
 from __future__ import annotations
@@ -17,7 +22,7 @@ from axon_ps.coordinator.core.events import FIRST_VALUES, CheckpointReply, Resto
 from axon_ps.coordinator.core.members import Members
 from axon_ps.coordinator.core.models import Model, Models
 from axon_ps.coordinator.core.roster import RosterEntry
-from axon_ps.errors import AxonError, CheckpointError, InvalidRequest
+from axon_ps.errors import AxonError, Busy, CheckpointError, InvalidRequest
 from axon_ps.types import Role
 
 
@@ -71,6 +76,7 @@ class Restores:
         self._out = out
         self._call = -1
         self._together: frozenset[int] = frozenset()  # the models of the newest order
+        members.on_change = self._order_again
         self._stored = {m.number: records.parameters_record(m.number, m.registration.parameters) for m in models}
 
     def order(self, resumes: Sequence[Resume], now: float, call: int = -1) -> None:
@@ -112,6 +118,20 @@ class Restores:
         self._together = frozenset(model.number for model, _ in found)
         self._members.change(reason, now=now)
         self._call = call
+
+    def _order_again(self, now: float) -> None:
+        """The members have changed. See Note: [Values that nobody has yet]."""
+        here = {shard.rank for shard in self._assembly.shards()}
+        models = [m for m in self._models.registered if m.registration.awaits_values]
+        gone = any(not m.registration.placement.servers <= here for m in models)
+        if not gone or len(here) < self._assembly.needed_shards:
+            return
+        call, self._call = self._call, -1
+        try:
+            self.order([_resume(model) for model in models], now, call)
+        except Busy as error:
+            self._call = call
+            self._out.happened("full", str(error))
 
     def _named(self, resume: Resume) -> Model:
         model = self._models.named(resume.model)
@@ -210,6 +230,16 @@ class Restores:
         call, self._call = self._call, -1
         if call >= 0:
             self._out.reply(call, result)
+
+
+def _resume(model: Model) -> Resume:
+    """What a model without values waits for."""
+    order = model.registration.parameters.restore
+    if order is None:
+        return Resume(uri=FIRST_VALUES, version=model.version, model=model.name)
+    return Resume(
+        uri=order.uri, version=order.version, model=model.name, section=order.section, sha256=order.sha256
+    )
 
 
 def _pending(order: RestoreOrder) -> str:
