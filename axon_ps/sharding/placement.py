@@ -13,7 +13,7 @@ Note: [Declustered backups]
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from axon_ps.errors import InvalidRequest
@@ -123,6 +123,16 @@ class Placement:
             return Holders((*h.complete, rank), tuple(r for r in h.copying if r != rank))
 
         return self._map([i for i in indexes if i < len(self.holders)], complete)
+
+    def taken_back(self, indexes: Iterable[int], rank: int, present: Container[int]) -> Placement:
+        """A server that was lost is back with slices that are still right; `present` are the holders that are there."""
+        return self._map(
+            indexes,
+            lambda h: Holders(
+                (*(r for r in h.complete if r in present and r != rank), rank),
+                tuple(r for r in h.copying if r != rank),
+            ),
+        )
 
     def promoted(self, index: int, rank: int) -> Placement:
         """A backup becomes the primary of a slice, and the primary a backup."""

@@ -73,7 +73,7 @@ def nothing_left_behind(nodes: Cluster) -> Iterator[None]:
     """After each test no actor of ours lives, and nothing is reserved. (Ray's own processes stay for the next one.)"""
     yield
     deadline = threading.Event()
-    for _ in range(100):
+    for _ in range(400):
         if not (left := [*ours(), *reserved()]):
             return
         deadline.wait(0.1)  # Ray ends the actors of a controller that has ended

@@ -243,9 +243,12 @@ class CoordinatorClient(Calls):
         self._remind()
         self._task = asyncio.create_task(self._run(Deadline(timeout_s)), name=f"session {self.incarnation[:8]}")
         try:
-            async with asyncio.timeout(timeout_s):
+            async with asyncio.timeout(timeout_s) as limit:
                 await self._wait_attached()
         except TimeoutError:
+            if not limit.expired():  # that is why we were refused
+                await self.close()
+                raise
             error = self._last_error or Timeout(f"the coordinator at {self.address} did not let us in")
             error.add_note(f"tried for {timeout_s:g} s")
             await self.close()
@@ -577,9 +580,12 @@ class CoordinatorClient(Calls):
         if self._task is None:
             raise Misuse("the session has not been started; await start() first")
         try:
-            async with asyncio.timeout(None if (left_s := deadline.remaining()) == float("inf") else left_s):
+            left_s = deadline.remaining()
+            async with asyncio.timeout(None if math.isinf(left_s) else left_s) as limit:
                 await self._wait_attached()
         except TimeoutError:
+            if not limit.expired():  # that is how it ended
+                raise
             raise Timeout(f"the session with the coordinator at {self.address} was not restored in time") from None
         assert self._stub is not None
         return self._stub
@@ -590,7 +596,8 @@ class CoordinatorClient(Calls):
             return known or self._error is not None
 
         try:
-            async with asyncio.timeout(None if (left_s := deadline.remaining()) == float("inf") else left_s):
+            left_s = deadline.remaining()
+            async with asyncio.timeout(None if math.isinf(left_s) else left_s):
                 while not there():
                     await self._renewed.wait()
         except TimeoutError:
@@ -606,9 +613,9 @@ def _join_request(client: CoordinatorClient) -> JoinRequest:
         incarnation=client.incarnation,
         node=client.node,
         address=client._listen_address,
-        requested_rank=client.rank if client.rank >= 0 else client._requested_rank,
+        requested_rank=client._requested_rank if client.membership is None else client.rank,
         world_size=client.world_size if client.role is Role.WORKER else 0,
-        standby=client._standby and client.rank < 0,
+        standby=client._standby and client.membership is None,
         known=client._known,
         memory=client.memory(),
     )

@@ -13,7 +13,7 @@ Note: [Workers that join in vain]
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from axon_ps.coordinator.core.assembly import Assembly
@@ -62,6 +62,8 @@ def admit(
     elif (held := models.rank_held_by(request.incarnation)) is not None:
         rank, displaced = held, assembly.roster.at(role, held)  # the present holder has none of its parameters
     else:
+        if models.still_held_by(request.incarnation) and assembly.roster.at(role, request.requested_rank) is not None:
+            request = replace(request, requested_rank=-1)  # its rank was given to another; what it holds is wanted
         ranks = MAX_MEMBERS if models.registered else config.num_shards
         rank = assembly.roster.choose_rank(role, request, ranks, now, config.lease_s)
     member = Member(role=role, rank=rank, incarnation=request.incarnation, node=request.node, address=request.address)

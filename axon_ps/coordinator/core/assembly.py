@@ -111,7 +111,7 @@ class Assembly:
             if entry.member.role is Role.SHARD:
                 self.draining -= {entry.member.rank}
                 for model in self._models:
-                    model.registration.lose(entry.member.rank)
+                    model.registration.lose(entry.member.rank, model.version)
         if finished:
             self._finished = [*self._finished, *(s.member for s in lost)][-MAX_FINISHED:]
             self._vacant += len(lost)
@@ -119,6 +119,8 @@ class Assembly:
         if joined is not None:
             member = dataclasses.replace(joined, joined=self.generation + 1)
             entry = self.roster.add(member, session, now + self._config.lease_s)
+            for model in self._models if member.role is Role.SHARD else ():
+                model.registration.take_back(member, self.shards(), model.version)
             self.greet(entry, joined=True)
         self._vacant = max(0, min(self._vacant, self.world_size - len(self.roster.of_role(Role.WORKER))))
         self.generation += 1

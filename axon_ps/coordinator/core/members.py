@@ -12,7 +12,7 @@ Note: [Stragglers]
     reason, and it does not come back by itself. See `stragglers`.
 
 Note: [Between two steps]
-    Shard servers that join or have been drained wait for the end of a step (`handover`). Then, before its decision is
+    Shard servers that join, but for one that is back with what it held, or have been drained wait for the end of a step (`handover`). Then, before its decision is
     sent, primaries are swapped (`placements`), and after it the members change: the workers, which have all voted, make
     their next step in the new generation, and none is aborted.
 """
@@ -104,7 +104,8 @@ class Members:
         for old in self._handover.waiting(request.incarnation):
             self._out.close(old, replaced)
             self.forget(old)
-        if entry is None and role is Role.SHARD and self._can_wait():
+        waits = role is Role.SHARD and self._can_wait() and not self._models.still_held_by(request.incarnation)
+        if entry is None and waits:
             admit(self._config, a, self._models, role, request, now)  # refused now, or let in later
             self._handover.joining[session] = Joining(session, request, now)
             return

@@ -168,6 +168,10 @@ class Models:
         ranks = (m.registration.rank_held_by(incarnation) for m in self)
         return next((rank for rank in ranks if rank is not None), None)
 
+    def still_held_by(self, incarnation: str) -> bool:
+        """Whether a shard server that was lost holds slices that nobody has gone on without."""
+        return any(m.registration.still_held_by(incarnation, m.version) for m in self)
+
     def message_prefix(self, model: Model) -> str:
         """How a message about a model begins: with its name; empty where the job has only one."""
         return f"model {model.name!r}: " if len(self._models) > 1 else ""

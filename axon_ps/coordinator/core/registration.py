@@ -4,6 +4,11 @@ The first worker defines them, every other must agree. The first values come fro
 or from a checkpoint. From then on a shard server holds slices in the incarnation in which it got them. When it is lost,
 the other holders of a slice go on with it (`sharding.placement`). Of a slice that nobody else holds it stays the
 holder: it may come back; another incarnation has nothing, and the job waits until a checkpoint is restored.
+
+Note: [A connection that broke]
+    A server counts as lost when its connection breaks, since that is how a death is noticed soonest. It may live, and be
+    back at once; and who else holds its slices may have died, without being missed yet. So what it held is still held by
+    it when it comes back, in the same incarnation, before another step was committed.
 """
 
 from __future__ import annotations
@@ -55,6 +60,8 @@ class Registration:
         self.parameters = parameters
         self.num_shards = num_shards
         self._copying_since: dict[tuple[int, int], int] = {}  # by slice and server: number of the placement
+        self._lost: dict[str, tuple[int, ...]] = {}  # by incarnation of a lost server, the slices that it held
+        self._lost_at = (0, 0)  # epoch and version of those slices
         self.owners: tuple[int, ...] = ()
         """Shard servers that hold trainable slices: those a step waits for."""
         self.no_room: dict[int, str] = {}  # by rank, why a shard server cannot hold what it is to hold
@@ -141,14 +148,35 @@ class Registration:
         self.change_placement(after)
         return True
 
-    def lose(self, rank: int) -> None:
-        """A shard server is lost: others go on with what they hold, too."""
+    def lose(self, rank: int, version: int) -> None:
+        """A shard server is lost, the job being at `version`: others go on with what they hold, too."""
         p = self.parameters
         self.no_room.pop(rank, None)
         if p.initialized and p.placement is not None and rank in p.placement.servers:
+            if self._lost_at != (p.epoch, version):
+                self._lost, self._lost_at = {}, (p.epoch, version)
+            if (incarnation := p.holders.get(rank)) is not None:
+                held = tuple(i for i, h in enumerate(p.placement.holders) if rank in h.complete)
+                self._lost[incarnation] = held
             self.change_placement(p.placement.without(rank))
             if rank not in self.placement.servers:
                 p.holders.pop(rank, None)
+
+    def still_held_by(self, incarnation: str, version: int) -> tuple[int, ...]:
+        """The slices of a lost server that are as the job, at `version`, has them. See Note: [A connection that broke]."""
+        p = self.parameters
+        now = p.initialized and self._lost_at == (p.epoch, version)
+        return self._lost.get(incarnation, ()) if now else ()
+
+    def take_back(self, shard: Member, shards: Sequence[Member], version: int) -> None:
+        """A server has joined, the job being at `version`: what it still holds is its own again."""
+        if held := self.still_held_by(shard.incarnation, version):
+            present = {s.rank for s in shards if self.is_loaded(s)}
+            after = self.placement.taken_back(held, shard.rank, present)
+            if after.holders != self.placement.holders:
+                self.change_placement(after)
+            self.parameters.holders[shard.rank] = shard.incarnation
+        self._lost.pop(shard.incarnation, None)
 
     def cancel_copies(self, rank: int) -> bool:
         """The session of a server was broken: what it was getting is begun anew later. Returns whether it was any."""

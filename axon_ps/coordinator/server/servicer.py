@@ -36,7 +36,7 @@ from axon_ps.coordinator.server.feed import MAX_READERS, TICK_S, Feed
 from axon_ps.coordinator.server.shared_calls import SharedCalls
 from axon_ps.coordinator.server.shell import Session, Shell
 from axon_ps.coordinator.server.trace_calls import TraceCalls
-from axon_ps.errors import AxonError, Busy, InvalidRequest, Misuse, PermissionDenied, Timeout
+from axon_ps.errors import AxonError, Broken, Busy, InvalidRequest, Misuse, PermissionDenied
 from axon_ps.observe.log_buffer import TAKEN
 from axon_ps.observe.metrics.histogram import Histogram
 from axon_ps.rpc.access import CHANGES_A_JOB, short
@@ -455,7 +455,7 @@ async def _first(context: ServerStream, what: str) -> Any:
         async with asyncio.timeout(JOIN_S):
             return await context.read()
     except TimeoutError:
-        raise Timeout(f"a stream stayed silent for {JOIN_S:g} s; its first message is {what}") from None
+        raise Broken(f"a stream stayed silent for {JOIN_S:g} s; its first message is {what}") from None
 
 
 def _caller(context: common_pb2.CallContext) -> Caller:
