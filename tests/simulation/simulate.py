@@ -13,7 +13,7 @@ import random
 import sys
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Final
@@ -21,39 +21,79 @@ from unittest import mock
 
 sys.path[:0] = [str(Path(__file__).parent)]
 
+if __name__ == "__main__" and "--plant" in sys.argv:
+    import planted
+
+    planted.plant(planted.PLANTS[int(sys.argv[sys.argv.index("--plant") + 1])])
+
 from axon_ps.errors import MemberLost  # noqa: E402
+from axon_ps.host import memory  # noqa: E402
 from axon_ps.rpc import deadlines  # noqa: E402
 from axon_ps.shard.server import apply  # noqa: E402
 from simulated_job import Job, Violation  # noqa: E402
 from simulated_network import DELAY_S, Network  # noqa: E402
 from virtual_loop import LoopExecutor, VirtualLoop, process  # noqa: E402
 
-LENGTHS: Final = ((8, 6.0), (20, 12.0), (60, 40.0))
-"""Versions to commit, and how long there are faults; then everything is started, healed and quick."""
+LENGTHS: Final = (*((5, 4.0),) * 24, *((8, 6.0),) * 12, *((20, 12.0),) * 3, (60, 40.0))
+"""Versions to commit, and how long there are faults; then everything is started, healed and quick. Mostly short ones:
+what is found is found soon, if at all, and the more seeds the more beginnings."""
+
+MOST_FAULTS: Final = 10_000
+"""More than a simulation has."""
 
 END_S: Final = 600.0
 """How long the job may take in all."""
 
 
 class Faults:
-    """Random faults, and what ends them."""
+    """Random faults, and what ends them. Each has its own randomness, so that the others are the same `without` it.
 
-    def __init__(self, job: Job, network: Network, rng: random.Random, last_s: float) -> None:
+    Attributes:
+        count: how many there were so far, with those that were left out.
+    """
+
+    def __init__(
+        self, job: Job, network: Network, rng: random.Random, last_s: float, without: Collection[int] = ()
+    ) -> None:
         self._job, self._network, self._rng, self._last_s = job, network, rng, last_s
+        self._without = without
+        self.count = 0
         self._ends: list[Any] = []
+        self._over = False
         self._cuts: set[frozenset[str]] = set()
 
     async def run(self) -> None:
         """A fault every few seconds; then none."""
-        loop, rng = self._job.loop, self._rng
+        loop, rng = self._job.loop, random.Random(self._rng.random())
         until_s = loop.time() + self._last_s
         early = rng.choice((0, 0, 8))  # faults while the job forms
         while loop.time() < until_s and not self._job.ends:
             early -= 1
             await asyncio.sleep(0.03 * rng.random() if early > 0 else rng.choice((0.05, 0.5, 2.0, 6.0)) * rng.random())
-            rng.choice((self._kill, self._kill, self._cut, self._reset, self._slow))()
+            self._rng = random.Random(rng.random())
+            if self.count not in self._without:
+                self._one()
+            self.count += 1
+        self._over = True
         for end in self._ends:
             end()
+
+    def _one(self) -> None:
+        """A fault now, or in the midst of what a member is doing next."""
+        rng = self._rng
+        if rng.random() < 0.5:
+            rng.choice((self._kill, self._kill, self._cut, self._reset, self._slow))(*self._pair())
+            return
+        one, other = self._pair()
+        fault = rng.choice((self._kill, self._cut, self._reset))
+        messages = int(rng.choice((3, 10, 40, 200)) * rng.random()) + 1
+
+        def run() -> None:
+            if not self._over:
+                self._rng = rng
+                fault(one, other)
+
+        self._network.once_busy(messages, one, run)
 
     def _later(self, most_s: float, end: Any) -> None:
         """End a fault after a while, or when there are none any more."""
@@ -67,8 +107,7 @@ class Faults:
         self._ends.append(once)
         self._job.loop.call_later(self._rng.uniform(0.0, most_s), once)
 
-    def _kill(self) -> None:
-        role = self._rng.choice(self._job.roles)
+    def _kill(self, role: str, _other: str) -> None:
         if self._job.ends or role not in self._job.names or (role.startswith("shard") and not self._may_lose(role)):
             return
         self._job.kill(role)
@@ -82,8 +121,7 @@ class Faults:
         one, other = self._rng.sample(self._job.roles, 2)
         return one, other
 
-    def _cut(self) -> None:
-        one, other = self._pair()
+    def _cut(self, one: str, other: str) -> None:
         link = frozenset((one, other))
         shards = [r for r in link if r.startswith("shard")]
         if link in self._cuts or (shards and not all(self._may_lose(r) for r in shards)):
@@ -98,13 +136,11 @@ class Faults:
 
         self._later(self._rng.choice((1.0, 8.0, 25.0)), heal)
 
-    def _reset(self) -> None:
-        one, other = self._pair()
+    def _reset(self, one: str, other: str) -> None:
         self._network.note(f"reset {one} {other}")
         self._network.reset(one, other)
 
-    def _slow(self) -> None:
-        one, other = self._pair()
+    def _slow(self, one: str, other: str) -> None:
         delay_s = self._rng.choice((0.02, 0.3))
         self._network.note(f"slow {one} {other} {delay_s}")
         self._network.slow(one, other, delay_s)
@@ -132,17 +168,22 @@ def virtual(loop: VirtualLoop, network: Network, rng: random.Random) -> Iterator
             mock.patch.object(deadlines.Deadline.__init__, "__defaults__", (loop.time,)),
             mock.patch.object(deadlines, "random", SimpleNamespace(Random=seeded)),
             mock.patch.object(apply, "ThreadPoolExecutor", LoopExecutor),
+            mock.patch.object(memory, "_pools", return_value=[("of the simulation", 1 << 40)]),
             network.installed(),
         ):
             stack.enter_context(patched)
         yield
 
 
-def simulate(seed: int) -> list[str]:
+def simulate(seed: int, without: Collection[int] = ()) -> list[str]:
     """Simulate a job; returns its trace.
 
+    Args:
+        seed: what happens.
+        without: the numbers of faults that are left out.
+
     Raises:
-        AssertionError: something does not hold; it has the trace as `trace`.
+        AssertionError: something does not hold; it has the trace as `trace`, and the number of faults as `faults`.
     """
     rng = random.Random(seed)
     loop = VirtualLoop(random.Random(rng.random()))
@@ -150,10 +191,10 @@ def simulate(seed: int) -> list[str]:
     asyncio.set_event_loop(loop)
     try:
         with virtual(loop, network, rng):
-            loop.run_until_complete(_simulated(loop, network, rng))
+            loop.run_until_complete(_simulated(loop, network, rng, without))
             network.note("over")
     except Exception as error:
-        error.trace = network.trace  # type: ignore[attr-defined]
+        error.trace, error.faults = network.trace, network.faults  # type: ignore[attr-defined]
         raise
     finally:
         loop.set_exception_handler(lambda *_: None)
@@ -166,7 +207,29 @@ def simulate(seed: int) -> list[str]:
     return network.trace
 
 
-async def _simulated(loop: VirtualLoop, network: Network, rng: random.Random) -> None:
+def shortest(seed: int, error: Exception) -> tuple[int, Exception]:
+    """Of a seed that fails with `error`: how many of its faults it takes, and how it fails with those alone.
+
+    Faults are left out, half of them, then a quarter, ..., as long as it still fails (Zeller & Hildebrandt 2002,
+    "Simplifying and isolating failure-inducing input"; not necessarily the least number).
+    """
+    kept, size = list(range(error.faults)), error.faults  # type: ignore[attr-defined]
+    while size > 1:
+        size = (size + 1) // 2
+        for begin in range(0, len(kept), size):
+            fewer = kept[:begin] + kept[begin + size :]
+            try:
+                simulate(seed, without=set(range(MOST_FAULTS)).difference(fewer))
+            except Exception as found:
+                kept, error = fewer, found
+                break
+        else:
+            continue
+        size = min(2 * size, len(kept))
+    return len(kept), error
+
+
+async def _simulated(loop: VirtualLoop, network: Network, rng: random.Random, without: Collection[int]) -> None:
     steps, faults_s = rng.choice(LENGTHS)
     job = Job(loop, network, workers=rng.choice((1, 2, 3)), shards=rng.choice((2, 3)), steps=steps)
     found: list[BaseException] = []
@@ -175,10 +238,12 @@ async def _simulated(loop: VirtualLoop, network: Network, rng: random.Random) ->
     )
     for role in job.roles:
         job.start(role)
-    faults = loop.create_task(Faults(job, network, rng, faults_s).run())
+    random_faults = Faults(job, network, rng, faults_s, without)
+    faults = loop.create_task(random_faults.run())
     end_s = loop.time() + END_S
     while True:
         await asyncio.sleep(0.5)
+        network.faults = random_faults.count
         if found:
             raise Violation(f"unseen: {found[0]!r}") from found[0]
         if faults.done():
@@ -196,11 +261,18 @@ async def _simulated(loop: VirtualLoop, network: Network, rng: random.Random) ->
             raise Violation(f"the job did not end: {max(job.truth.values)} steps of {steps}")
 
 
+def in_words(faults: int, error: Exception) -> str:
+    """What `shortest` found."""
+    return "\n".join((f"with {faults} faults: {error!r}", *error.trace))  # type: ignore[attr-defined]
+
+
 def main() -> int:
     """See the module."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", default="0:100", help="from:to")
-    parser.add_argument("--trace", action="store_true")
+    parser.add_argument("--trace", action="store_true", help="print it, and end with the first seed that fails")
+    parser.add_argument("--first", action="store_true", help="end with the first seed that fails")
+    parser.add_argument("--plant", help="number of a bug of `planted` that is in the product")
     options = parser.parse_args()
     logging.disable(logging.CRITICAL)
     first, last = map(int, options.seeds.split(":"))
@@ -214,8 +286,9 @@ def main() -> int:
             failed.append(seed)
             print(f"seed {seed}: {type(error).__name__}: {error}", flush=True)
             if options.trace:
-                print("\n".join(error.trace))  # type: ignore[attr-defined]
-                raise
+                print(in_words(*shortest(seed, error)))
+            if options.trace or options.first:
+                break
     print(f"{last - first} seeds, {len(failed)} failed, {time.perf_counter() - began_s:.1f} s")
     return 1 if failed else 0
 

@@ -198,13 +198,7 @@ class Worker:
             if reply.upload:
                 for unit, u in enumerate(LAYOUT.units):
                     with contextlib.suppress(GenerationChanged):
-                        await self._shards.upload(
-                            unit,
-                            np.zeros(u.numel, np.float32),
-                            context=self.steps._calls.context,
-                            timeout_s=TIMEOUT_S,
-                            epoch=view.epoch,
-                        )
+                        await self.steps.parameters._upload(unit, np.zeros(u.numel, np.float32), view.epoch)
 
             def known(reply: Any = reply) -> bool | None:
                 if view._state is not None and view._state.initialized:

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Iterator
-from contextvars import copy_context
+from collections.abc import Callable, Iterator
+from contextvars import Context, copy_context
 from typing import Any, Final
 
 import grpc
@@ -44,18 +44,21 @@ class Network:
 
     Attributes:
         trace: what happened, as text.
+        faults: how many were planned so far.
         ids: what each process has named itself and others, as hex.
     """
 
     def __init__(self, loop: VirtualLoop) -> None:
         self.loop = loop
         self.trace: list[str] = []
+        self.faults = 0
         self.ids: dict[str, list[str]] = {}
         self._cut: set[Link] = set()
         self._slow: dict[Link, float] = {}
         self._calls: dict[int, Any] = {}
         self._held: list[tuple[Link, Any]] = []
         self._number = 0
+        self._awaited: list[tuple[int, str, Context, Callable[[], object]]] = []
 
     def note(self, what: str) -> None:
         """Add to the trace."""
@@ -90,6 +93,10 @@ class Network:
         for call in self._of(lambda c: c.link == link):
             call.broken(f"the connection of {one} and {other} was reset")
 
+    def once_busy(self, messages: int, name: str, run: Callable[[], object]) -> None:
+        """Run something when so many more messages have come to a role, or gone from it."""
+        self._awaited.append((messages, name, copy_context(), run))
+
     def died(self, name: str) -> None:
         """A process was killed: its addresses are free, and its peers find out."""
         for address, server in list(in_process._servers.items()):
@@ -116,8 +123,16 @@ class Network:
         """Let something arrive, now or when the link is healed."""
         if link in self._cut:
             self._held.append((link, arrive))
-        else:
-            arrive()
+            return
+        arrive()
+        if self._awaited:
+            awaited, self._awaited = self._awaited, []
+            for messages, name, context, run in awaited:
+                left = messages - (name in link)
+                if left:
+                    self._awaited.append((left, name, context, run))
+                else:
+                    self.loop.call_soon(run, context=context)
 
     def opened(self, call: Any) -> int:
         """A call begins; its number."""

@@ -18,6 +18,9 @@ from typing import Any, Final
 BEGAN_S: Final = 1000.0
 """The time at which a loop is made."""
 
+MOST_TURNS: Final = 100_000
+"""How often the loop may turn without time passing."""
+
 THREAD_S: Final = 0.003
 """How long what runs in a thread takes at most."""
 
@@ -29,15 +32,24 @@ class NothingHappensError(AssertionError):
     """Everybody waits, and nothing is planned: a wait that does not end."""
 
 
+class TimeStandsStillError(AssertionError):
+    """Somebody is always busy: a loop that does not end."""
+
+
 class _Nothing(selectors.BaseSelector):
     """A selector of no files: waiting is time that passes."""
 
     def __init__(self, loop: VirtualLoop) -> None:
         self._loop = loop
+        self._turns = 0
 
     def select(self, timeout: float | None = None) -> list[Any]:
         if timeout is None:
             raise NothingHappensError("everybody waits, and nothing is planned")
+        self._turns = 0 if timeout > 0 else self._turns + 1
+        if self._turns > MOST_TURNS:
+            self._turns = 0
+            raise TimeStandsStillError(f"the loop has turned {MOST_TURNS} times, and no time passes")
         self._loop.now_s += max(0.0, timeout)
         return []
 

@@ -12,9 +12,9 @@ Note: [Stragglers]
     reason, and it does not come back by itself. See `stragglers`.
 
 Note: [Between two steps]
-    Shard servers that join, but for one that is back with what it held, or have been drained wait for the end of a step (`handover`). Then, before its decision is
-    sent, primaries are swapped (`placements`), and after it the members change: the workers, which have all voted, make
-    their next step in the new generation, and none is aborted.
+    Shard servers that join (but for one that is back with what it held) or have been drained wait for the end of a step
+    (`handover`). Then, before its decision is sent, primaries are swapped (`placements`), and after it the members
+    change: the workers, which have all voted, make their next step in the new generation, and none is aborted.
 """
 
 from __future__ import annotations

@@ -6,9 +6,9 @@ the other holders of a slice go on with it (`sharding.placement`). Of a slice th
 holder: it may come back; another incarnation has nothing, and the job waits until a checkpoint is restored.
 
 Note: [A connection that broke]
-    A server counts as lost when its connection breaks, since that is how a death is noticed soonest. It may live, and be
-    back at once; and who else holds its slices may have died, without being missed yet. So what it held is still held by
-    it when it comes back, in the same incarnation, before another step was committed.
+    A server counts as lost when its connection breaks, since that is how a death is noticed soonest. It may live, and
+    be back at once; and who else holds its slices may have died, without being missed yet. So what it held is still
+    held by it when it comes back, in the same incarnation, before another step was committed.
 """
 
 from __future__ import annotations
@@ -163,7 +163,7 @@ class Registration:
                 p.holders.pop(rank, None)
 
     def still_held_by(self, incarnation: str, version: int) -> tuple[int, ...]:
-        """The slices of a lost server that are as the job, at `version`, has them. See Note: [A connection that broke]."""
+        """What a lost server held, while the job is at the `version` of then. See Note: [A connection that broke]."""
         p = self.parameters
         now = p.initialized and self._lost_at == (p.epoch, version)
         return self._lost.get(incarnation, ()) if now else ()
@@ -295,9 +295,7 @@ class Registration:
         order = RestoreOrder(
             epoch=p.epoch + 1, uri=uri, version=version, model=self.number, section=section, sha256=sha256
         )
-        self.parameters = ParameterState(
-            epoch=order.epoch, restore=order, replaced=p.replaced or uri != FIRST_VALUES
-        )
+        self.parameters = ParameterState(epoch=order.epoch, restore=order, replaced=p.replaced or uri != FIRST_VALUES)
         self.no_room.clear()
         self.place(placement)
         return order

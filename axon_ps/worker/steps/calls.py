@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine
+from contextlib import nullcontext
 from typing import Any, TypeVar
 
 from axon_ps.coordinator.client.session import CoordinatorClient
@@ -42,7 +43,7 @@ class ModelCalls:
     async def run(
         self,
         call: Callable[[Span | None], Coroutine[Any, Any, T]],
-        what: UnitCall,
+        what: UnitCall | None = None,
         *,
         epoch: int | None = None,
         generation: int | None = None,
@@ -52,7 +53,7 @@ class ModelCalls:
 
         Args:
             call: starts it; is given its span, if it is traced.
-            what: it is, for traces.
+            what: it is, for traces; None = it is of no step.
             epoch: it ends, too, when the parameters are no longer those of this epoch; None = of any. (A request for a
                 version from before a restore could wait for ever: it may never exist again.)
             generation: it ends, too, when another generation begins; None = it does not.
@@ -68,7 +69,7 @@ class ModelCalls:
         self._running[task] = epoch, generation
         try:
             self._check_current(epoch)
-            with self._trace.timed(what) as span:
+            with self._trace.timed(what) if what is not None else nullcontext() as span:
                 try:
                     return await call(span)
                 except StepAborted:

@@ -50,11 +50,18 @@ class Parameters:
             values: f32[unit_numel].
             epoch: how often the model has been restored: 0, unless other values are replaced by these.
 
+        Raises:
+            MemberLost: this worker is no member any more.
+
         After an error: some slices may be stored; uploading again is harmless.
         """
+        self._loop.run(self._upload(unit, values, epoch), self._view.job.timeout_s)
+
+    async def _upload(self, unit: int, values: Array, epoch: int) -> None:
         timeout_s = self._view.job.timeout_s
-        storing = self._shards.upload(unit, values, context=self._calls.context, timeout_s=timeout_s, epoch=epoch)
-        self._loop.run(storing, timeout_s)
+        await self._calls.run(
+            lambda _: self._shards.upload(unit, values, context=self._calls.context, timeout_s=timeout_s, epoch=epoch)
+        )
 
     def gather(
         self, unit: int, out: Array, *, begin: int = 0, end: int | None = None, exact: bool = False

@@ -4,9 +4,9 @@ A restore makes a new generation, since every copy of a parameter is stale from 
 one event, so all change together. If one of them cannot be loaded, the job waits for another restore.
 
 Note: [Values that nobody has yet]
-    Until every shard server of a placement has its values, none of them has anything that others have, too. So if one is
-    lost then, and enough others are there, the values are ordered once more, for those that are: from the checkpoint,
-    or from a worker.
+    Until every shard server of a placement has its values, none of them has anything that others have, too. So if one
+    is lost then, and enough others are there, the values are ordered once more, for those that are: from the
+    checkpoint, or from a worker.
 """
 
 from __future__ import annotations
@@ -237,9 +237,7 @@ def _resume(model: Model) -> Resume:
     order = model.registration.parameters.restore
     if order is None:
         return Resume(uri=FIRST_VALUES, version=model.version, model=model.name)
-    return Resume(
-        uri=order.uri, version=order.version, model=model.name, section=order.section, sha256=order.sha256
-    )
+    return Resume(uri=order.uri, version=order.version, model=model.name, section=order.section, sha256=order.sha256)
 
 
 def _pending(order: RestoreOrder) -> str:

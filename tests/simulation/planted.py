@@ -1,0 +1,329 @@
+"""Bugs planted one at a time, which the simulation has to find: `python tests/simulation/planted.py`.
+
+Each is a small change of the product's source, made while it is imported. Those that were bugs of the product, found by
+the simulation before they were mended, say so. For each the first seed that fails is printed, and what it says.
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import importlib.machinery
+import os
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from types import CodeType
+from typing import Any, Final
+
+ROOT: Final = Path(__file__).parents[2]
+
+
+@dataclass(frozen=True)
+class Plant:
+    """A bug.
+
+    Attributes:
+        name: of it.
+        path: the file, below the package.
+        right: text that occurs there once.
+        wrong: what is there instead.
+        real: what went wrong when it was a bug of the product; empty = it never was one.
+    """
+
+    name: str
+    path: str
+    right: str
+    wrong: str
+    real: str = ""
+
+    @property
+    def module(self) -> str:
+        """The module that it is in."""
+        return "axon_ps." + self.path.removesuffix(".py").replace("/", ".")
+
+    def source(self) -> str:
+        """The module with it."""
+        text = (ROOT / "axon_ps" / self.path).read_text(encoding="utf-8")
+        if text.count(self.right) != 1:
+            raise LookupError(f"{self.name}: its text is {text.count(self.right)} times in {self.path}, not once")
+        return text.replace(self.right, self.wrong)
+
+
+_REGISTRATION: Final = "coordinator/core/registration.py"
+_STEPPING: Final = "coordinator/core/steps/stepping.py"
+_DELIVERY: Final = "coordinator/client/delivery.py"
+_MODEL_SHELL: Final = "shard/server/model_shell.py"
+
+PLANTS: Final = (
+    # ------------------------------------------------------------------ the coordinator
+    Plant(
+        "a step is decided before the shard servers have everything",
+        "coordinator/core/steps/decision.py",
+        "all(w in self.votes for w in workers) and all(o in self.sums for o in owners)",
+        "all(w in self.votes for w in workers)",
+    ),
+    Plant(
+        "a report counts after slices have moved",
+        _STEPPING,
+        "if model is None or ready.placement != model.registration.placement_number:",
+        "if model is None:",
+    ),
+    Plant(
+        "the version is not written with the decision",
+        _STEPPING,
+        "self._out.persist([records.decision_record(decision), records.progress_record(model.progress)])",
+        "self._out.persist([records.decision_record(decision)])",
+    ),
+    Plant(
+        "a decision is not written",
+        _STEPPING,
+        "self._out.persist([records.decision_record(decision), records.progress_record(model.progress)])",
+        "self._out.persist([records.progress_record(model.progress)])",
+    ),
+    Plant(
+        "a dead shard server stays the primary",
+        _REGISTRATION,
+        "self.change_placement(p.placement.without(rank))",
+        "self.change_placement(p.placement)",
+    ),
+    Plant(
+        "a report of a copy that was begun before counts for the next",
+        _REGISTRATION,
+        "if self._copying_since.get((i, shard.rank), math.inf) <= report.placement]",
+        "if True]",
+    ),
+    Plant(
+        "a shard server that was lost holds its slices after other steps, too",
+        _REGISTRATION,
+        "now = p.initialized and self._lost_at == (p.epoch, version)",
+        "now = p.initialized",
+    ),
+    Plant(
+        "members are never missed",
+        "coordinator/core/members.py",
+        "        if expired:\n            reasons = []",
+        "        if False:\n            reasons = []",
+    ),
+    Plant(
+        "a placement that changes is not written",
+        "coordinator/core/placement/placements.py",
+        "        self._out.persist([records.parameters_record(model.number, model.registration.parameters)])\n"
+        "        self._assembly.announce(model, full=False)",
+        "        self._assembly.announce(model, full=False)",
+    ),
+    Plant(
+        "a server whose connection broke has lost everything",
+        "coordinator/core/assembly.py",
+        "model.registration.take_back(member, self.shards(), model.version)",
+        "pass",
+        real="parameters were lost although a server was back after 30 ms: the other holder was dead, and not missed",
+    ),
+    Plant(
+        "a server that reports first values again is not heard",
+        _REGISTRATION,
+        "        p.holders[shard.rank] = shard.incarnation\n"
+        "        self.no_room.pop(shard.rank, None)\n        return True",
+        "        known = p.holders.get(shard.rank) == shard.incarnation\n"
+        "        p.holders[shard.rank] = shard.incarnation\n        return not known",
+        real="the job waited for first values for ever, when a server was away while the others reported theirs",
+    ),
+    Plant(
+        "first values are awaited from a server that is gone",
+        "coordinator/core/checkpoints/restores.py",
+        "        if not gone or len(here) < self._assembly.needed_shards:",
+        "        if True:",
+        real="another server had come with another rank, and the job waited for the dead one for ever",
+    ),
+    Plant(
+        "a member that comes back is not told what was decided",
+        "coordinator/core/assembly.py",
+        "                for decision in model.decisions:\n                    self._out.push(to, decision)",
+        "                pass",
+    ),
+    Plant(
+        "a generation is not written",
+        "coordinator/core/assembly.py",
+        "        self._out.persist(self.records())\n        now_initialized",
+        "        now_initialized",
+    ),
+    Plant(
+        "a coordinator that is started again has forgotten who holds what",
+        "coordinator/core/records.py",
+        "holders=dict(message.holders)",
+        "holders={}",
+    ),
+    # ------------------------------------------------------------------ the shard servers
+    Plant(
+        "a gradient that comes before its turn is dropped",
+        "shard/core/gradients.py",
+        '        if not owned.accepts(number) or summed < turn:\n            self._counters["waits"] += 1\n'
+        "            return Push.WAIT",
+        "        if not owned.accepts(number) or summed < turn:\n            return Push.DUPLICATE",
+    ),
+    Plant(
+        "values are served while they change",
+        "shard/core/parameters.py",
+        "bool(owned.wire.frames) or not (owned.lacking or owned.applying)",
+        "bool(owned.wire.frames) or not owned.lacking",
+    ),
+    Plant(
+        "what is forwarded in one generation goes on in the next",
+        _MODEL_SHELL,
+        "                self._forwarding.restart()\n",
+        "",
+    ),
+    Plant(
+        "a gradient that comes twice is summed twice",
+        "shard/core/gradients.py",
+        "        if summed > turn:\n",
+        "        if summed > turn and False:\n",
+    ),
+    Plant(
+        "gradients of an attempt that was aborted stay in the sum",
+        "shard/core/slices.py",
+        "        self.accumulators[accumulator].restart()",
+        "        pass",
+    ),
+    Plant(
+        "a backup applies nothing",
+        "shard/core/slices.py",
+        "        values = self.master.update(elements, self._applied.array, self._update, out)",
+        "        values = self.master.values[elements]\n"
+        "        if self.primary:\n"
+        "            values = self.master.update(elements, self._applied.array, self._update, out)",
+    ),
+    Plant(
+        "a server is ready while a slice is still being copied",
+        "shard/core/gradients.py",
+        "all(s.accepts(number) and not s.copying for s in trainable)",
+        "all(s.accepts(number) for s in trainable)",
+    ),
+    Plant(
+        "sums are not forwarded to a server that is copying",
+        "sharding/placement.py",
+        "return self.complete[1:] + self.copying",
+        "return self.complete[1:]",
+    ),
+    Plant(
+        "a server that follows anew gets no sums of before",
+        "shard/server/forwarding.py",
+        "known, follower.slices = frozenset() if missed else follower.slices, frozenset(numbers)",
+        "known, follower.slices = frozenset(numbers), frozenset(numbers)",
+    ),
+    Plant(
+        "a server reports once, wherever slices are since",
+        _MODEL_SHELL,
+        "        self._reported.clear()\n",
+        "",
+    ),
+    Plant(
+        "an old version is served for a new one",
+        _MODEL_SHELL,
+        "self.engine.parameters.available(unit, begin, min_version)",
+        "self.engine.parameters.available(unit, begin, 0)",
+    ),
+    Plant(
+        "a copy is of whatever version there is",
+        _MODEL_SHELL,
+        "        if owned.reached != version and not frozen:",
+        "        if False:",
+    ),
+    # ------------------------------------------------------------------ the members' sessions and steps
+    Plant(
+        "what a broken session had to say is not said again",
+        _DELIVERY,
+        "        return [*reports, *(step_message_to_proto(message) for model in models for message in "
+        "model.messages.values())]",
+        "        return reports",
+    ),
+    Plant(
+        "a worker that was let in and not told so asks for its rank",
+        "coordinator/client/session.py",
+        "requested_rank=client._requested_rank if client.membership is None else client.rank,",
+        "requested_rank=client.rank if client.rank >= 0 else client._requested_rank,",
+        real="a server ended, since the rank that it had never used was given away meanwhile",
+    ),
+    Plant(
+        "a call is given up when its connection is replaced",
+        "coordinator/client/session.py",
+        "return self._closing or self._error is not None",
+        "return True",
+        real="a worker could not register, since it had joined again meanwhile",
+    ),
+    Plant(
+        "the upload of one who is no member any more goes on",
+        "worker/steps/parameters.py",
+        "        await self._calls.run(\n            lambda _: self._shards.upload(",
+        "        await (lambda run: run(None))(\n            lambda _: self._shards.upload(",
+        real="a worker that was given up while it uploaded first values said so after five minutes",
+    ),
+    Plant(
+        "a Join that is late is a member's fault",
+        "coordinator/server/servicer.py",
+        'raise Broken(f"a stream stayed silent',
+        'raise InvalidRequest(f"a stream stayed silent',
+        real="a worker ended for good, since its Join took ten seconds",
+    ),
+)
+
+
+class _Loader(importlib.machinery.SourceFileLoader):
+    def __init__(self, plant: Plant, path: str) -> None:
+        super().__init__(plant.module, path)
+        self._plant = plant
+
+    def get_code(self, fullname: str) -> CodeType:
+        return self.source_to_code(self._plant.source().encode(), self.path)  # type: ignore[no-any-return]
+
+
+class _Finder:
+    """Finds one module, with a bug."""
+
+    def __init__(self, plant: Plant) -> None:
+        self._plant = plant
+
+    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> Any:
+        if fullname != self._plant.module:
+            return None
+        file = str(ROOT / "axon_ps" / self._plant.path)
+        return importlib.machinery.ModuleSpec(fullname, _Loader(self._plant, file), origin=file)
+
+
+def plant(wanted: Plant) -> None:
+    """Have this process import the product with a bug. Before anything of it is imported."""
+    assert not any(name.startswith("axon_ps") for name in sys.modules)
+    sys.meta_path.insert(0, _Finder(wanted))  # type: ignore[arg-type]
+
+
+def find(number: int, seeds: str) -> tuple[str, float]:
+    """Simulate with a bug in a process of its own; the first line of what it says, and after how many seconds."""
+    began_s = time.perf_counter()
+    command = [sys.executable, str(Path(__file__).with_name("simulate.py")), "--seeds", seeds, "--first"]
+    done = subprocess.run([*command, "--plant", str(number)], capture_output=True, text=True)
+    lines = [line for line in done.stdout.splitlines() if line.startswith("seed ")]
+    if done.returncode == 0 or not lines:
+        return "" if done.returncode == 0 else f"? {done.stderr[-300:]}", time.perf_counter() - began_s
+    return lines[0], time.perf_counter() - began_s
+
+
+def main() -> int:
+    """See the module."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seeds", default="0:2000", help="from:to, of each; ends with the first that fails")
+    parser.add_argument("--only", default=[""], nargs="+", help="parts of names")
+    options = parser.parse_args()
+    chosen = [(number, p) for number, p in enumerate(PLANTS) if any(part in p.name for part in options.only)]
+    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+        found = list(pool.map(lambda each: find(each[0], options.seeds), chosen))
+        for (_, p), (said, took_s) in zip(chosen, found, strict=True):
+            print(f"{'found' if said.startswith('seed') else 'NOT FOUND'} {took_s:6.1f} s  {p.name}\n    {said[:160]}")
+    missed = sum(not said.startswith("seed") for said, _ in found)
+    print(f"{len(chosen)} bugs, {missed} not found")
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
