@@ -22,7 +22,7 @@ FAILOVER_ARGS ?=
 COMPOSE_ARGS ?=
 FUZZ_ARGS ?=
 
-.PHONY: help setup demo test house gpu soak simulate planted fuzz pages faults faults-sample all-killed failover loaders launchers subscribers observability integrations compose rolling-update dist torch-suite torch-range check lint audit locks format proto proto-drift bench docs clean
+.PHONY: help setup demo test house gpu soak simulate simulate-record planted fuzz pages faults faults-sample all-killed failover loaders launchers subscribers observability integrations compose rolling-update dist torch-suite torch-range check lint audit locks format proto proto-drift bench docs clean
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -62,6 +62,9 @@ soak: $(INSTALLED) ## 2,000 random faults on one job; 200 kills of ranks that sh
 
 simulate: $(INSTALLED) ## a job under random faults in virtual time, the real services; SIMULATE_ARGS="--seeds 0:1000", --trace
 	$(BIN)/python tests/simulation/simulate.py $(SIMULATE_ARGS)
+
+simulate-record: $(INSTALLED) ## the same on every core for an hour, and a record of it; RECORD_ARGS='--from 5000 --minutes 10'
+	$(BIN)/python tests/simulation/record.py $(RECORD_ARGS)
 
 planted: $(INSTALLED) ## bugs planted in the product one at a time, all of which the simulation has to find; PLANTED_ARGS=--help
 	$(BIN)/python tests/simulation/planted.py $(PLANTED_ARGS)

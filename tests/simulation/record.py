@@ -1,0 +1,87 @@
+"""Simulates seeds on every core for some minutes, and keeps a record: `python tests/simulation/record.py --minutes 60`.
+
+What failed is printed as `simulate` does, and is in the record, `benchmarks/results/simulation.json`, too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import logging
+import os
+import re
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from pathlib import Path
+from typing import Final
+
+ROOT: Final = Path(__file__).parents[2]
+sys.path[:0] = [str(Path(__file__).parent), str(ROOT / "benchmarks")]
+
+import _report  # noqa: E402
+from simulate import simulate  # noqa: E402
+
+AT_A_TIME: Final = 50
+_WHAT: Final = {
+    "killed": re.compile(r"is killed$"),
+    "cut": re.compile(r"^\S+ cut "),
+    "reset": re.compile(r"^\S+ reset "),
+    "slowed": re.compile(r"^\S+ slow "),
+    "decisions": re.compile(r": step \d+ "),
+}
+"""What is counted of a trace; decisions once for each worker that was told of them."""
+
+
+def several(first: int) -> tuple[Counter[str], dict[int, str]]:
+    """Simulate some seeds: what happened in all of them, and why any failed."""
+    logging.disable(logging.CRITICAL)
+    counted: Counter[str] = Counter()
+    failed: dict[int, str] = {}
+    for seed in range(first, first + AT_A_TIME):
+        try:
+            trace = simulate(seed)
+        except Exception as error:
+            failed[seed], trace = repr(error), error.trace  # type: ignore[attr-defined]
+        for line in trace:
+            for name, pattern in _WHAT.items():
+                counted[name] += pattern.search(line) is not None
+        counted["seeds"] += 1
+        counted["virtual_s"] += int(float(trace[-1].split()[0]))
+    return counted, failed
+
+
+def main() -> int:
+    """See the module."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--from", dest="first", type=int, default=0, help="the first seed")
+    parser.add_argument("--minutes", type=float, default=60.0)
+    options = parser.parse_args()
+    end_s = time.monotonic() + 60 * options.minutes
+    total: Counter[str] = Counter()
+    failed: dict[int, str] = {}
+    firsts: Iterator[int] = itertools.count(options.first, AT_A_TIME)
+    with ProcessPoolExecutor() as pool:
+        running: set[Future[tuple[Counter[str], dict[int, str]]]] = set()
+        while running or time.monotonic() < end_s:
+            while len(running) < (os.cpu_count() or 1) and time.monotonic() < end_s:
+                running.add(pool.submit(several, next(firsts)))
+            done, running = wait(running, return_when=FIRST_COMPLETED)
+            for each in done:
+                counted, more = each.result()
+                total.update(counted)
+                failed.update(more)
+                for seed, why in more.items():
+                    print(f"seed {seed}: {why[:300]}", flush=True)
+    columns = ["seeds", "failed", "virtual_s", *_WHAT]
+    row = {**total, "failed": len(failed)}
+    _report.table("Simulation", columns, [[row[column] for column in columns]])
+    said = [f"seed {seed}: {why[:300]}" for seed, why in sorted(failed.items())]
+    print("wrote", _report.write("simulation", [row], first=options.first, minutes=options.minutes, failures=said))
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
