@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import gc
 import logging
 import random
 import sys
@@ -34,7 +35,7 @@ from simulated_job import Job, Violation  # noqa: E402
 from simulated_network import DELAY_S, Network  # noqa: E402
 from virtual_loop import LoopExecutor, VirtualLoop, process  # noqa: E402
 
-LENGTHS: Final = (*((5, 4.0),) * 24, *((8, 6.0),) * 12, *((20, 12.0),) * 3, (60, 40.0))
+LENGTHS: Final = (*((5, 4.0),) * 30, *((8, 6.0),) * 7, (20, 12.0), (20, 12.0), (60, 40.0))
 """Versions to commit, and how long there are faults; then everything is started, healed and quick. Mostly short ones:
 what is found is found soon, if at all, and the more seeds the more beginnings."""
 
@@ -185,6 +186,26 @@ def simulate(seed: int, without: Collection[int] = ()) -> list[str]:
     Raises:
         AssertionError: something does not hold; it has the trace as `trace`, and the number of faults as `faults`.
     """
+    with _own_garbage():
+        return _simulate(seed, without)
+
+
+@contextlib.contextmanager
+def _own_garbage() -> Iterator[None]:
+    """Of all that this process has, only what is made meanwhile is looked at, once: that took a seventh of the time."""
+    enabled = gc.isenabled()
+    gc.disable()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.collect()
+        gc.unfreeze()
+        if enabled:
+            gc.enable()
+
+
+def _simulate(seed: int, without: Collection[int]) -> list[str]:
     rng = random.Random(seed)
     loop = VirtualLoop(random.Random(rng.random()))
     network = Network(loop)

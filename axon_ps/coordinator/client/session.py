@@ -267,23 +267,13 @@ class CoordinatorClient(Calls):
         self._closing = True
         try:
             if self._task is not None and not self._task.done():
-                await self._leave(self._task, reason, finished)
+                await _leave(self, self._task, reason, finished)
         finally:
             if self.log is not None:
                 self.log.close()
         self._fail(Closed("the session with the coordinator was closed by its owner"))
         if self._channel is not None:
             await asyncio.gather(self._channel.close(), *self._retiring)
-
-    async def _leave(self, running: asyncio.Task[None], reason: str, finished: bool) -> None:
-        self.tracer.finish()
-        if self._attached.is_set():
-            self._outbox.put_nowait(heartbeat(self.measure, self.log))  # what was logged last
-            leave = session_pb2.Leave(reason=reason[:200], finished=finished)
-            self._outbox.put_nowait(session_pb2.SessionRequest(leave=leave))
-            await asyncio.wait([running], timeout=LEAVE_S)
-        running.cancel()
-        await asyncio.wait([running])
 
     def context(self) -> common_pb2.CallContext:
         """Who calls, in the generation we know of; for every call to a coordinator or a shard server."""
@@ -580,8 +570,7 @@ class CoordinatorClient(Calls):
         if self._task is None:
             raise Misuse("the session has not been started; await start() first")
         try:
-            left_s = deadline.remaining()
-            async with asyncio.timeout(None if math.isinf(left_s) else left_s) as limit:
+            async with _until(deadline) as limit:
                 await self._wait_attached()
         except TimeoutError:
             if not limit.expired():  # that is how it ended
@@ -596,8 +585,7 @@ class CoordinatorClient(Calls):
             return known or self._error is not None
 
         try:
-            left_s = deadline.remaining()
-            async with asyncio.timeout(None if math.isinf(left_s) else left_s):
+            async with _until(deadline):
                 while not there():
                     await self._renewed.wait()
         except TimeoutError:
@@ -619,6 +607,24 @@ def _join_request(client: CoordinatorClient) -> JoinRequest:
         known=client._known,
         memory=client.memory(),
     )
+
+
+def _until(deadline: Deadline) -> asyncio.Timeout:
+    """Whatever takes longer is ended."""
+    left_s = deadline.remaining()
+    return asyncio.timeout(None if math.isinf(left_s) else left_s)
+
+
+async def _leave(client: CoordinatorClient, running: asyncio.Task[None], reason: str, finished: bool) -> None:
+    """Tell the coordinator that we leave, and end the session."""
+    client.tracer.finish()
+    if client._attached.is_set():
+        client._outbox.put_nowait(heartbeat(client.measure, client.log))  # what was logged last
+        leave = session_pb2.Leave(reason=reason[:200], finished=finished)
+        client._outbox.put_nowait(session_pb2.SessionRequest(leave=leave))
+        await asyncio.wait([running], timeout=LEAVE_S)
+    running.cancel()
+    await asyncio.wait([running])
 
 
 async def _renew(client: CoordinatorClient, stub: Stub) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from axon_ps.coordinator.client import session as session_module
 from axon_ps.coordinator.client.session import CoordinatorClient
 from axon_ps.errors import Broken, InvalidRequest, Timeout
 from axon_ps.observe.logging import ROOT
@@ -73,7 +74,7 @@ def test_no_log_handler_is_left(monkeypatch: pytest.MonkeyPatch, broken_off: str
         async def stuck(*_: Any) -> None:
             await asyncio.Event().wait()
 
-        monkeypatch.setattr(CoordinatorClient, "_leave", stuck)
+        monkeypatch.setattr(session_module, "_leave", stuck)
         closing = asyncio.create_task(c.close())
         await asyncio.sleep(0)
         closing.cancel()
