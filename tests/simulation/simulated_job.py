@@ -236,6 +236,8 @@ class Worker:
             over = lambda: view.stepping.decision_on(ticket) or (None if view.valid(ticket) else True)  # noqa: E731
             found = await self.until(over, f"the decision on step {ticket.step}")
             generation = found.next_generation if isinstance(found, Decision) else 0
+        if view.latest_version >= self._job.steps:
+            return  # the others may have left already
         await self.until(
             lambda: True if view.membership.generation >= generation and view.membership.complete else None,
             "members that can make a step",
