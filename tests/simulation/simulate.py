@@ -39,26 +39,26 @@ LENGTHS: Final = (*((5, 4.0),) * 30, *((8, 6.0),) * 7, (20, 12.0), (20, 12.0), (
 """Versions to commit, and how long there are faults; then everything is started, healed and quick. Mostly short ones:
 what is found is found soon, if at all, and the more seeds the more beginnings."""
 
-MOST_FAULTS: Final = 10_000
-"""More than a simulation has."""
-
 END_S: Final = 600.0
 """How long the job may take in all."""
 
 
 class Faults:
-    """Random faults, and what ends them. Each has its own randomness, so that the others are the same `without` it.
+    """Random faults, and what ends them. Each has its own randomness: it is the same when others are left out.
 
-    Attributes:
-        count: how many there were so far, with those that were left out.
+    Args:
+        job: what they happen to.
+        network: counts them, with those that are left out.
+        rng: of all of them.
+        last_s: how long there are any.
+        only: the numbers of those that happen; None = all.
     """
 
     def __init__(
-        self, job: Job, network: Network, rng: random.Random, last_s: float, without: Collection[int] = ()
+        self, job: Job, network: Network, rng: random.Random, last_s: float, only: Collection[int] | None
     ) -> None:
         self._job, self._network, self._rng, self._last_s = job, network, rng, last_s
-        self._without = without
-        self.count = 0
+        self._only = only
         self._ends: list[Any] = []
         self._over = False
         self._cuts: set[frozenset[str]] = set()
@@ -72,9 +72,9 @@ class Faults:
             early -= 1
             await asyncio.sleep(0.03 * rng.random() if early > 0 else rng.choice((0.05, 0.5, 2.0, 6.0)) * rng.random())
             self._rng = random.Random(rng.random())
-            if self.count not in self._without:
+            if self._only is None or self._network.faults in self._only:
                 self._one()
-            self.count += 1
+            self._network.faults += 1
         self._over = True
         for end in self._ends:
             end()
@@ -176,18 +176,18 @@ def virtual(loop: VirtualLoop, network: Network, rng: random.Random) -> Iterator
         yield
 
 
-def simulate(seed: int, without: Collection[int] = ()) -> list[str]:
+def simulate(seed: int, only: Collection[int] | None = None) -> list[str]:
     """Simulate a job; returns its trace.
 
     Args:
         seed: what happens.
-        without: the numbers of faults that are left out.
+        only: the numbers of the faults that happen; None = all.
 
     Raises:
         AssertionError: something does not hold; it has the trace as `trace`, and the number of faults as `faults`.
     """
     with _own_garbage():
-        return _simulate(seed, without)
+        return _simulate(seed, only)
 
 
 @contextlib.contextmanager
@@ -205,14 +205,14 @@ def _own_garbage() -> Iterator[None]:
             gc.enable()
 
 
-def _simulate(seed: int, without: Collection[int]) -> list[str]:
+def _simulate(seed: int, only: Collection[int] | None) -> list[str]:
     rng = random.Random(seed)
     loop = VirtualLoop(random.Random(rng.random()))
     network = Network(loop)
     asyncio.set_event_loop(loop)
     try:
         with virtual(loop, network, rng):
-            loop.run_until_complete(_simulated(loop, network, rng, without))
+            loop.run_until_complete(_simulated(loop, network, rng, only))
             network.note("over")
     except Exception as error:
         error.trace, error.faults = network.trace, network.faults  # type: ignore[attr-defined]
@@ -240,7 +240,7 @@ def shortest(seed: int, error: Exception) -> tuple[int, Exception]:
         for begin in range(0, len(kept), size):
             fewer = kept[:begin] + kept[begin + size :]
             try:
-                simulate(seed, without=set(range(MOST_FAULTS)).difference(fewer))
+                simulate(seed, only=fewer)
             except Exception as found:
                 kept, error = fewer, found
                 break
@@ -250,7 +250,7 @@ def shortest(seed: int, error: Exception) -> tuple[int, Exception]:
     return len(kept), error
 
 
-async def _simulated(loop: VirtualLoop, network: Network, rng: random.Random, without: Collection[int]) -> None:
+async def _simulated(loop: VirtualLoop, network: Network, rng: random.Random, only: Collection[int] | None) -> None:
     steps, faults_s = rng.choice(LENGTHS)
     job = Job(loop, network, workers=rng.choice((1, 2, 3)), shards=rng.choice((2, 3)), steps=steps)
     found: list[BaseException] = []
@@ -259,12 +259,10 @@ async def _simulated(loop: VirtualLoop, network: Network, rng: random.Random, wi
     )
     for role in job.roles:
         job.start(role)
-    random_faults = Faults(job, network, rng, faults_s, without)
-    faults = loop.create_task(random_faults.run())
+    faults = loop.create_task(Faults(job, network, rng, faults_s, only).run())
     end_s = loop.time() + END_S
     while True:
         await asyncio.sleep(0.5)
-        network.faults = random_faults.count
         if found:
             raise Violation(f"unseen: {found[0]!r}") from found[0]
         if faults.done():

@@ -246,12 +246,11 @@ class CoordinatorClient(Calls):
             async with asyncio.timeout(timeout_s) as limit:
                 await self._wait_attached()
         except TimeoutError:
+            await self.close()
             if not limit.expired():  # that is why we were refused
-                await self.close()
                 raise
             error = self._last_error or Timeout(f"the coordinator at {self.address} did not let us in")
             error.add_note(f"tried for {timeout_s:g} s")
-            await self.close()
             raise error from None
         except BaseException:
             await self.close()
