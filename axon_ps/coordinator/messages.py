@@ -12,8 +12,10 @@ from collections.abc import Sequence
 
 from axon_ps.coordinator.core.committed import checked
 from axon_ps.coordinator.core.events import (
+    MAX_BLOCKS,
     CheckpointStatus,
     Copied,
+    Corrupted,
     JobState,
     JoinRequest,
     KnownNames,
@@ -60,6 +62,8 @@ MIN_LEASE_S = 0.01
 
 MAX_KNOWN_NAMES = 1 << 10
 """Most optimizers, and most compressors, that a shard server may list."""
+
+_MAX_ARRAY = 64  # characters of an array's name
 
 _INCARNATION = re.compile(r"[0-9a-f]{32}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -225,6 +229,35 @@ def copied_to_proto(copied: Copied) -> session_pb2.SessionRequest:
 def copied_from_proto(message: placement_pb2.Copied) -> Copied:
     """A shard server's report that it has got slices."""
     return Copied(model=message.model, epoch=message.epoch, slices=tuple(message.slices), placement=message.placement)
+
+
+def corrupted_to_proto(report: Corrupted) -> session_pb2.SessionRequest:
+    """A shard server's report that memory of a slice failed, as a message."""
+    blocks = [placement_pb2.Corrupted.Block(array=array, begin=begin, end=end) for array, begin, end in report.blocks]
+    return session_pb2.SessionRequest(
+        corrupted=placement_pb2.Corrupted(
+            model=report.model,
+            epoch=report.epoch,
+            slice=report.slice,
+            placement=report.placement,
+            generation=report.generation,
+            lost=report.lost,
+            blocks=blocks,
+        )
+    )
+
+
+def corrupted_from_proto(message: placement_pb2.Corrupted) -> Corrupted:
+    """A shard server's report that memory of a slice failed."""
+    return Corrupted(
+        model=message.model,
+        epoch=message.epoch,
+        slice=message.slice,
+        placement=message.placement,
+        generation=message.generation,
+        lost=message.lost,
+        blocks=tuple((block.array[:_MAX_ARRAY], block.begin, block.end) for block in message.blocks[:MAX_BLOCKS]),
+    )
 
 
 def initialized_to_proto(version: int, epoch: int, model: int = 0) -> session_pb2.SessionRequest:

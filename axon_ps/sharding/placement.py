@@ -124,6 +124,10 @@ class Placement:
 
         return self._map([i for i in indexes if i < len(self.holders)], complete)
 
+    def corrupted(self, index: int, rank: int) -> Placement:
+        """A server that has a slice, as others do, has lost it, and begins to get it again."""
+        return self._map([index], lambda h: Holders(tuple(r for r in h.complete if r != rank), (*h.copying, rank)))
+
     def taken_back(self, indexes: Iterable[int], rank: int, present: Container[int]) -> Placement:
         """A server that was lost is back with slices that are still right; `present` are the holders that are there."""
         return self._map(

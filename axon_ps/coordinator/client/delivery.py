@@ -44,6 +44,7 @@ class _ModelDelivery:
         initialized: our newest report that we hold its parameters.
         restore_report: our newest report that we could not restore it.
         no_room: our newest report that we cannot hold it.
+        corrupted: by slice, our newest report that its values are lost.
         messages: our newest vote or report, by replica; None: of all replicas together.
         step: the newest decided.
         epoch: of the newest restore order.
@@ -54,6 +55,7 @@ class _ModelDelivery:
         self.initialized: session_pb2.SessionRequest | None = None
         self.restore_report: session_pb2.SessionRequest | None = None
         self.no_room: session_pb2.SessionRequest | None = None
+        self.corrupted: dict[int, session_pb2.SessionRequest] = {}
         self.messages: dict[int | None, Vote | Ready] = {}
         self.step = -1
         self.epoch = 0
@@ -125,10 +127,21 @@ class Delivery:
         """Record our report that we hold the parameters of a model."""
         model = self._of(message.initialized.model)
         model.initialized, model.no_room = message, None
+        model.corrupted.clear()
 
     def record_no_room(self, message: session_pb2.SessionRequest) -> None:
         """Record our report that we have no memory for what a placement gives us of a model."""
         self._of(message.no_room.model).no_room = message
+
+    def record_corrupted(self, message: session_pb2.SessionRequest) -> None:
+        """Record our report that memory of a slice failed; if values are lost, they are until they are copied."""
+        if message.corrupted.lost:
+            self._of(message.corrupted.model).corrupted[message.corrupted.slice] = message
+
+    def record_copied(self, message: session_pb2.SessionRequest) -> None:
+        """Record our report that slices have come; if it is lost, they are copied again."""
+        for number in message.copied.slices:
+            self._of(message.copied.model).corrupted.pop(number, None)
 
     def record_restore_failure(self, message: session_pb2.SessionRequest) -> None:
         """Record our report that we could not restore a model."""
@@ -145,6 +158,7 @@ class Delivery:
         reports = [
             m for model in models for m in (model.initialized, model.restore_report, model.no_room) if m is not None
         ]
+        reports += [message for model in models for message in model.corrupted.values()]
         return [*reports, *(step_message_to_proto(message) for model in models for message in model.messages.values())]
 
     def _receive_membership(self, event: Membership) -> list[Event]:

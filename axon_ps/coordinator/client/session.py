@@ -30,6 +30,7 @@ from axon_ps.coordinator.client.succession import successor
 from axon_ps.coordinator.core.events import (
     CheckpointReply,
     Copied,
+    Corrupted,
     Event,
     JobState,
     JoinRequest,
@@ -51,6 +52,7 @@ from axon_ps.coordinator.core.events import (
 )
 from axon_ps.coordinator.messages import (
     copied_to_proto,
+    corrupted_to_proto,
     event_from_proto,
     initialized_to_proto,
     join_to_proto,
@@ -332,7 +334,11 @@ class CoordinatorClient(Calls):
 
     def copied(self, copied: Copied) -> None:
         """Shard server: report that slices have come from their primaries. If it is lost, they are copied again."""
-        self._call_soon(self._send, copied_to_proto(copied))
+        self._call_soon(self._send_recorded, self._delivery.record_copied, copied_to_proto(copied))
+
+    def corrupted(self, report: Corrupted) -> None:
+        """Shard server: report that memory of a slice failed. Sent again after a reconnect, until it is there again."""
+        self._call_soon(self._send_recorded, self._delivery.record_corrupted, corrupted_to_proto(report))
 
     def initialized(self, *, version: int, epoch: int, model: int = 0) -> None:
         """Shard server: report that every slice of a model has its values. Sent again after a reconnect."""

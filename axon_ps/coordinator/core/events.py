@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Final
 
 from axon_ps.coordinator.core.history.report import Report
 from axon_ps.errors import AxonError
@@ -265,6 +266,33 @@ class Copied:
     epoch: int
     slices: tuple[int, ...]
     placement: int = 0
+
+
+MAX_BLOCKS: Final = 16
+"""How many blocks of a slice a report names."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Corrupted:
+    """Memory of a slice of a shard server does not hold what was written to it; see `shard.core.digests`.
+
+    Attributes:
+        model: of which model.
+        epoch: how often it had been restored.
+        slice: its number in the plan.
+        placement: number of the placement that the server knew.
+        generation: the generation that it knew.
+        lost: whether values or moments are lost; else only what was summed for the step under way.
+        blocks: (array, first element, one past the last) in the slice's unit; the first of them.
+    """
+
+    model: int
+    epoch: int
+    slice: int
+    placement: int
+    generation: int
+    lost: bool
+    blocks: tuple[tuple[str, int, int], ...]
 
 
 @dataclass(frozen=True, kw_only=True)

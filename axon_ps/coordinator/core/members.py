@@ -29,7 +29,7 @@ from axon_ps.coordinator.core.assembly import Assembly
 from axon_ps.coordinator.core.barriers import Barriers
 from axon_ps.coordinator.core.checkpoints.snapshots import Snapshots
 from axon_ps.coordinator.core.config import CoordinatorConfig
-from axon_ps.coordinator.core.events import JoinRequest
+from axon_ps.coordinator.core.events import Corrupted, JoinRequest
 from axon_ps.coordinator.core.models import Model, Models
 from axon_ps.coordinator.core.placement.handover import Handover, Joining
 from axon_ps.coordinator.core.placement.placements import Placements
@@ -202,14 +202,44 @@ class Members:
             self._find_empty(now)
         return sum(len(m.registration.placement.slices_of(rank)) for m in self._models.registered)
 
+    def corrupted(self, entry: RosterEntry, report: Corrupted, now: float) -> None:
+        """Memory of a slice failed: another holder goes on with it, and the server gets it again.
+
+        If it was the primary, workers may be using what it sent, and have summed there: the step under way is over. If
+        nobody else has the slice, the parameters must be restored.
+        """
+        model = self._models.get(report.model)
+        if model is None or not model.registration.is_holding(entry.member, report):
+            return
+        r = model.registration
+        what = self._models.message_prefix(model) + r.described(report, entry.name)
+        self._assembly.counters["slices_corrupted"] += report.lost
+        if not report.lost:
+            if model.open and report.generation == self._assembly.generation:
+                self.change(f"{what}: the step is made again", now=now, kind="corrupt")
+        elif len(r.placement.holders[report.slice].complete) == 1:
+            self._fail(model, f"{what}, and no other shard server holds that slice", now)
+        else:
+            was_primary = r.placement.holders[report.slice].primary == entry.member.rank
+            r.change_placement(r.placement.corrupted(report.slice, entry.member.rank))
+            self.placements.changed(model)
+            if was_primary:
+                self.change(what, now=now, kind="corrupt")
+            else:
+                self._out.happened("corrupt", what)
+
+    def _fail(self, model: Model, failure: str, now: float) -> None:
+        """The values of a model cannot be trusted: nothing is done before they are restored."""
+        model.registration.parameters.failure = failure
+        self._out.persist([records.parameters_record(model.number, model.registration.parameters)])
+        self.change(self._models.message_prefix(model) + failure, now=now, kind="corrupt")
+
     def settle(self, now: float) -> None:
         """After an event: do what had to wait for the end of a step, or for the event to be over."""
         a = self._assembly
         damaged, a.stepping.damaged = a.stepping.damaged, []
         for model, damage in damaged:
-            model.registration.parameters.failure = damage
-            self._out.persist([records.parameters_record(model.number, model.registration.parameters)])
-            self.change(self._models.message_prefix(model) + damage, now=now)
+            self._fail(model, damage, now)
         self._find_empty(now)
         if self._ending:
             self._ending = False

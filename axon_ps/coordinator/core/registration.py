@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 
-from axon_ps.coordinator.core.events import FIRST_VALUES, Copied, JobState, KnownNames, RestoreOrder
+from axon_ps.coordinator.core.events import FIRST_VALUES, Copied, Corrupted, JobState, KnownNames, RestoreOrder
 from axon_ps.coordinator.core.records import ParameterState
 from axon_ps.coordinator.core.steps.decision import format_ranks
 from axon_ps.errors import Busy, InvalidRequest, LayoutMismatch, Misuse
@@ -147,6 +147,27 @@ class Registration:
         p.holders[shard.rank] = shard.incarnation
         self.change_placement(after)
         return True
+
+    def is_holding(self, shard: Member, report: Corrupted) -> bool:
+        """Whether a report of a server is about what it holds now, and not about what was there before."""
+        p = self.parameters
+        if p.placement is None or not p.initialized or p.failure or report.epoch != p.epoch:
+            return False
+        holders = p.placement.holders
+        holds = report.slice < len(holders) and shard.rank in holders[report.slice].complete
+        return (
+            holds
+            and self.is_loaded(shard)
+            and report.placement >= self._copying_since.get((report.slice, shard.rank), 0)
+        )
+
+    def described(self, report: Corrupted, server: str) -> str:
+        """What memory failed, as text."""
+        assert self.spec is not None
+        s = self.spec.plan(self.num_shards).numbered[report.slice]
+        blocks = ", ".join(f"{array} from element {begin} to {end}" for array, begin, end in report.blocks)
+        unit = self.spec.layout.units[s.unit].name
+        return f"memory of {server} is corrupt: {blocks} of unit {unit!r}, slice {report.slice}"
 
     def lose(self, rank: int, version: int) -> None:
         """A shard server is lost, the job being at `version`: others go on with what they hold, too."""

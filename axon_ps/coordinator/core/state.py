@@ -27,6 +27,7 @@ from axon_ps.coordinator.core.events import (
     FIRST_VALUES,
     UPLOADED,
     Copied,
+    Corrupted,
     JobState,
     JoinRequest,
     Ready,
@@ -301,6 +302,18 @@ class CoordinatorState:
         if (entry := self._entry(session, now)) is not None:
             check_role(entry, Role.SHARD, "reports slices")
             self._members.placements.copied(entry, report, now)
+            self._members.settle(now)
+        return self._out.take()
+
+    def corrupted(self, session: int, report: Corrupted, now: float) -> list[Action]:
+        """Memory of a slice of a shard server failed.
+
+        Raises:
+            InvalidRequest: the sender is a worker.
+        """
+        if (entry := self._entry(session, now)) is not None:
+            check_role(entry, Role.SHARD, "reports slices")
+            self._members.corrupted(entry, report, now)
             self._members.settle(now)
         return self._out.take()
 

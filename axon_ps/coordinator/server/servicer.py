@@ -22,6 +22,7 @@ from axon_ps.coordinator.core.roster import name_of
 from axon_ps.coordinator.core.state import CoordinatorState
 from axon_ps.coordinator.messages import (
     copied_from_proto,
+    corrupted_from_proto,
     incarnation_from_proto,
     job_to_proto,
     join_from_proto,
@@ -176,6 +177,8 @@ class CoordinatorServicer:
             return state.ready(session, ready_from_proto(message.ready), now)
         if kind == "copied":
             return state.copied(session, copied_from_proto(message.copied), now)
+        if kind == "corrupted":
+            return state.corrupted(session, corrupted_from_proto(message.corrupted), now)
         if kind == "initialized":
             report = message.initialized
             return state.initialized(session, report.version, report.epoch, now, model=report.model)

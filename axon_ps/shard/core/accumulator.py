@@ -5,17 +5,20 @@ engine decides who may add what and when.
 
 Invariant: `summed[i]` is how many replicas have been added to chunk i, in replica order. It is bitmap and order in one:
 replica r may be added exactly when `summed[i] == r` (asynchronous: when it is 0).
+
+Each chunk's digest is kept from one replica to the next, and until it is applied; see `shard.core.digests`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 
 from axon_ps.compress import cast
-from axon_ps.errors import InvalidRequest
+from axon_ps.errors import Broken, InvalidRequest
 from axon_ps.shard.core.chunks import Chunks
+from axon_ps.shard.core.digests import GRADIENT, ArrayDigests, Corruption
 from axon_ps.sharding.precision import WirePrecision
 from axon_ps.types import Array
 
@@ -41,6 +44,8 @@ class Accumulator:
         present: per chunk, whether any of them had a gradient.
         squares: per chunk, the sum of squares; known with the last replica.
         missing: chunks that lack a replica.
+        digests: of what was summed, where something was.
+        spoiled: whether `check` has found something: this attempt cannot be committed.
         rounds: whether a complete sum is rounded to the dtype in which gradients travel; see `shard.core.slices`,
             Note: [Primary and backup].
     """
@@ -55,6 +60,7 @@ class Accumulator:
         self._compressor = precision.grad_compression
         self._array: Array | None = None
         self.rounds = False
+        self.digests = ArrayDigests(chunks, GRADIENT)
         self.restart()
 
     @property
@@ -75,12 +81,16 @@ class Accumulator:
         self.present = bytearray(self._count)
         self.squares = [0.0] * self._count
         self.missing = self._count
+        self.spoiled = False
 
     def freeze(self) -> None:
         """Every replica was added: make `array` the sum, zero in chunks without gradient. The counters restart."""
         for elements, present in zip(self._chunks.ranges, self.present, strict=True):
             if not present:  # some ranges of a unit had gradients and this one had none
                 self.array[elements] = 0
+        for index, present in enumerate(self.present):
+            if not present:
+                self.digests.keep_constant(0.0, self._chunks.blocks_of(index, index + 1))
         self.restart()
 
     def add(self, index: int, grad: Array | None, *, last: bool) -> None:
@@ -121,16 +131,42 @@ class Accumulator:
             self.missing -= 1
             if self.rounds and self.present[index]:
                 cast.round_in_place(self.array[elements], self._dtype)
+        if grad is not None or (last and self.rounds and self.present[index]):
+            self._keep(index)
+
+    def check(self, indexes: Iterable[int]) -> list[Corruption]:
+        """The blocks of chunks that do not hold what was summed; when there are some this is `spoiled`."""
+        if self._array is None:
+            return []
+        words = self._array.view(np.uint32)
+        with_sum = [index for index in indexes if self.present[index]]
+        found = [c for i in with_sum for c in self.digests.check(words, self._chunks.blocks_of(i, i + 1))]
+        self.spoiled = self.spoiled or bool(found)
+        return found
+
+    def digest(self, index: int) -> int:
+        """The digest of what was summed in chunk `index`, where something was."""
+        return self.digests.sum_of(self._chunks.blocks_of(index, index + 1))
+
+    def _keep(self, index: int) -> None:
+        self.digests.keep(self.array.view(np.uint32), self._chunks.blocks_of(index, index + 1))
 
     def is_complete(self, index: int, replicas: int) -> bool:
         """Whether chunk `index` has the gradients of so many replicas."""
         return replicas > 0 and self.summed[index] == replicas
 
-    def set(self, index: int, total: Array | None, replicas: int) -> None:
+    def set(self, index: int, total: Array | None, replicas: int, digest: int | None = None) -> None:
         """Take the sum of all replicas for chunk `index` from the primary; None = none had a gradient.
+
+        Args:
+            index: which chunk.
+            total: f32[c].
+            replicas: how many it is of.
+            digest: what the primary has of it; None = it does not say.
 
         Raises:
             InvalidRequest: it is of the wrong length.
+            Broken: it has another digest; nothing was taken.
         """
         elements = self._chunks.ranges[index]
         if total is not None:
@@ -140,6 +176,12 @@ class Accumulator:
                     f"{total.size} elements; it must have {elements.stop - elements.start}"
                 )
             self.array[elements] = total
+            self._keep(index)
+            if digest is not None and digest != self.digest(index):
+                raise Broken(
+                    f"the sum of a chunk at element {self._chunks.bounds[index][0]} of unit {self._chunks.unit} is not "
+                    "what its primary has sent"
+                )
             self.present[index] = 1
         self.summed[index] = replicas
         self.missing -= 1

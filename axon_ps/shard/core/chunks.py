@@ -1,9 +1,17 @@
-"""The chunks of one slice: where each begins in the unit and in the slice's arrays. Pure."""
+"""The chunks of one slice: where each begins in the unit and in the slice's arrays. Pure.
+
+Chunks are what travels; each is cut into blocks, which are what is looked at for bits that have changed.
+"""
 
 from __future__ import annotations
 
+from itertools import accumulate
+
 from axon_ps.errors import InvalidRequest
 from axon_ps.sharding.plan import Slice
+
+BLOCK_NUMEL = 1 << 17
+"""Most elements of a block: values, moments and gradient of one stay in a processor's cache between two passes."""
 
 
 class Chunks:
@@ -19,12 +27,20 @@ class Chunks:
         end: one past its last element.
         bounds: per chunk, its (begin, end) in the unit.
         ranges: per chunk, its range in arrays of the slice.
+        blocks: per block, its range in arrays of the slice.
     """
 
     def __init__(self, s: Slice, chunk_numel: int) -> None:
         self.unit, self.begin, self.end, self.chunk_numel = s.unit, s.begin, s.end, chunk_numel
         self.bounds = tuple(s.chunks(chunk_numel))
         self.ranges = tuple(slice(begin - s.begin, end - s.begin) for begin, end in self.bounds)
+        cuts = [range(r.start, r.stop, BLOCK_NUMEL) for r in self.ranges]
+        self.blocks = tuple(
+            slice(begin, min(begin + BLOCK_NUMEL, r.stop))
+            for r, cut in zip(self.ranges, cuts, strict=True)
+            for begin in cut
+        )
+        self._first_blocks = (0, *accumulate(map(len, cuts)))
 
     @property
     def numel(self) -> int:
@@ -34,6 +50,10 @@ class Chunks:
     def run(self, first: int, last: int) -> slice:
         """The range of chunks [first, last) in arrays of the slice."""
         return slice(self.ranges[first].start, self.ranges[last - 1].stop)
+
+    def blocks_of(self, first: int, last: int) -> range:
+        """The numbers of the blocks of chunks [first, last)."""
+        return range(self._first_blocks[first], self._first_blocks[last])
 
     def index_of(self, offset: int) -> int:
         """The number of the chunk that begins at `offset` of the unit.

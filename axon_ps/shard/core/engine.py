@@ -341,7 +341,11 @@ class ShardEngine:
         elif self._expected[0] != hypers:
             raise InvalidRequest(f"workers expect different hyperparameters for step {step}")
         self.counters["encodings"] += not owned.speculative.has(index)
-        return owned.speculative.prepare(index, sums.array, self._expected[1], self.version + 1, scratch)
+        frame, found = owned.speculative.prepare(index, sums, self._expected[1], self.version + 1, scratch)
+        if found:
+            owned.corruptions += found
+            raise StepAborted(f"a chunk of unit {unit} is corrupt; its update cannot be prepared")
+        return frame
 
     def mappable(self, owned: OwnedSlice) -> bool:
         """Whether workers of this host may use the wire copy of a slice where it lies: it must be all of its unit.

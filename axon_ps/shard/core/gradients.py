@@ -148,13 +148,17 @@ class GradientSums:
         if not owned.accepts(number) or summed < turn:
             self._counters["waits"] += 1
             return Push.WAIT
+        if turn and not owned.check_gradient(number, index):
+            return Push.WAIT  # for the generation in which all is summed again
         last = turn == attempt.replicas - 1
         accumulator.add(index, grad, last=last)
         if last:
             attempt.missing -= 1
         return Push.SUMMED
 
-    def push_sum(self, step: int, unit: int, offset: int, number: int, total: Array | None) -> Push:
+    def push_sum(
+        self, step: int, unit: int, offset: int, number: int, total: Array | None, digest: int | None = None
+    ) -> Push:
         """Take one chunk of an attempt's sum from the primary.
 
         Args:
@@ -163,8 +167,10 @@ class GradientSums:
             offset: where the chunk begins in the unit.
             number: of the attempt's accumulator.
             total: f32[c]; None when no replica had a gradient for the unit.
+            digest: what the primary has of it; None = it does not say.
 
         Raises:
+            Broken: it is not what the primary has sent.
             InvalidRequest: the unit is frozen, or its length is wrong.
             SliceMoved: this server is no backup of it.
             StepAborted: the step ended without a commit.
@@ -186,7 +192,7 @@ class GradientSums:
         if not owned.accepts(number):
             self._counters["waits"] += 1
             return Push.WAIT
-        accumulator.set(index, total, attempt.replicas)
+        accumulator.set(index, total, attempt.replicas, digest)
         attempt.missing -= 1
         return Push.SUMMED
 
@@ -272,7 +278,9 @@ class GradientSums:
         if self.attempts[number].missing or self.num_replicas == 0:
             return None
         trainable = [s for s in self._slices.values() if s.trainable]
-        if not trainable or not all(s.accepts(number) and not s.copying for s in trainable):
+        if not trainable or not all(s.accepts(number) and not (s.copying or s.corrupt) for s in trainable):
+            return None
+        if any(s.accumulators[number].spoiled for s in trainable):
             return None
         squares = [s.accumulators[number].squares for s in trainable if s.primary]
         return tuple(math.fsum(x) if all(map(math.isfinite, x)) else math.nan for x in squares)

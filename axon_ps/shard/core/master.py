@@ -15,6 +15,7 @@ from axon_ps.compress import cast
 from axon_ps.errors import InvalidRequest
 from axon_ps.optim.base import UpdateRule
 from axon_ps.shard.core.chunks import Chunks
+from axon_ps.shard.core.digests import PARAM, ArrayDigests, Corruption, SliceDigests
 from axon_ps.shard.core.kernel_ranges import KernelRange, cut, kernel_ranges
 from axon_ps.sharding.layout import Unit
 from axon_ps.types import Array, DType, Hyper
@@ -48,13 +49,15 @@ class Master:
         values: f32[slice_numel].
         state: moments by name, f32[slice_numel] each.
         updates: optimizer updates since the slice was made or restored.
+        digests: of values and moments, as they were written.
     """
 
     def __init__(self, chunks: Chunks, unit: Unit, first_parameter: int, wire_dtype: DType) -> None:
         self.values: Array = np.zeros(chunks.numel, np.float32)
         self.state: dict[str, Array] = {}
         self.updates = 0
-        self._begin = chunks.begin
+        self.digests = SliceDigests(chunks)
+        self._chunks = chunks
         self._unit = unit
         self._first_parameter = first_parameter
         self._wire_dtype = wire_dtype
@@ -88,6 +91,7 @@ class Master:
 
     def forget_moments(self) -> None:
         """Start the optimizer anew: no moments, no updates counted; `set_groups` must follow."""
+        self.digests.forget(self.state)
         self.state = {}
         self.set_updates([0] * len(self._unit.parameters))
 
@@ -99,31 +103,72 @@ class Master:
             if array is None:
                 value, numel = kernels.initial_state(name, groups), self.values.size
                 array = np.zeros(numel, np.float32) if value == 0.0 else np.full(numel, value, np.float32)
+                self.digests.keep_constant(name, value)
             state[name] = array
+        self.digests.forget(set(self.state).difference(state))
         self.state = state
+
+    def arrays(self) -> dict[str, Array]:
+        """Values and moments by name, f32[slice_numel] each."""
+        return {PARAM: self.values, **self.state}
+
+    def keep_digests(self) -> None:
+        """Values and moments were replaced: take what they hold as what was written."""
+        self.digests.forget()
+        self.digests.keep(self.arrays())
 
     # ------------------------------------------------------------------ arithmetic
 
     def update(
-        self, elements: slice, grads: Array, update: Update, out: Array | None, *, in_place: bool = True
-    ) -> Array:
-        """One update of a range in one pass. Any thread; ranges of different threads must not overlap.
+        self,
+        first: int,
+        last: int,
+        grads: Array,
+        sums: ArrayDigests,
+        update: Update,
+        out: Array | None,
+        *,
+        in_place: bool = True,
+    ) -> tuple[Array, list[Corruption]]:
+        """One update of chunks [first, last) in one pass. Any thread; those of different threads must not overlap.
+
+        What is read is compared with what was written, while it is in the cache.
 
         Args:
-            elements: the range, m elements.
+            first: number of the first chunk.
+            last: one past the last; m elements in all.
             grads: f32[slice_numel], the summed gradient.
+            sums: its digests.
             update: what the optimizer does.
             out: wire[m], gets the new values, cast; None for no copy.
             in_place: whether values and moments become the new ones; otherwise they stay as they are.
 
         Returns:
-            f32[m], the new values.
+            f32[m], the new values; and what did not hold what was written, so that they are wrong.
         """
-        values, states = self.values[elements], tuple(state[elements] for state in self.state.values())
-        if not in_place:
-            values, states = values.copy(), tuple(state.copy() for state in states)
-        grad = grads[elements]
-        begin = self._begin + elements.start
+        arrays = [self.values, *self.state.values()]
+        kept = [(self.digests[name], array.view(np.uint32)) for name, array in self.arrays().items()]
+        read, found = [*kept, (sums, grads.view(np.uint32))], list[Corruption]()
+        elements = self._chunks.run(first, last)
+        target = arrays if in_place else [array[elements].copy() for array in arrays]
+        shift = 0 if in_place else elements.start
+        for block in self._chunks.blocks_of(first, last):
+            for digests, words in read:
+                found += digests.check(words, (block,))
+            at = self._chunks.blocks[block]
+            values, *states = (array[at.start - shift : at.stop - shift] for array in target)
+            copy = None if out is None else out[at.start - elements.start : at.stop - elements.start]
+            self._update(at.start, values, grads[at], states, copy, update)
+            if in_place:
+                for digests, words in kept:
+                    digests.keep(words, (block,))
+        return (self.values[elements] if in_place else target[0]), found
+
+    def _update(
+        self, first: int, values: Array, grad: Array, states: Sequence[Array], out: Array | None, update: Update
+    ) -> None:
+        """Update a range, f32[m] each, that begins at element `first` of the slice; `out` as of `update`."""
+        begin = self._chunks.begin + first
         for r in cut(self._ranges, begin, begin + values.size):
             within = slice(r.begin - begin, r.end - begin)
             copy = None if out is None else out[within]
@@ -140,18 +185,28 @@ class Master:
                 )
             elif copy is not None:
                 cast.encode(values[within], copy, self._wire_dtype)
-        return values
 
-    def average(self, elements: slice, source: Array, weight: float, out: Array | None) -> None:
-        """Elements become (1 - weight) * their values + weight * those of `source`; moments stay.
+    def check(self, first: int, last: int, *, moments: bool = True) -> list[Corruption]:
+        """What of chunks [first, last) does not hold what was written."""
+        arrays = self.arrays() if moments else {PARAM: self.values}
+        return self.digests.check(arrays, self._chunks.blocks_of(first, last))
+
+    def average(self, first: int, last: int, source: Master, weight: float, out: Array | None) -> list[Corruption]:
+        """Chunks [first, last) become (1 - weight) * their values + weight * those of `source`; moments stay.
 
         Args:
-            elements: the range, m elements.
-            source: f32[slice_numel], which does not change meanwhile.
+            first: number of the first chunk.
+            last: one past the last; m elements in all.
+            source: the same elements of another model, which do not change meanwhile.
             weight: above 0, at most 1.
             out: wire[m], gets the new values, cast; None for no copy.
+
+        Returns:
+            What did not hold what was written, here or there, so that the values are wrong.
         """
-        values, other = self.values[elements], source[elements]
+        found = self.check(first, last, moments=False) + source.check(first, last, moments=False)
+        elements = self._chunks.run(first, last)
+        values, other = self.values[elements], source.values[elements]
         if weight == 1.0:
             values[:] = other
         else:
@@ -159,3 +214,5 @@ class Master:
             values += other * np.float32(weight)
         if out is not None:
             cast.encode(values, out, self._wire_dtype)
+        self.digests[PARAM].keep(self.values.view(np.uint32), self._chunks.blocks_of(first, last))
+        return found

@@ -48,7 +48,7 @@ class ServedParameters:
 
     def count(self) -> None:
         """The slices were made, or their values withdrawn: count the chunks that lack values."""
-        self.lacking = sum(s.lacking for s in self._slices.values() if not s.copying)
+        self.lacking = sum(s.lacking for s in self._slices.values() if not (s.copying or s.corrupt))
 
     # ------------------------------------------------------------------ values that replace others
 

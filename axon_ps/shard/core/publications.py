@@ -88,9 +88,14 @@ class Publication:
         return self._bytes + differences
 
     def encode(self, owned: OwnedSlice) -> int:
-        """Encode a slice that is lacking, at this version still; returns how many chunks. Any thread."""
+        """Encode a slice that is lacking, at this version still; returns how many chunks. Any thread.
+
+        Raises:
+            SliceMoved: its values are corrupt.
+        """
         values, chunks = owned.master.values, enumerate(owned.chunks.ranges)
         version, dtype = self.changed[owned.number], self.key[2]
+        owned.check_values(0, len(owned.chunks.bounds))
         frames = tuple(owned.wire.encode_as(dtype, index, version, values[elements]) for index, elements in chunks)
         self.frames[owned.number] = frames
         return len(frames)
@@ -311,9 +316,10 @@ class Publications:
                     return
                 reserved = any(publication in s.reserved for s in self._subscribers)
                 if not (only_bases and reserved):
-                    self._give_way(publication)
+                    self.give_way(publication)
 
-    def _give_way(self, publication: Publication) -> None:
+    def give_way(self, publication: Publication) -> None:
+        """Retain a version no more; who wanted it gets `Busy`, and takes a newer one."""
         self._counters["published_dropped"] += 1
         for subscriber in self._subscribers:
             subscriber.reserved = [p for p in subscriber.reserved if p is not publication]

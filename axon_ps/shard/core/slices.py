@@ -31,9 +31,9 @@ from itertools import accumulate
 
 from axon_ps.compress import cast
 from axon_ps.errors import InvalidRequest, Misuse, SliceMoved
-from axon_ps.kernels.digest import combined, digest
 from axon_ps.shard.core.accumulator import Accumulator, Allocate
 from axon_ps.shard.core.chunks import Chunks
+from axon_ps.shard.core.digests import GRADIENT, PARAM, Corruption
 from axon_ps.shard.core.master import Master, Update
 from axon_ps.shard.core.speculative import SpeculativeUpdate
 from axon_ps.shard.core.wire_copy import MappedMemory, WireCopy
@@ -72,8 +72,10 @@ class OwnedSlice:
         copied: the version in which it last took another model's values since it was made or restored; 0 = none.
         applying: whether an update or a copy is under way.
         lacking: chunks that lack first values.
-        replicated: whether other servers hold it, too; then each update takes a digest.
-        digest: of the values as the last update left them; None before one, or without copies.
+        replicated: whether other servers hold it, too.
+        digest: of values and moments as the last update left them; None before one, or without copies.
+        corruptions: what was found not to hold what was written, and nobody has taken yet; any thread adds to it.
+        corrupt: whether the values are lost for that, and others are to come. See `shard.core.digests`.
     """
 
     def __init__(
@@ -110,7 +112,8 @@ class OwnedSlice:
         self._update: Update | None = None
         self._next_version = 0
         self._serving = True  # whether the update under way makes a wire copy
-        self._digests: list[int] = []  # of what was updated so far
+        self.corruptions: list[Corruption] = []
+        self.corrupt = False
         if unit.trainable:
             assert self._applied.array is not None  # its memory is allocated now, not in the first step
 
@@ -192,7 +195,7 @@ class OwnedSlice:
         """Serve the present values, which are those of `version`; returns how many frames were made."""
         self.changed = self.reached = version
         self.copied = self.lacking = 0
-        self.copying, self.digest = False, None
+        self._replaced()
         frames = self.wire.replace(version, self.master.values) if self.serves else 0
         self._publish_mapped()
         return frames
@@ -201,7 +204,14 @@ class OwnedSlice:
         """The values of the primary at version `reached` are here; and its frames, where they travel compressed."""
         self.wire.frames = tuple(frames)
         self.reached, self.changed, self.copied = reached, changed, copied
-        self.lacking, self.copying, self.digest = 0, False, None
+        self.lacking = 0
+        self._replaced()
+
+    def _replaced(self) -> None:
+        """There are other values and moments."""
+        self.master.keep_digests()
+        self.corruptions.clear()
+        self.copying, self.corrupt, self.digest = False, False, None
 
     def withdraw(self) -> None:
         """There are no values any more: they are being replaced."""
@@ -218,13 +228,23 @@ class OwnedSlice:
     # ------------------------------------------------------------------ what is served
 
     def ensure_frames(self) -> int:
-        """Encode the frames if there are none, though there are values; returns how many."""
+        """Encode the frames if there are none, though there are values; returns how many.
+
+        Raises:
+            SliceMoved: its values are corrupt.
+        """
         if self.wire.frames or self.lacking or self.applying:
             return 0
+        self.check_values(0, len(self.chunks.bounds))
         return self.wire.encode_all(self.changed, self.master.values)
 
     def encode(self, index: int, dtype: DType) -> bytes:
-        """A frame of chunk `index` in a dtype that the job does not send by itself."""
+        """A frame of chunk `index` in a dtype that the job does not send by itself.
+
+        Raises:
+            SliceMoved: its values are corrupt.
+        """
+        self.check_values(index, index + 1)
         return self.wire.encode_as(dtype, index, self.changed, self.master.values[self.chunks.ranges[index]])
 
     def map(self, memory: MappedMemory) -> None:
@@ -280,11 +300,9 @@ class OwnedSlice:
             scratch: from `WireCopy.scratch(last - first)`, of the calling thread.
         """
         assert self._update is not None
-        elements = self.chunks.run(first, last)
-        out = self.wire.cast_target(first, last, scratch) if self._serving else None
-        values = self.master.update(elements, self._applied.array, self._update, out)
-        if self.replicated:
-            self._digests.append(digest(values, elements.start))
+        out, sums = self.wire.cast_target(first, last, scratch) if self._serving else None, self._applied
+        _, found = self.master.update(first, last, sums.array, sums.digests, self._update, out)
+        self.corruptions += found
         if self._serving:
             self.wire.encode_updated(first, last, self._next_version, self.master.values, scratch)
 
@@ -305,14 +323,16 @@ class OwnedSlice:
             scratch: from `WireCopy.scratch(last - first)`, of the calling thread.
         """
         out = self.wire.cast_target(first, last, scratch) if self._serving else None
-        self.master.average(self.chunks.run(first, last), source.master.values, weight, out)
+        self.corruptions += self.master.average(first, last, source.master, weight, out)
+        if source.corrupt:
+            begin, end = self.chunks.bounds[first][0], self.chunks.bounds[last - 1][1]
+            self.corruptions.append(Corruption(PARAM, self.chunks.unit, begin, end))
         if self._serving:
             self.wire.encode_updated(first, last, self._next_version, self.master.values, scratch)
 
     def _begin(self, update: Update | None, version: int, prepared: list[bytes]) -> int:
         self._update, self._next_version = update, version
         self.applying, self._serving = True, self.serves
-        self._digests = []
         if self._serving:
             return self.wire.begin_update(prepared)
         self.wire.drop_frames()
@@ -322,13 +342,59 @@ class OwnedSlice:
         """Every chunk has been updated or copied: serve the new values."""
         self.wire.end_update()
         self.reached = self.changed = self._next_version
-        self.digest = combined(self._digests) if self._digests else None
+        self.digest = self.master.digests.total if self.replicated else None
         if self._update is None:
             self.copied = self._next_version
         else:
             self.master.updates += 1
         self.applying = False
-        self._publish_mapped()
+        if self.corruptions:
+            self.lose_values()
+        else:
+            self._publish_mapped()
+
+    # ------------------------------------------------------------------ memory that fails
+
+    def check(self, first: int, last: int) -> None:
+        """Look at values and moments of chunks [first, last), which no step changes now. Any thread."""
+        self.corruptions += self.master.check(first, last)
+
+    def check_gradient(self, accumulator: int, index: int) -> bool:
+        """Whether chunk `index` of an accumulator holds what was summed, and so did all before it."""
+        sums = self.accumulators[accumulator]
+        if not sums.spoiled:
+            self.corruptions += sums.check((index,))
+        return not sums.spoiled
+
+    def take_corruptions(self) -> list[Corruption]:
+        """What was found since the last time; if it is in values or moments, they are lost."""
+        found, self.corruptions = self.corruptions, []
+        if any(c.array != GRADIENT for c in found):
+            self.lose_values()
+        return found
+
+    def lose_values(self) -> None:
+        """Values and moments are corrupt: nothing is served until others are here."""
+        self.speculative.discard()
+        if self.wire.mapped is not None:  # workers may go on reading it, at the version that it has
+            self.master.values = self.master.values.copy()
+            self.wire.mapped.close()
+            self.wire.mapped = None
+        self.withdraw()
+        self.corrupt, self.digest = True, None
+
+    def check_values(self, first: int, last: int) -> None:
+        """Look at the values of chunks [first, last), which no step changes now. Any thread.
+
+        Raises:
+            SliceMoved: they are corrupt.
+        """
+        self.corruptions += self.master.check(first, last, moments=False)
+        if self.corruptions or self.corrupt:
+            raise SliceMoved(
+                f"the values of unit {self.chunks.unit} from element {self.chunks.begin} on are corrupt on this shard "
+                "server; another one holds them"
+            )
 
 
 class OwnedSlices(dict[int, OwnedSlice]):
@@ -371,7 +437,7 @@ class OwnedSlices(dict[int, OwnedSlice]):
             self.update((s.number, s) for s in in_order)
         for number in wanted:
             owned, holders = self[number], placement.holders[number]
-            owned.copying = owned.copying and server in holders.copying
+            owned.copying = (owned.copying or owned.corrupt) and server in holders.copying
             owned.set_role(
                 primary=holders.primary == server,
                 replicated=len(holders.servers) > 1,

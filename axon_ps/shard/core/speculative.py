@@ -10,7 +10,9 @@ Note: [Speculative update]
 
 from __future__ import annotations
 
+from axon_ps.shard.core.accumulator import Accumulator
 from axon_ps.shard.core.chunks import Chunks
+from axon_ps.shard.core.digests import GRADIENT, Corruption
 from axon_ps.shard.core.master import Master, Update
 from axon_ps.shard.core.wire_copy import WireCopy
 from axon_ps.types import Array
@@ -38,26 +40,36 @@ class SpeculativeUpdate:
         """Whether chunk `index` is prepared."""
         return bool(self.frames) and bool(self.frames[index])
 
-    def prepare(self, index: int, grads: Array, update: Update, version: int, scratch: Array) -> bytes:
+    def prepare(
+        self, index: int, sums: Accumulator, update: Update, version: int, scratch: Array
+    ) -> tuple[bytes, list[Corruption]]:
         """The frame of chunk `index` as the update would make it; made once. Every replica must have been added to it.
 
         Args:
             index: which chunk.
-            grads: f32[slice_numel], the summed gradient.
+            sums: has the summed gradient.
             update: the one that is expected.
             version: the version it would lead to.
             scratch: from `WireCopy.scratch`.
+
+        Returns:
+            The frame; or none, and what did not hold what was written.
         """
         if not self.has(index):
-            self.frames = self.frames or [b""] * len(self._chunks.bounds)
             elements, wire = self._chunks.ranges[index], self._wire
             as_cast = scratch[: elements.stop - elements.start] if wire.is_cast else None
-            values = self._master.update(elements, grads, update, as_cast, in_place=False)
+            values, found = self._master.update(
+                index, index + 1, sums.array, sums.digests, update, as_cast, in_place=False
+            )
+            if found:
+                sums.spoiled = sums.spoiled or any(c.array == GRADIENT for c in found)
+                return b"", found
+            self.frames = self.frames or [b""] * len(self._chunks.bounds)
             residual = None if wire.residual is None else wire.residual[elements].copy()
             self.frames[index] = wire.encode(index, version, values, scratch, residual, as_cast)
             if all(self.frames) and not wire.compressed and wire.frames:
                 wire.drop_frames()
-        return self.frames[index]
+        return self.frames[index], []
 
     def discard(self) -> None:
         """The step ends otherwise, or its gradient is gone."""

@@ -22,6 +22,7 @@ import numpy as np
 from axon_ps.errors import AxonError, Broken, InvalidRequest
 from axon_ps.observe.work import Work
 from axon_ps.rpc.stream import EOF
+from axon_ps.shard.core.digests import PARAM, SliceDigests
 from axon_ps.shard.core.engine import ShardEngine
 from axon_ps.shard.core.slices import OwnedSlice
 from axon_ps.shard.server.links import Links
@@ -35,7 +36,7 @@ BANDWIDTH_FRACTION = 0.5
 BLOCK_NUMEL = 1 << 18
 """Elements in a message."""
 
-PARAM, RESIDUAL, FRAME = "param", "residual", "frame"
+RESIDUAL, FRAME = "residual", "frame"
 MAX_TENSORS: Final = 16
 """Most tensors of a slice: its values, a residual, and the optimizer's moments."""
 
@@ -59,7 +60,11 @@ async def chunks(engine: ShardEngine, owned: OwnedSlice) -> AsyncIterator[shard_
         spent_s = time.perf_counter() - began
         await asyncio.sleep(spent_s * (1 / BANDWIDTH_FRACTION - 1))
     yield shard_pb2.SliceChunk(
-        complete=True, changed=owned.changed, copied=owned.copied, updates=owned.master.parameter_updates()
+        complete=True,
+        changed=owned.changed,
+        copied=owned.copied,
+        updates=owned.master.parameter_updates(),
+        digest=owned.master.digests.total,
     )
 
 
@@ -168,5 +173,9 @@ class Copying:
             raise Broken("the primary ended the stream before the slice was complete")
         if engine.slices.get(owned.number) is owned and owned.copying and epoch == self._epoch():
             moments = {name: array for name, array in arrays.items() if name not in (PARAM, RESIDUAL)}
+            digests = SliceDigests(owned.chunks)
+            digests.keep({PARAM: arrays[PARAM], **moments})
+            if chunk.HasField("digest") and chunk.digest != digests.total:
+                raise Broken("what has come is not what the primary has written")
             engine.copied(owned, moments, chunk.updates, chunk.changed, chunk.copied, frames)
             self._copied(owned)

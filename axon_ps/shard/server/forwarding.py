@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Iterable, Iterator, Set
+from collections.abc import Callable, Iterable, Iterator, Set
 from dataclasses import dataclass, field
 
 from axon_ps.compress import cast
@@ -67,10 +67,12 @@ class Forwarding:
         model: its number.
         engine: has the sums.
         links: to the other servers.
+        corrupt: called when a sum was found not to hold what was summed.
     """
 
-    def __init__(self, model: int, engine: ShardEngine, links: Links) -> None:
+    def __init__(self, model: int, engine: ShardEngine, links: Links, corrupt: Callable[[OwnedSlice], object]) -> None:
         self._model = model
+        self._corrupt = corrupt
         self._engine = engine
         self._links = links
         self._followers: dict[int, _Follower] = {}
@@ -195,6 +197,12 @@ class Forwarding:
                 header.offset, header.numel = owned.chunks.begin + elements.start, elements.stop - elements.start
                 header.absent, header.dtype = not accumulator.present[item.index], dtype_to_proto(DType.F32)
                 total = None if header.absent else accumulator.array[elements]
+                header.ClearField("digest")
+                if total is not None:
+                    if not owned.check_gradient(item.number, item.index):
+                        self._corrupt(owned)
+                        continue
+                    header.digest = accumulator.digest(item.index)
                 nbytes = 0 if total is None else total.nbytes
                 lease = None
                 if total is not None and peer is not None and nbytes >= MIN_LEASED_BYTES:

@@ -35,6 +35,7 @@ from axon_ps.shard.core.slices import OwnedSlice
 from axon_ps.shard.server import snapshot
 from axon_ps.shard.server.apply import ApplyPool, ApplyTrace, Pin, VersionPins
 from axon_ps.shard.server.copying import Copying
+from axon_ps.shard.server.corruption import Corruptions
 from axon_ps.shard.server.forwarding import Forwarding
 from axon_ps.shard.server.model_values import ModelValues
 from axon_ps.shard.server.pacing import SubscriberLimits
@@ -81,6 +82,7 @@ class ModelShell:
         engine: the state.
         subscriptions: to this model.
         values: where its values come from.
+        corruptions: what is done about memory that fails.
         pins: versions that snapshots and copies still read.
         members: the workers by incarnation, each with the replica that it contributes to here.
         name: its name in the job; empty until that is known.
@@ -112,6 +114,7 @@ class ModelShell:
         self._idle.set()
         self.subscriptions = Subscriptions(self, limits or SubscriberLimits())
         self.values = ModelValues(number, self.engine, server, self._waiters, self._idle, self.subscriptions.wake)
+        self.corruptions = Corruptions(number, self.engine, server, lambda: self.values.served, self._wake_all)
         self._forwarding: Forwarding | None = None
         self._copying: Copying | None = None
         self._pushing: set[asyncio.Task[Any]] = set()
@@ -166,9 +169,12 @@ class ModelShell:
     @property
     def published(self) -> tuple[int, int] | None:
         """Epoch and version of the values here, while no step changes them and nothing replaces them; else None."""
-        if self._applying or self._released or not self.engine.parameters.serving:
+        engine = self.engine
+        if self._applying or self._released or not engine.parameters.serving:
             return None
-        return self.values.served, self.engine.version
+        if any(owned.corrupt for owned in engine.slices.primaries):
+            return None
+        return self.values.served, engine.version
 
     def pin_for_copy(self, version: int) -> Pin:
         """Keep each unit at `version`, once it is there, until a copy is done and calls `unpin_copy`."""
@@ -228,7 +234,7 @@ class ModelShell:
             self.room.configure(self, job.spec, job.optimizer, job.placement)
             self.values.served = job.epoch  # what is copied to us is of it; if it is being restored, the order follows
             if self._server.links is not None:
-                self._forwarding = Forwarding(self.number, self.engine, self._server.links)
+                self._forwarding = Forwarding(self.number, self.engine, self._server.links, self.corruptions.report)
                 self._copying = Copying(
                     self.number, self.engine, self._server.links, lambda: self.values.served, self._on_copied
                 )
@@ -317,6 +323,7 @@ class ModelShell:
 
     def _finished(self, owned: OwnedSlice) -> None:
         owned.finish()
+        self.corruptions.report(owned)
         if self.engine.slices.get(owned.number) is not owned:  # it was given up meanwhile
             owned.close()
         self.pins.notify()
@@ -324,6 +331,7 @@ class ModelShell:
         self._applying -= 1
         self._apply_trace.applied(owned, is_last=self._applying == 0)
         if self._applying == 0:
+            self.corruptions.look_at_unchanged()
             self.subscriptions.wake()
             if self._copy is not None:
                 (source, pin), self._copy = self._copy, None
@@ -441,6 +449,7 @@ class ModelShell:
         """Add a gradient chunk when its turn comes; False for a duplicate. See `Gradients.push`."""
         gradients = self.engine.gradients
         while (done := gradients.push(step, unit, offset, replica, dtype, grad)) is Push.WAIT:
+            self.corruptions.report(self.engine.slices.of(unit, offset))
             await self._waiters.wait(unit, offset, replica)
         if done is Push.DUPLICATE:
             return False
@@ -453,15 +462,23 @@ class ModelShell:
         return True
 
     async def push_sum(
-        self, step: int, unit: int, offset: int, number: int, total: Array | None, placement: int
+        self,
+        step: int,
+        unit: int,
+        offset: int,
+        number: int,
+        total: Array | None,
+        placement: int,
+        digest: int | None = None,
     ) -> bool:
         """Take a chunk of a sum from the primary; False for a duplicate, or one that is of no use any more.
 
         Raises:
+            Broken: its digest is another one.
             SliceMoved: by `placement`, the number of the one that the primary goes by, this server is no backup.
         """
         try:
-            while (done := self.engine.gradients.push_sum(step, unit, offset, number, total)) is Push.WAIT:
+            while (done := self.engine.gradients.push_sum(step, unit, offset, number, total, digest)) is Push.WAIT:
                 await self._waiters.wait(unit)
         except StepAborted:
             return False
@@ -516,11 +533,33 @@ class ModelShell:
         engine = self.engine
         scratch = engine.scratch()
         offset = owned.chunks.bounds[index][0]
-        while (frame := engine.prepare_chunk(step, owned, index, hypers, scratch)) is None:
+        while (frame := self._prepare(step, owned, index, hypers, scratch)) is None:
             await self._waiters.wait(owned.chunks.unit, offset, engine.gradients.num_replicas)
             self.check_generation(generation)
             engine.slices.of(owned.chunks.unit, offset)
         return frame
+
+    def _prepare(
+        self, step: int, owned: OwnedSlice, index: int, hypers: tuple[Hyper, ...], scratch: Array
+    ) -> bytes | None:
+        try:
+            return self.engine.prepare_chunk(step, owned, index, hypers, scratch)
+        finally:
+            self.corruptions.report(owned)
+
+    def frames(self, unit: int, begin: int, end: int) -> tuple[bytes, ...]:
+        """See `ServedParameters.frames`."""
+        try:
+            return self.engine.parameters.frames(unit, begin, end)
+        finally:
+            self.corruptions.report(self.engine.slices.of(unit, begin))
+
+    def encode(self, owned: OwnedSlice, index: int, dtype: DType) -> bytes:
+        """See `ServedParameters.encode`."""
+        try:
+            return self.engine.parameters.encode(owned, index, dtype)
+        finally:
+            self.corruptions.report(owned)
 
     async def unchanging(self, unit: int, begin: int, generation: int, version: int = 0) -> OwnedSlice:
         """Wait until a slice has values, at a version or later, and no step is being applied to it.
@@ -556,6 +595,7 @@ class ModelShell:
         await self.available(wanted.unit, wanted.begin, epoch, 0, generation)
         frozen = not spec.layout.units[wanted.unit].trainable
         owned = await self.unchanging(wanted.unit, wanted.begin, generation, 0 if frozen else version)
+        await self.corruptions.verify(owned)
         if owned.reached != version and not frozen:
             raise StepAborted(f"slice {number} is at version {owned.reached}; version {version} was asked for")
         return owned

@@ -6,7 +6,7 @@ from collections.abc import Callable, Coroutine
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
-from axon_ps.coordinator.core.events import Copied, Ready, SnapshotFile
+from axon_ps.coordinator.core.events import Copied, Corrupted, Ready, SnapshotFile
 from axon_ps.errors import AxonError
 from axon_ps.observe.tracing.tracer import Tracer
 from axon_ps.observe.work import Work
@@ -28,6 +28,9 @@ class Reports(Protocol):
 
     def copied(self, copied: Copied) -> None:
         """We have got slices that we were to copy."""
+
+    def corrupted(self, report: Corrupted) -> None:
+        """Memory of a slice does not hold what was written to it."""
 
     def initialized(self, *, version: int, epoch: int, model: int = 0) -> None:
         """Every slice of a model has its values."""

@@ -80,14 +80,14 @@ class ShardServicer:
                 if leased := self._lease_to(member, engine, request, span):
                     await context.write(leased)
                     return
-                for frame in engine.parameters.frames(request.unit, request.begin, request.end):
+                for frame in shell.frames(request.unit, request.begin, request.end):
                     _count(engine, "out", len(frame), span)
                     await context.write(frame)
             else:
                 chunks = engine.slices.of(request.unit, request.begin).chunks
                 for index in range(*chunks.range_of(request.begin, request.end)):
                     owned = await shell.unchanging(request.unit, request.begin, generation)
-                    frame = engine.parameters.encode(owned, index, dtype)
+                    frame = shell.encode(owned, index, dtype)
                     await context.write(frame)
                     _count(engine, "out", len(frame), span)
 
@@ -223,7 +223,8 @@ class ShardServicer:
                 elif not header.absent:
                     total = _total(header, payload)
                 shell.engine.counters["bytes_followed"] += nbytes
-                await shell.push_sum(header.step, header.unit, header.offset, header.replica, total, placement)
+                digest = header.digest if header.HasField("digest") and total is not None else None
+                await shell.push_sum(header.step, header.unit, header.offset, header.replica, total, placement, digest)
                 message = await self._idle.next(context.read())
                 if message is not EOF:
                     header, payload = decode_chunk(message)

@@ -18,11 +18,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from axon_ps.errors import Busy, CheckpointCorrupt, Closed, Misuse
+from axon_ps.errors import Busy, CheckpointCorrupt, CheckpointError, Closed, Misuse
 from axon_ps.host.priority import UNTHROTTLED, Throttle
 from axon_ps.observe.moments import Moment, reached
 from axon_ps.observe.work import Work
 from axon_ps.optim import registry
+from axon_ps.shard.core.digests import PARAM
 from axon_ps.shard.core.engine import ShardEngine
 from axon_ps.shard.core.slices import OwnedSlice
 from axon_ps.shard.server.apply import Pin, VersionPins
@@ -41,7 +42,7 @@ from axon_ps.storage.files import open_store
 from axon_ps.storage.manifest import Manifest, file_prefix, read_manifest
 from axon_ps.types import DType
 
-PARAM, UPDATES = "param", "updates"
+UPDATES = "updates"
 
 
 # ---------------------------------------------------------------------- writing
@@ -90,6 +91,9 @@ def write(
         for owned in slices:
             if not pins.wait_until(lambda s=owned: s.reached >= version):  # type: ignore[misc]
                 raise Closed("the shard server stops; the checkpoint is not written")
+            owned.check(0, len(owned.chunks.bounds))
+            if owned.corruptions or owned.corrupt:
+                raise CheckpointError(f"slice {owned.number} is corrupt; another checkpoint can be written soon")
             _write_slice(writer, owned, states[owned.number])
             reached(Moment.CHECKPOINT, version)
             pins.advance(pin, owned.number)

@@ -22,6 +22,7 @@ from axon_ps.shard.core.engine import ShardEngine
 from axon_ps.shard.core.publications import Publication, Publications, Subscriber, Wish
 from axon_ps.shard.core.slices import OwnedSlice
 from axon_ps.shard.server.apply import Pin, VersionPins
+from axon_ps.shard.server.corruption import Corruptions
 from axon_ps.shard.server.pacing import Pacer, SubscriberLimits
 from axon_ps.shard.server.waiters import Waiters
 from axon_ps.types import WIRE_DTYPES
@@ -36,8 +37,10 @@ class PublishedModel(Protocol):
     Attributes:
         engine: its slices.
         pins: versions that are still read.
+        corruptions: what is done about memory that fails.
     """
 
+    corruptions: Corruptions
     engine: ShardEngine
     pins: VersionPins
 
@@ -151,8 +154,12 @@ class Subscriptions:
     async def _encode(self, publication: Publication, lacking: list[OwnedSlice], pin: Pin) -> None:
         try:
             await self._in_thread(self._encode_slices, publication, lacking, pin)
+        except SliceMoved:
+            self._publications.give_way(publication)
         finally:
             self._model.unpin_copy(pin)
+            for owned in lacking:
+                self._model.corruptions.report(owned)
             self._waiters.wake_all()
 
     def _encode_slices(self, publication: Publication, lacking: list[OwnedSlice], pin: Pin) -> None:

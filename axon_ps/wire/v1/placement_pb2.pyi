@@ -47,6 +47,33 @@ class Copied(_message.Message):
     placement: int
     def __init__(self, model: _Optional[int] = ..., epoch: _Optional[int] = ..., slices: _Optional[_Iterable[int]] = ..., placement: _Optional[int] = ...) -> None: ...
 
+class Corrupted(_message.Message):
+    __slots__ = ("model", "epoch", "slice", "placement", "generation", "lost", "blocks")
+    class Block(_message.Message):
+        __slots__ = ("array", "begin", "end")
+        ARRAY_FIELD_NUMBER: _ClassVar[int]
+        BEGIN_FIELD_NUMBER: _ClassVar[int]
+        END_FIELD_NUMBER: _ClassVar[int]
+        array: str
+        begin: int
+        end: int
+        def __init__(self, array: _Optional[str] = ..., begin: _Optional[int] = ..., end: _Optional[int] = ...) -> None: ...
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    SLICE_FIELD_NUMBER: _ClassVar[int]
+    PLACEMENT_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    LOST_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    model: int
+    epoch: int
+    slice: int
+    placement: int
+    generation: int
+    lost: bool
+    blocks: _containers.RepeatedCompositeFieldContainer[Corrupted.Block]
+    def __init__(self, model: _Optional[int] = ..., epoch: _Optional[int] = ..., slice: _Optional[int] = ..., placement: _Optional[int] = ..., generation: _Optional[int] = ..., lost: bool = ..., blocks: _Optional[_Iterable[_Union[Corrupted.Block, _Mapping]]] = ...) -> None: ...
+
 class DrainRequest(_message.Message):
     __slots__ = ("context", "rank")
     CONTEXT_FIELD_NUMBER: _ClassVar[int]

@@ -26,7 +26,7 @@ OUTCOME_SKIP: Outcome
 OUTCOME_ABORT: Outcome
 
 class SessionRequest(_message.Message):
-    __slots__ = ("join", "heartbeat", "vote", "ready", "initialized", "snapshot", "restore", "leave", "arrived", "copied", "spans", "no_room")
+    __slots__ = ("join", "heartbeat", "vote", "ready", "initialized", "snapshot", "restore", "leave", "arrived", "copied", "spans", "no_room", "corrupted")
     JOIN_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
     VOTE_FIELD_NUMBER: _ClassVar[int]
@@ -39,6 +39,7 @@ class SessionRequest(_message.Message):
     COPIED_FIELD_NUMBER: _ClassVar[int]
     SPANS_FIELD_NUMBER: _ClassVar[int]
     NO_ROOM_FIELD_NUMBER: _ClassVar[int]
+    CORRUPTED_FIELD_NUMBER: _ClassVar[int]
     join: Join
     heartbeat: _membership_pb2.Heartbeat
     vote: Vote
@@ -51,7 +52,8 @@ class SessionRequest(_message.Message):
     copied: _placement_pb2.Copied
     spans: _trace_pb2.SpanReport
     no_room: _memory_pb2.NoRoom
-    def __init__(self, join: _Optional[_Union[Join, _Mapping]] = ..., heartbeat: _Optional[_Union[_membership_pb2.Heartbeat, _Mapping]] = ..., vote: _Optional[_Union[Vote, _Mapping]] = ..., ready: _Optional[_Union[Ready, _Mapping]] = ..., initialized: _Optional[_Union[Initialized, _Mapping]] = ..., snapshot: _Optional[_Union[_checkpoint_pb2.SnapshotReport, _Mapping]] = ..., restore: _Optional[_Union[_checkpoint_pb2.RestoreReport, _Mapping]] = ..., leave: _Optional[_Union[Leave, _Mapping]] = ..., arrived: _Optional[_Union[Arrived, _Mapping]] = ..., copied: _Optional[_Union[_placement_pb2.Copied, _Mapping]] = ..., spans: _Optional[_Union[_trace_pb2.SpanReport, _Mapping]] = ..., no_room: _Optional[_Union[_memory_pb2.NoRoom, _Mapping]] = ...) -> None: ...
+    corrupted: _placement_pb2.Corrupted
+    def __init__(self, join: _Optional[_Union[Join, _Mapping]] = ..., heartbeat: _Optional[_Union[_membership_pb2.Heartbeat, _Mapping]] = ..., vote: _Optional[_Union[Vote, _Mapping]] = ..., ready: _Optional[_Union[Ready, _Mapping]] = ..., initialized: _Optional[_Union[Initialized, _Mapping]] = ..., snapshot: _Optional[_Union[_checkpoint_pb2.SnapshotReport, _Mapping]] = ..., restore: _Optional[_Union[_checkpoint_pb2.RestoreReport, _Mapping]] = ..., leave: _Optional[_Union[Leave, _Mapping]] = ..., arrived: _Optional[_Union[Arrived, _Mapping]] = ..., copied: _Optional[_Union[_placement_pb2.Copied, _Mapping]] = ..., spans: _Optional[_Union[_trace_pb2.SpanReport, _Mapping]] = ..., no_room: _Optional[_Union[_memory_pb2.NoRoom, _Mapping]] = ..., corrupted: _Optional[_Union[_placement_pb2.Corrupted, _Mapping]] = ...) -> None: ...
 
 class Join(_message.Message):
     __slots__ = ("job", "role", "incarnation", "node", "address", "requested_rank", "world_size", "standby", "optimizers", "compressors", "memory")

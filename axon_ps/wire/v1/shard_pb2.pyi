@@ -63,13 +63,14 @@ class CopyRequest(_message.Message):
     def __init__(self, context: _Optional[_Union[_common_pb2.CallContext, _Mapping]] = ..., slice: _Optional[int] = ..., version: _Optional[int] = ..., epoch: _Optional[int] = ...) -> None: ...
 
 class SliceChunk(_message.Message):
-    __slots__ = ("tensor", "begin", "changed", "copied", "updates", "complete", "payload")
+    __slots__ = ("tensor", "begin", "changed", "copied", "updates", "complete", "digest", "payload")
     TENSOR_FIELD_NUMBER: _ClassVar[int]
     BEGIN_FIELD_NUMBER: _ClassVar[int]
     CHANGED_FIELD_NUMBER: _ClassVar[int]
     COPIED_FIELD_NUMBER: _ClassVar[int]
     UPDATES_FIELD_NUMBER: _ClassVar[int]
     COMPLETE_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
     PAYLOAD_FIELD_NUMBER: _ClassVar[int]
     tensor: str
     begin: int
@@ -77,8 +78,9 @@ class SliceChunk(_message.Message):
     copied: int
     updates: _containers.RepeatedScalarFieldContainer[int]
     complete: bool
+    digest: int
     payload: bytes
-    def __init__(self, tensor: _Optional[str] = ..., begin: _Optional[int] = ..., changed: _Optional[int] = ..., copied: _Optional[int] = ..., updates: _Optional[_Iterable[int]] = ..., complete: bool = ..., payload: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, tensor: _Optional[str] = ..., begin: _Optional[int] = ..., changed: _Optional[int] = ..., copied: _Optional[int] = ..., updates: _Optional[_Iterable[int]] = ..., complete: bool = ..., digest: _Optional[int] = ..., payload: _Optional[bytes] = ...) -> None: ...
 
 class SubscribeRequest(_message.Message):
     __slots__ = ("context", "reserve", "pull")

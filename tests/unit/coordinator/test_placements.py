@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from axon_ps.coordinator.core.access.callers import Caller
-from axon_ps.coordinator.core.events import JobState, Welcome
+from axon_ps.coordinator.core.events import Corrupted, JobState, Welcome
 from axon_ps.coordinator.core.placement.placements import REST
 from axon_ps.errors import Broken, Drained, InvalidRequest, Misuse
-from axon_ps.sharding.placement import Placement
+from axon_ps.sharding.placement import Holders, Placement
 from axon_ps.types import CopyFrom, Decision, Membership, Outcome
 from coordinator_driver import Driver, Peer
 from test_models import several
@@ -502,6 +502,111 @@ def test_a_digest_that_one_server_lacks_is_no_damage() -> None:
     for w in workers:
         w.vote()
     assert workers[0].last(Decision).version == 2
+
+
+def corrupted(d: Driver, server: Peer, number: int, *, lost: bool = True, **changes: Any) -> None:
+    """A server reports that memory of a slice failed."""
+    fields = {
+        "model": 0,
+        "epoch": 0,
+        "slice": number,
+        "placement": server.placement_number(0),
+        "generation": d.state.status().membership.generation,
+        "lost": lost,
+        "blocks": (("exp_avg", 0, 4),),
+        **changes,
+    }
+    d.perform(d.state.corrupted(server.session, Corrupted(**fields), d.clock()))
+
+
+def primary_of(d: Driver, number: int) -> int:
+    return placement(d).holders[number].primary
+
+
+def test_another_server_goes_on_with_a_corrupt_slice_and_its_server_gets_it_again() -> None:
+    d, workers, servers = job(2)
+    generation, rank = d.state.status().membership.generation, primary_of(d, 0)
+    for w in workers:
+        w.vote()
+    corrupted(d, servers[rank], 0)
+    assert outcomes(workers[0])[-1] is Outcome.ABORT, "what was summed there is made again"
+    assert d.state.status().membership.generation == generation + 1
+    assert placement(d).holders[0] == Holders((1 - rank,), (rank,))
+    waiting = workers[0].last(Decision).reason
+    assert f"memory of shard server {rank} " in waiting
+    assert "is corrupt: exp_avg from element 0 to 4 of unit" in waiting
+    servers[rank].copied()
+    assert step(workers, servers).outcome is Outcome.COMMIT
+    assert set(placement(d).holders[0].complete) == {0, 1}
+
+
+def test_a_backup_that_is_corrupt_ends_no_step() -> None:
+    d, workers, servers = job(2)
+    generation, rank = d.state.status().membership.generation, 1 - primary_of(d, 0)
+    corrupted(d, servers[rank], 0)
+    assert d.state.status().membership.generation == generation
+    assert placement(d).holders[0] == Holders((1 - rank,), (rank,))
+    servers[rank].copied()
+    assert step(workers, servers).outcome is Outcome.COMMIT
+
+
+def test_a_sum_that_is_corrupt_ends_the_step_and_nothing_else() -> None:
+    d, workers, servers = job(2)
+    before, rank = placement(d).holders, primary_of(d, 0)
+    workers[0].vote()
+    corrupted(d, servers[rank], 0, lost=False, generation=0)
+    assert outcomes(workers[0])[-1] is Outcome.COMMIT, "a generation that is over"
+    corrupted(d, servers[rank], 0, lost=False)
+    assert outcomes(workers[0])[-1] is Outcome.ABORT
+    assert placement(d).holders == before
+    assert step(workers, servers).outcome is Outcome.COMMIT
+
+
+def test_a_corrupt_slice_that_nobody_else_has_is_restored() -> None:
+    d, workers, servers = job(2, replication=1)
+    rank = primary_of(d, 0)
+    corrupted(d, servers[rank], 0)
+    assert not workers[0].membership.complete
+    assert "no other shard server holds that slice" in workers[0].membership.waiting_for
+    assert "restore a checkpoint" in workers[0].membership.waiting_for
+
+
+def test_both_copies_of_a_slice_corrupt_are_one_too_many() -> None:
+    d, workers, servers = job(2)
+    corrupted(d, servers[1 - primary_of(d, 0)], 0)
+    corrupted(d, servers[primary_of(d, 0)], 0)
+    assert not workers[0].membership.complete
+    assert "no other shard server holds that slice" in workers[0].membership.waiting_for
+
+
+def test_a_report_of_what_was_there_before_is_ignored() -> None:
+    d, workers, servers = job(2)
+    rank = primary_of(d, 0)
+    old = servers[rank].placement_number(0)
+    corrupted(d, servers[rank], 0)
+    before = placement(d).number
+    corrupted(d, servers[rank], 0, placement=old)  # sent again: it is copying
+    assert placement(d).number == before
+    servers[rank].copied()
+    before = placement(d).number
+    corrupted(d, servers[rank], 0, placement=old)  # sent again: it has it again
+    assert placement(d).number == before
+    for bad in ({"epoch": 3}, {"slice": 1 << 30}, {"model": 9}):
+        corrupted(d, servers[rank], **{"number": bad.pop("slice", 0), **bad})
+    assert placement(d).number == before
+    assert step(workers, servers).outcome is Outcome.COMMIT
+
+
+def test_a_server_that_comes_back_with_a_corrupt_slice_says_so() -> None:
+    d, workers, servers = job(2)
+    rank, number = primary_of(d, 0), servers[primary_of(d, 0)].placement_number(0)
+    servers[rank].lose()
+    servers[rank].join()
+    assert rank in placement(d).holders[0].complete, "it still holds what it held"
+    corrupted(d, servers[rank], 0, placement=number)
+    assert placement(d).holders[0] == Holders((1 - rank,), (rank,))
+    servers[rank].copied()
+    assert step(workers, servers).outcome is Outcome.COMMIT
 
 
 # ---------------------------------------------------------------------- several models

@@ -74,7 +74,7 @@ class Placements:
         model = self._models.get(report.model)
         if model is not None and model.registration.copied(entry.member, report):
             self._assembly.counters["slices_copied"] += len(report.slices)
-            self._changed(model)
+            self.changed(model)
             if not self._under_way() and now > self._began:
                 self._rest_until, self._began = now + REST * (now - self._began), math.inf
             self.plan(now)
@@ -83,7 +83,7 @@ class Placements:
         """The session of a shard server was broken."""
         for model in self._models:
             if model.registration.cancel_copies(member.rank):
-                self._changed(model)
+                self.changed(model)
 
     def plan(self, now: float, *, ending: Model | None = None) -> None:
         """Do what is to be done and can be done now.
@@ -121,7 +121,7 @@ class Placements:
                     self._began = min(self._began, now)
             if placement is not r.placement:
                 r.change_placement(placement)
-                self._changed(model)
+                self.changed(model)
 
     def next_deadline(self) -> float:
         """When `plan` may have something to do; inf when nothing is waited for."""
@@ -162,8 +162,8 @@ class Placements:
     def _under_way(self) -> bool:
         return any(h.copying for m in self._models.registered for h in m.registration.placement.holders)
 
-    def _changed(self, model: Model) -> None:
-        """A model has another placement."""
+    def changed(self, model: Model) -> None:
+        """A model has another placement: reports count no more, and members learn of it."""
         model.attempts.forget_reports()
         self._out.persist([records.parameters_record(model.number, model.registration.parameters)])
         self._assembly.announce(model, full=False)

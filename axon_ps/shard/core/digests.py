@@ -1,0 +1,138 @@
+"""What the arrays of a slice are known to hold: a digest of each block, and which blocks hold something else. Pure.
+
+Note: [Memory that fails]
+    A bit of a server's memory may change by itself. So each block's digest is kept when it is written, and compared
+    when it is read again: values and moments from one update to the next, a summed gradient from each replica to the next
+    and until it is applied. That needs no second opinion: it says which server, which array and which block. What is
+    wrong is never served, applied to another copy, copied, or written to a checkpoint; the server reports it
+    (`Corrupted`), and gets the slice again from another holder. Copies are compared besides (`Ready.digests`), which
+    finds what no memory is to blame for: arithmetic that differs.
+    What is written and read at once cannot be looked at: a bit that changes between a block's digest and the update
+    that follows it, some microseconds later, is found by the comparison of copies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from axon_ps.kernels.digest import digest
+from axon_ps.shard.core.chunks import Chunks
+from axon_ps.types import Array
+
+PARAM, GRADIENT = "param", "gradient"
+"""What values and the summed gradient are called, beside the moments' names."""
+
+_MASK = (1 << 64) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Corruption:
+    """A block does not hold what was written to it.
+
+    Attributes:
+        array: "param", "gradient" or the name of a moment.
+        unit: the unit.
+        begin: its first element, counted from the unit's start.
+        end: one past its last element.
+    """
+
+    array: str
+    unit: int
+    begin: int
+    end: int
+
+
+class ArrayDigests:
+    """The digests of one array.
+
+    Args:
+        chunks: of its slice.
+        array: what it is called.
+    """
+
+    def __init__(self, chunks: Chunks, array: str) -> None:
+        self._chunks = chunks
+        self._array = array
+        self._kept = np.zeros(len(chunks.blocks), np.uint64)
+
+    def keep(self, words: Array, blocks: Iterable[int]) -> None:
+        """Take what blocks hold as what was written. Any thread; different threads must have different blocks.
+
+        Args:
+            words: u32[slice_numel], the array's bits.
+            blocks: by number.
+        """
+        for block in blocks:
+            at = self._chunks.blocks[block]
+            self._kept[block] = digest(words, at.start, at.stop)
+
+    def keep_constant(self, value: float, blocks: Iterable[int]) -> None:
+        """Blocks have been filled with an f32."""
+        word = int(np.float32(value).view(np.uint32))
+        for block in blocks:
+            at = self._chunks.blocks[block]
+            self._kept[block] = word * (at.stop - at.start)
+
+    def check(self, words: Array, blocks: Iterable[int]) -> Iterator[Corruption]:
+        """The blocks that hold something else than was written. Arguments as for `keep`."""
+        for block in blocks:
+            at = self._chunks.blocks[block]
+            if digest(words, at.start, at.stop) != int(self._kept[block]):
+                begin = self._chunks.begin
+                yield Corruption(self._array, self._chunks.unit, begin + at.start, begin + at.stop)
+
+    def sum_of(self, blocks: range) -> int:
+        """The digest of neighbouring blocks."""
+        return int(self._kept[blocks.start : blocks.stop].sum(dtype=np.uint64))
+
+    @property
+    def total(self) -> int:
+        """The digest of the whole array."""
+        return self.sum_of(range(len(self._kept)))
+
+
+class SliceDigests:
+    """The digests of a slice's values and moments.
+
+    Args:
+        chunks: of the slice.
+    """
+
+    def __init__(self, chunks: Chunks) -> None:
+        self._chunks = chunks
+        self._of: dict[str, ArrayDigests] = {}
+
+    def __getitem__(self, name: str) -> ArrayDigests:
+        return self._of[name]
+
+    def forget(self, names: Iterable[str] | None = None) -> None:
+        """Nothing is known of some arrays any more; None = of all."""
+        for name in list(self._of if names is None else names):
+            self._of.pop(name, None)
+
+    def keep(self, arrays: Mapping[str, Array]) -> None:
+        """Take what whole arrays, f32[slice_numel] each by name, hold as what was written to them."""
+        for name, array in arrays.items():
+            self._of[name] = ArrayDigests(self._chunks, name)
+            self._of[name].keep(array.view(np.uint32), range(len(self._chunks.blocks)))
+
+    def keep_constant(self, name: str, value: float) -> None:
+        """An array has been filled with `value`."""
+        self._of[name] = ArrayDigests(self._chunks, name)
+        self._of[name].keep_constant(value, range(len(self._chunks.blocks)))
+
+    def check(self, arrays: Mapping[str, Array], blocks: Iterable[int] | None = None) -> list[Corruption]:
+        """What of arrays, f32[slice_numel] each by name, holds something else than was written; None = all blocks."""
+        blocks = range(len(self._chunks.blocks)) if blocks is None else blocks
+        known = [(self._of[name], array) for name, array in arrays.items() if name in self._of]
+        return [c for of, array in known for c in of.check(array.view(np.uint32), blocks)]
+
+    @property
+    def total(self) -> int | None:
+        """One digest of all, equal for equal values and moments; None while nothing is known."""
+        if not self._of:
+            return None
+        return sum((2 * i + 1) * of.total for i, (_, of) in enumerate(sorted(self._of.items()))) & _MASK

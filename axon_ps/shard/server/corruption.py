@@ -1,0 +1,109 @@
+"""What a server does about memory that does not hold what was written: it looks, stops serving it, and reports it.
+
+Note: [What is looked at]
+    Each update looks at everything that it reads. What is read otherwise is looked at first: values that are encoded
+    only now, a slice that another server copies, a checkpoint, a sum that is forwarded. Slices that steps do not change
+    are looked at in turn, `LOOKED_AT_NUMEL` elements with each commit.
+    Not before it is used: memory that workers of the host map. They may have read a changed bit before the next update
+    finds it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import Final
+
+from axon_ps.coordinator.core.events import MAX_BLOCKS, Corrupted
+from axon_ps.errors import SliceMoved
+from axon_ps.shard.core.engine import ShardEngine
+from axon_ps.shard.core.slices import OwnedSlice
+from axon_ps.shard.server.reports import ServerShell
+
+LOOKED_AT_NUMEL: Final = 1 << 20
+"""Elements that are looked at before others have their turn, and with each commit of those that it does not change."""
+
+_logger = logging.getLogger(__name__)
+
+
+class Corruptions:
+    """Those of one model's slices.
+
+    Args:
+        model: its number.
+        engine: its slices.
+        server: whose it is.
+        epoch: how often the model was restored.
+        wake: called when a slice is served no more.
+    """
+
+    def __init__(
+        self, model: int, engine: ShardEngine, server: ServerShell, epoch: Callable[[], int], wake: Callable[[], None]
+    ) -> None:
+        self._model = model
+        self._engine = engine
+        self._server = server
+        self._epoch = epoch
+        self._wake = wake
+        self._next = 0, 0  # slice and chunk to look at with the next commit
+
+    def report(self, owned: OwnedSlice) -> bool:
+        """Report what was found in a slice since the last time; returns whether it was anything.
+
+        What is found while a step is applied to it is reported afterwards: the update looks at all of it.
+        """
+        if owned.applying or not owned.corruptions:
+            return False
+        found, engine = owned.take_corruptions(), self._engine
+        engine.counters["corruptions"] += len(found)
+        for c in found[:MAX_BLOCKS]:
+            what = c.array, engine.unit_name(c.unit), c.begin, c.end
+            _logger.error("memory is corrupt: %s of unit %s, elements %d to %d", *what)
+        if self._server.reports is not None and engine.placement is not None:
+            self._server.reports.corrupted(
+                Corrupted(
+                    model=self._model,
+                    epoch=self._epoch(),
+                    slice=owned.number,
+                    placement=engine.placement.number,
+                    generation=engine.generation,
+                    lost=owned.corrupt,
+                    blocks=tuple((c.array, c.begin, c.end) for c in found[:MAX_BLOCKS]),
+                )
+            )
+        self._wake()
+        return True
+
+    async def verify(self, owned: OwnedSlice) -> None:
+        """Look at all of a slice, a part at a time, as long as no step changes it.
+
+        Raises:
+            SliceMoved: it is corrupt.
+        """
+        version, chunks = owned.reached, len(owned.chunks.bounds)
+        part = max(1, LOOKED_AT_NUMEL // owned.chunks.chunk_numel)
+        for first in range(0, chunks, part):
+            if owned.applying or owned.lacking or owned.reached != version:
+                return
+            owned.check(first, min(first + part, chunks))
+            if self.report(owned):
+                raise SliceMoved(f"slice {owned.number} is corrupt on this shard server")
+            await asyncio.sleep(0)
+
+    def look_at_unchanged(self) -> None:
+        """A step is applied: look at some of what it did not change."""
+        version, left = self._engine.version, LOOKED_AT_NUMEL
+        unchanged = [s for s in self._engine.slices.values() if s.changed != version and not (s.applying or s.lacking)]
+        number, chunk = self._next
+        in_turn = sorted(unchanged, key=lambda s: (s.number < number, s.number))
+        for owned in in_turn:
+            first = chunk if owned.number == number else 0
+            last = min(len(owned.chunks.bounds), first + max(1, left // owned.chunks.chunk_numel))
+            if first < last:
+                owned.check(first, last)
+                self.report(owned)
+                left -= (last - first) * owned.chunks.chunk_numel
+            self._next = (owned.number, last) if last < len(owned.chunks.bounds) else (owned.number + 1, 0)
+            if left <= 0:
+                return
