@@ -31,6 +31,9 @@ from axon_ps.errors import MemberLost  # noqa: E402
 from axon_ps.host import memory  # noqa: E402
 from axon_ps.rpc import deadlines  # noqa: E402
 from axon_ps.shard.server import apply  # noqa: E402
+from axon_ps.shard.server import server as shard_server  # noqa: E402
+from axon_ps.shard.server.shell import ShardShell  # noqa: E402
+from axon_ps.testing.faults.bit_flips import flip_in  # noqa: E402
 from simulated_job import Job, Violation  # noqa: E402
 from simulated_network import DELAY_S, Network  # noqa: E402
 from virtual_loop import LoopExecutor, VirtualLoop, process  # noqa: E402
@@ -83,10 +86,10 @@ class Faults:
         """A fault now, or in the midst of what a member is doing next."""
         rng = self._rng
         if rng.random() < 0.5:
-            rng.choice((self._kill, self._kill, self._cut, self._reset, self._slow))(*self._pair())
+            rng.choice((self._kill, self._kill, self._cut, self._reset, self._slow, self._flip))(*self._pair())
             return
         one, other = self._pair()
-        fault = rng.choice((self._kill, self._cut, self._reset))
+        fault = rng.choice((self._kill, self._cut, self._reset, self._flip))
         messages = int(rng.choice((3, 10, 40, 200)) * rng.random()) + 1
 
         def run() -> None:
@@ -141,6 +144,12 @@ class Faults:
         self._network.note(f"reset {one} {other}")
         self._network.reset(one, other)
 
+    def _flip(self, role: str, _other: str) -> None:
+        if not (role.startswith("shard") and role in self._job.names and self._may_lose(role)):
+            return
+        if (flip := flip_in(self._job.slices_of(role), self._rng)) is not None:
+            self._network.note(f"{self._job.names[role]}: {flip}")
+
     def _slow(self, one: str, other: str) -> None:
         delay_s = self._rng.choice((0.02, 0.3))
         self._network.note(f"slow {one} {other} {delay_s}")
@@ -158,6 +167,10 @@ def virtual(loop: VirtualLoop, network: Network, rng: random.Random) -> Iterator
         network.ids.setdefault(process.get(), []).append(made.hex)
         return made
 
+    def shell(*args: Any) -> ShardShell:
+        made = network.shells[process.get()] = ShardShell(*args)
+        return made
+
     def seeded(seed: Any = None) -> random.Random:
         return random.Random(ids.random() if seed is None else seed)
 
@@ -169,6 +182,7 @@ def virtual(loop: VirtualLoop, network: Network, rng: random.Random) -> Iterator
             mock.patch.object(deadlines.Deadline.__init__, "__defaults__", (loop.time,)),
             mock.patch.object(deadlines, "random", SimpleNamespace(Random=seeded)),
             mock.patch.object(apply, "ThreadPoolExecutor", LoopExecutor),
+            mock.patch.object(shard_server, "ShardShell", shell),
             mock.patch.object(memory, "_pools", return_value=[("of the simulation", 1 << 40)]),
             network.installed(),
         ):

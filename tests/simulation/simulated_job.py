@@ -27,12 +27,14 @@ from axon_ps.errors import GenerationChanged, MemberLost, StepAborted
 from axon_ps.rpc.in_process import PORT, SUFFIX
 from axon_ps.rpc.security import Security
 from axon_ps.shard.client.client import ShardGroup
+from axon_ps.shard.core.slices import OwnedSlice
 from axon_ps.shard.server import server as shard_server
 from axon_ps.shard.server.server import ShardConfig
 from axon_ps.sharding.job import JobSpec
 from axon_ps.sharding.layout import Layout, build_unit
 from axon_ps.sharding.plan import PlanOptions
 from axon_ps.storage.state_store import MemoryStateStore
+from axon_ps.testing.faults.bit_flips import is_changed
 from axon_ps.types import Array, DType, OptimizerSpec, Outcome, Role
 from axon_ps.worker.job_view import JobView
 from axon_ps.worker.steps.client import StepClient
@@ -365,7 +367,14 @@ class Job:
         if not (durable.models[0].version or durable.models[0].parameters.initialized):
             return True
         placement = durable.models[0].parameters.placement
+        if any(is_changed(owned) for role in shards for owned in self.slices_of(role) if not owned.copying):
+            return False
         return placement is not None and all(len(h.complete) > 1 and not h.copying for h in placement.holders)
+
+    def slices_of(self, role: str) -> list[OwnedSlice]:
+        """Those that a shard server holds."""
+        shell = self.network.shells.get(self.names.get(role, ""))
+        return [] if shell is None or 0 not in shell._models else list(shell._models[0].engine.slices.values())
 
     async def _life(self, role: str, name: str) -> None:
         if role == "coordinator":

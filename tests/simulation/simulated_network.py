@@ -17,6 +17,7 @@ import grpc
 
 from axon_ps.rpc import in_process
 from axon_ps.rpc.in_process import InProcessServer
+from axon_ps.shard.server.shell import ShardShell
 from virtual_loop import BEGAN_S, VirtualLoop, process
 
 DELAY_S: Final = 0.002
@@ -46,6 +47,7 @@ class Network:
         trace: what happened, as text.
         faults: how many were planned so far.
         ids: what each process has named itself and others, as hex.
+        shells: of shard servers, by process.
     """
 
     def __init__(self, loop: VirtualLoop) -> None:
@@ -53,6 +55,7 @@ class Network:
         self.trace: list[str] = []
         self.faults = 0
         self.ids: dict[str, list[str]] = {}
+        self.shells: dict[str, ShardShell] = {}
         self._cut: set[Link] = set()
         self._slow: dict[Link, float] = {}
         self._calls: dict[int, Any] = {}
