@@ -242,6 +242,7 @@ def corrupted_to_proto(report: Corrupted) -> session_pb2.SessionRequest:
             placement=report.placement,
             generation=report.generation,
             lost=report.lost,
+            version=report.version,
             blocks=blocks,
         )
     )
@@ -256,6 +257,7 @@ def corrupted_from_proto(message: placement_pb2.Corrupted) -> Corrupted:
         placement=message.placement,
         generation=message.generation,
         lost=message.lost,
+        version=message.version,
         blocks=tuple((block.array[:_MAX_ARRAY], block.begin, block.end) for block in message.blocks[:MAX_BLOCKS]),
     )
 

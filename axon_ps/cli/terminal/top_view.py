@@ -22,7 +22,14 @@ _COLUMNS: Final = {
 
 KEYS: Final = "q quit · p pause · s sort"
 _HEAD, _TABLE_HEAD, _FOOT, _FEWEST_EVENTS = 5, 2, 1, 3
-_STYLES: Final = {"lost": "red", "aborted": "red", "checkpoint failed": "red", "corrupt": "red", "joined": "green", "copied": "green"}
+_STYLES: Final = {
+    "lost": "red",
+    "aborted": "red",
+    "checkpoint failed": "red",
+    "corrupt": "red",
+    "joined": "green",
+    "copied": "green",
+}
 
 
 def rendered(

@@ -283,6 +283,7 @@ class Corrupted:
         placement: number of the placement that the server knew.
         generation: the generation that it knew.
         lost: whether values or moments are lost; else only what was summed for the step under way.
+        version: that the server was at.
         blocks: (array, first element, one past the last) in the slice's unit; the first of them.
     """
 
@@ -292,6 +293,7 @@ class Corrupted:
     placement: int
     generation: int
     lost: bool
+    version: int
     blocks: tuple[tuple[str, int, int], ...]
 
 

@@ -167,7 +167,10 @@ class Registration:
         s = self.spec.plan(self.num_shards).numbered[report.slice]
         blocks = ", ".join(f"{array} from element {begin} to {end}" for array, begin, end in report.blocks)
         unit = self.spec.layout.units[s.unit].name
-        return f"memory of {server} is corrupt: {blocks} of unit {unit!r}, slice {report.slice}"
+        return (
+            f"memory of {server} is corrupt: {blocks} of unit {unit!r}, slice {report.slice}, found at version "
+            f"{report.version}"
+        )
 
     def lose(self, rank: int, version: int) -> None:
         """A shard server is lost, the job being at `version`: others go on with what they hold, too."""

@@ -69,6 +69,7 @@ class Corruptions:
                     placement=engine.placement.number,
                     generation=engine.generation,
                     lost=owned.corrupt,
+                    version=engine.version,
                     blocks=tuple((c.array, c.begin, c.end) for c in found[:MAX_BLOCKS]),
                 )
             )

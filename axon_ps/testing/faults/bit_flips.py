@@ -40,6 +40,7 @@ class Flip:
         array: "param", "gradient" or the name of a moment.
         element: counted from the unit's start.
         bit: of the f32, 0 = the lowest.
+        version: of the slice then.
     """
 
     slice: int
@@ -47,6 +48,7 @@ class Flip:
     array: str
     element: int
     bit: int
+    version: int
 
 
 def flip_in(slices: Iterable[OwnedSlice], choice: random.Random, arrays: Iterable[str] = ()) -> Flip | None:
@@ -74,7 +76,12 @@ def flip_in(slices: Iterable[OwnedSlice], choice: random.Random, arrays: Iterabl
     element, bit = choice.randrange(within.start, within.stop), choice.randrange(32)
     array.view(np.uint32)[element] ^= np.uint32(1 << bit)
     return Flip(
-        slice=owned.number, unit=owned.chunks.unit, array=name, element=owned.chunks.begin + element, bit=bit
+        slice=owned.number,
+        unit=owned.chunks.unit,
+        array=name,
+        element=owned.chunks.begin + element,
+        bit=bit,
+        version=owned.reached,
     )
 
 

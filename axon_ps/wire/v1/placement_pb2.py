@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from axon_ps.wire.v1 import common_pb2 as axon__ps_dot_wire_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1f\x61xon_ps/wire/v1/placement.proto\x12\x0f\x61xon_ps.wire.v1\x1a\x1c\x61xon_ps/wire/v1/common.proto\"1\n\x0cSliceHolders\x12\x10\n\x08\x63omplete\x18\x01 \x03(\r\x12\x0f\n\x07\x63opying\x18\x02 \x03(\r\"q\n\tPlacement\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12-\n\x06slices\x18\x02 \x03(\x0b\x32\x1d.axon_ps.wire.v1.SliceHolders\x12\x10\n\x08num_cuts\x18\x03 \x01(\r\x12\x13\n\x0breplication\x18\x04 \x01(\r\"&\n\x06\x44igest\x12\r\n\x05slice\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x06\"I\n\x06\x43opied\x12\r\n\x05model\x18\x01 \x01(\r\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x0e\n\x06slices\x18\x03 \x03(\r\x12\x11\n\tplacement\x18\x04 \x01(\x04\"\xd3\x01\n\tCorrupted\x12\r\n\x05model\x18\x01 \x01(\r\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\r\n\x05slice\x18\x03 \x01(\r\x12\x11\n\tplacement\x18\x04 \x01(\x04\x12\x12\n\ngeneration\x18\x05 \x01(\x04\x12\x0c\n\x04lost\x18\x06 \x01(\x08\x12\x30\n\x06\x62locks\x18\x07 \x03(\x0b\x32 .axon_ps.wire.v1.Corrupted.Block\x1a\x32\n\x05\x42lock\x12\r\n\x05\x61rray\x18\x01 \x01(\t\x12\r\n\x05\x62\x65gin\x18\x02 \x01(\x04\x12\x0b\n\x03\x65nd\x18\x03 \x01(\x04\"Y\n\x0c\x44rainRequest\x12-\n\x07\x63ontext\x18\x01 \x01(\x0b\x32\x1c.axon_ps.wire.v1.CallContext\x12\x11\n\x04rank\x18\x02 \x01(\rH\x00\x88\x01\x01\x42\x07\n\x05_rank\"\x1c\n\nDrainReply\x12\x0e\n\x06slices\x18\x01 \x01(\rb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1f\x61xon_ps/wire/v1/placement.proto\x12\x0f\x61xon_ps.wire.v1\x1a\x1c\x61xon_ps/wire/v1/common.proto\"1\n\x0cSliceHolders\x12\x10\n\x08\x63omplete\x18\x01 \x03(\r\x12\x0f\n\x07\x63opying\x18\x02 \x03(\r\"q\n\tPlacement\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12-\n\x06slices\x18\x02 \x03(\x0b\x32\x1d.axon_ps.wire.v1.SliceHolders\x12\x10\n\x08num_cuts\x18\x03 \x01(\r\x12\x13\n\x0breplication\x18\x04 \x01(\r\"&\n\x06\x44igest\x12\r\n\x05slice\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x06\"I\n\x06\x43opied\x12\r\n\x05model\x18\x01 \x01(\r\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x0e\n\x06slices\x18\x03 \x03(\r\x12\x11\n\tplacement\x18\x04 \x01(\x04\"\xe4\x01\n\tCorrupted\x12\r\n\x05model\x18\x01 \x01(\r\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\r\n\x05slice\x18\x03 \x01(\r\x12\x11\n\tplacement\x18\x04 \x01(\x04\x12\x12\n\ngeneration\x18\x05 \x01(\x04\x12\x0c\n\x04lost\x18\x06 \x01(\x08\x12\x30\n\x06\x62locks\x18\x07 \x03(\x0b\x32 .axon_ps.wire.v1.Corrupted.Block\x12\x0f\n\x07version\x18\x08 \x01(\x04\x1a\x32\n\x05\x42lock\x12\r\n\x05\x61rray\x18\x01 \x01(\t\x12\r\n\x05\x62\x65gin\x18\x02 \x01(\x04\x12\x0b\n\x03\x65nd\x18\x03 \x01(\x04\"Y\n\x0c\x44rainRequest\x12-\n\x07\x63ontext\x18\x01 \x01(\x0b\x32\x1c.axon_ps.wire.v1.CallContext\x12\x11\n\x04rank\x18\x02 \x01(\rH\x00\x88\x01\x01\x42\x07\n\x05_rank\"\x1c\n\nDrainReply\x12\x0e\n\x06slices\x18\x01 \x01(\rb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -41,11 +41,11 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_COPIED']._serialized_start=288
   _globals['_COPIED']._serialized_end=361
   _globals['_CORRUPTED']._serialized_start=364
-  _globals['_CORRUPTED']._serialized_end=575
-  _globals['_CORRUPTED_BLOCK']._serialized_start=525
-  _globals['_CORRUPTED_BLOCK']._serialized_end=575
-  _globals['_DRAINREQUEST']._serialized_start=577
-  _globals['_DRAINREQUEST']._serialized_end=666
-  _globals['_DRAINREPLY']._serialized_start=668
-  _globals['_DRAINREPLY']._serialized_end=696
+  _globals['_CORRUPTED']._serialized_end=592
+  _globals['_CORRUPTED_BLOCK']._serialized_start=542
+  _globals['_CORRUPTED_BLOCK']._serialized_end=592
+  _globals['_DRAINREQUEST']._serialized_start=594
+  _globals['_DRAINREQUEST']._serialized_end=683
+  _globals['_DRAINREPLY']._serialized_start=685
+  _globals['_DRAINREPLY']._serialized_end=713
 # @@protoc_insertion_point(module_scope)

@@ -48,7 +48,7 @@ class Copied(_message.Message):
     def __init__(self, model: _Optional[int] = ..., epoch: _Optional[int] = ..., slices: _Optional[_Iterable[int]] = ..., placement: _Optional[int] = ...) -> None: ...
 
 class Corrupted(_message.Message):
-    __slots__ = ("model", "epoch", "slice", "placement", "generation", "lost", "blocks")
+    __slots__ = ("model", "epoch", "slice", "placement", "generation", "lost", "blocks", "version")
     class Block(_message.Message):
         __slots__ = ("array", "begin", "end")
         ARRAY_FIELD_NUMBER: _ClassVar[int]
@@ -65,6 +65,7 @@ class Corrupted(_message.Message):
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     LOST_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
     model: int
     epoch: int
     slice: int
@@ -72,7 +73,8 @@ class Corrupted(_message.Message):
     generation: int
     lost: bool
     blocks: _containers.RepeatedCompositeFieldContainer[Corrupted.Block]
-    def __init__(self, model: _Optional[int] = ..., epoch: _Optional[int] = ..., slice: _Optional[int] = ..., placement: _Optional[int] = ..., generation: _Optional[int] = ..., lost: bool = ..., blocks: _Optional[_Iterable[_Union[Corrupted.Block, _Mapping]]] = ...) -> None: ...
+    version: int
+    def __init__(self, model: _Optional[int] = ..., epoch: _Optional[int] = ..., slice: _Optional[int] = ..., placement: _Optional[int] = ..., generation: _Optional[int] = ..., lost: bool = ..., blocks: _Optional[_Iterable[_Union[Corrupted.Block, _Mapping]]] = ..., version: _Optional[int] = ...) -> None: ...
 
 class DrainRequest(_message.Message):
     __slots__ = ("context", "rank")

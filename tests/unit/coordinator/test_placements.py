@@ -513,6 +513,7 @@ def corrupted(d: Driver, server: Peer, number: int, *, lost: bool = True, **chan
         "placement": server.placement_number(0),
         "generation": d.state.status().membership.generation,
         "lost": lost,
+        "version": 1,
         "blocks": (("exp_avg", 0, 4),),
         **changes,
     }

@@ -1,0 +1,14 @@
+"""Bits of a shard server's memory change while it trains; `make flips` changes a thousand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from flip_run import run
+
+
+def test_each_is_found_and_named_and_the_values_are_those_of_a_job_without(tmp_path: Path) -> None:
+    done = run(12, 30, 7, tmp_path)
+    assert done["which"] == []
+    assert done["found in them"] == 0
+    assert len(done["by array"]) > 2
