@@ -15,23 +15,23 @@ from axon_ps.types import Array
 
 
 @compiled
-def _sum(words: Any, begin: Any, end: Any) -> Any:
+def _sum(bits: Any, begin: Any, end: Any) -> Any:
     total = np.uint64(0)
-    part = words[begin:end]
-    for i in range(part.size):
-        total += np.uint64(part[i])
+    within = bits[begin:end]
+    for i in range(within.size):
+        total += np.uint64(within[i])
     return total
 
 
-def digest(words: Array, begin: int, end: int) -> int:
+def digest(bits: Array, begin: int, end: int) -> int:
     """The digest of elements [begin, end).
 
     Args:
-        words: u32[n], contiguous: the array's bits (`array.view(np.uint32)`).
+        bits: u32[n], contiguous: the array's bits (`array.view(np.uint32)`).
         begin: the first element.
         end: one past the last, at most n.
     """
-    return int(_sum(words, begin, end))
+    return int(_sum(bits, begin, end))
 
 
 def warm_up() -> None:

@@ -65,16 +65,16 @@ class Feed:
         self._loop, self._task = asyncio.get_running_loop(), asyncio.current_task()
         cluster, seen = self._cluster, 0.0
         with contextlib.suppress(asyncio.CancelledError):
-            async with OperatorClient(cluster.address, security=cluster.security, job=cluster.job) as operator:
-                async with contextlib.aclosing(operator.watch()) as feed:
-                    async for event in feed:
-                        if isinstance(event, AxonError):
-                            continue
-                        news = [e for e in event.events if e.number > seen]
-                        seen = max((e.number for e in news), default=seen)
-                        with self._changed:
-                            self.told += [e.text for e in news if e.kind == "corrupt"]
-                            self._changed.notify_all()
+            operator = OperatorClient(cluster.address, security=cluster.security, job=cluster.job)
+            async with operator, contextlib.aclosing(operator.watch()) as feed:
+                async for event in feed:
+                    if isinstance(event, AxonError):
+                        continue
+                    news = [e for e in event.events if e.number > seen]
+                    seen = max((e.number for e in news), default=seen)
+                    with self._changed:
+                        self.told += [e.text for e in news if e.kind == "corrupt"]
+                        self._changed.notify_all()
 
     def wait(self, number: int) -> str:
         """The text of that number, once it is told; empty when it is not."""

@@ -35,7 +35,7 @@ from axon_ps.coordinator.core.placement.handover import Handover, Joining
 from axon_ps.coordinator.core.placement.placements import Placements
 from axon_ps.coordinator.core.registration import check_known
 from axon_ps.coordinator.core.roster import RosterEntry, name_of
-from axon_ps.coordinator.core.steps.decision import format_ranks
+from axon_ps.coordinator.core.steps.decision import Difference, format_ranks
 from axon_ps.coordinator.core.steps.stragglers import Stragglers
 from axon_ps.errors import Broken, Busy, Drained, InvalidRequest, MemberLost, Misuse, Timeout
 from axon_ps.types import Member, Role
@@ -228,6 +228,17 @@ class Members:
             else:
                 self._out.happened("corrupt", what)
 
+    def _settle_difference(self, model: Model, difference: Difference, now: float) -> None:
+        """Copies differ: those that are outvoted are got again; without a majority the parameters must be restored."""
+        if not difference.outvoted:
+            self._fail(model, str(difference), now)
+            return
+        r = model.registration
+        for rank in difference.outvoted:
+            r.change_placement(r.placement.corrupted(difference.slice, rank))
+        self.placements.changed(model)
+        self.change(self._models.message_prefix(model) + str(difference), now=now, kind="corrupt")
+
     def _fail(self, model: Model, failure: str, now: float) -> None:
         """The values of a model cannot be trusted: nothing is done before they are restored."""
         model.registration.parameters.failure = failure
@@ -237,9 +248,9 @@ class Members:
     def settle(self, now: float) -> None:
         """After an event: do what had to wait for the end of a step, or for the event to be over."""
         a = self._assembly
-        damaged, a.stepping.damaged = a.stepping.damaged, []
-        for model, damage in damaged:
-            self._fail(model, damage, now)
+        differing, a.stepping.differing = a.stepping.differing, []
+        for model, difference in differing:
+            self._settle_difference(model, difference, now)
         self._find_empty(now)
         if self._ending:
             self._ending = False

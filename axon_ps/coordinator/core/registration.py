@@ -154,9 +154,9 @@ class Registration:
         if p.placement is None or not p.initialized or p.failure or report.epoch != p.epoch:
             return False
         holders = p.placement.holders
-        holds = report.slice < len(holders) and shard.rank in holders[report.slice].complete
+        is_holder = report.slice < len(holders) and shard.rank in holders[report.slice].complete
         return (
-            holds
+            is_holder
             and self.is_loaded(shard)
             and report.placement >= self._copying_since.get((report.slice, shard.rank), 0)
         )

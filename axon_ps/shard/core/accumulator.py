@@ -90,7 +90,7 @@ class Accumulator:
                 self.array[elements] = 0
         for index, present in enumerate(self.present):
             if not present:
-                self.digests.keep_constant(0.0, self._chunks.blocks_of(index, index + 1))
+                self.digests.record_constant(0.0, self._chunks.blocks_of(index, index + 1))
         self.restart()
 
     def add(self, index: int, grad: Array | None, *, last: bool) -> None:
@@ -132,15 +132,15 @@ class Accumulator:
             if self.rounds and self.present[index]:
                 cast.round_in_place(self.array[elements], self._dtype)
         if grad is not None or (last and self.rounds and self.present[index]):
-            self._keep(index)
+            self._record(index)
 
     def check(self, indexes: Iterable[int]) -> list[Corruption]:
         """The blocks of chunks that do not hold what was summed; when there are some this is `spoiled`."""
         if self._array is None:
             return []
-        words = self._array.view(np.uint32)
+        bits = self._array.view(np.uint32)
         with_sum = [index for index in indexes if self.present[index]]
-        found = [c for i in with_sum for c in self.digests.check(words, self._chunks.blocks_of(i, i + 1))]
+        found = [c for i in with_sum for c in self.digests.check(bits, self._chunks.blocks_of(i, i + 1))]
         self.spoiled = self.spoiled or bool(found)
         return found
 
@@ -148,8 +148,8 @@ class Accumulator:
         """The digest of what was summed in chunk `index`, where something was."""
         return self.digests.sum_of(self._chunks.blocks_of(index, index + 1))
 
-    def _keep(self, index: int) -> None:
-        self.digests.keep(self.array.view(np.uint32), self._chunks.blocks_of(index, index + 1))
+    def _record(self, index: int) -> None:
+        self.digests.record(self.array.view(np.uint32), self._chunks.blocks_of(index, index + 1))
 
     def is_complete(self, index: int, replicas: int) -> bool:
         """Whether chunk `index` has the gradients of so many replicas."""
@@ -176,7 +176,7 @@ class Accumulator:
                     f"{total.size} elements; it must have {elements.stop - elements.start}"
                 )
             self.array[elements] = total
-            self._keep(index)
+            self._record(index)
             if digest is not None and digest != self.digest(index):
                 raise Broken(
                     f"the sum of a chunk at element {self._chunks.bounds[index][0]} of unit {self._chunks.unit} is not "

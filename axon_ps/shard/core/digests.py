@@ -2,8 +2,8 @@
 
 Note: [Memory that fails]
     A bit of a server's memory may change by itself. So each block's digest is kept when it is written, and compared
-    when it is read again: values and moments from one update to the next, a summed gradient from each replica to the next
-    and until it is applied. That needs no second opinion: it says which server, which array and which block. What is
+    when it is read again: values and moments from one update to the next, a summed gradient from one replica to the
+    next and until it is applied. That needs no second opinion: it says which server, array and block. What is
     wrong is never served, applied to another copy, copied, or written to a checkpoint; the server reports it
     (`Corrupted`), and gets the slice again from another holder. Copies are compared besides (`Ready.digests`), which
     finds what no memory is to blame for: arithmetic that differs.
@@ -56,42 +56,42 @@ class ArrayDigests:
     def __init__(self, chunks: Chunks, array: str) -> None:
         self._chunks = chunks
         self._array = array
-        self._kept = np.zeros(len(chunks.blocks), np.uint64)
+        self._recorded = np.zeros(len(chunks.blocks), np.uint64)
 
-    def keep(self, words: Array, blocks: Iterable[int]) -> None:
+    def record(self, bits: Array, blocks: Iterable[int]) -> None:
         """Take what blocks hold as what was written. Any thread; different threads must have different blocks.
 
         Args:
-            words: u32[slice_numel], the array's bits.
+            bits: u32[slice_numel], the array as integers.
             blocks: by number.
         """
         for block in blocks:
             at = self._chunks.blocks[block]
-            self._kept[block] = digest(words, at.start, at.stop)
+            self._recorded[block] = digest(bits, at.start, at.stop)
 
-    def keep_constant(self, value: float, blocks: Iterable[int]) -> None:
+    def record_constant(self, value: float, blocks: Iterable[int]) -> None:
         """Blocks have been filled with an f32."""
-        word = int(np.float32(value).view(np.uint32))
+        one = int(np.float32(value).view(np.uint32))
         for block in blocks:
             at = self._chunks.blocks[block]
-            self._kept[block] = word * (at.stop - at.start)
+            self._recorded[block] = one * (at.stop - at.start)
 
-    def check(self, words: Array, blocks: Iterable[int]) -> Iterator[Corruption]:
-        """The blocks that hold something else than was written. Arguments as for `keep`."""
+    def check(self, bits: Array, blocks: Iterable[int]) -> Iterator[Corruption]:
+        """The blocks that hold something else than was written. Arguments as for `record`."""
         for block in blocks:
             at = self._chunks.blocks[block]
-            if digest(words, at.start, at.stop) != int(self._kept[block]):
+            if digest(bits, at.start, at.stop) != int(self._recorded[block]):
                 begin = self._chunks.begin
                 yield Corruption(self._array, self._chunks.unit, begin + at.start, begin + at.stop)
 
     def sum_of(self, blocks: range) -> int:
         """The digest of neighbouring blocks."""
-        return int(self._kept[blocks.start : blocks.stop].sum(dtype=np.uint64))
+        return int(self._recorded[blocks.start : blocks.stop].sum(dtype=np.uint64))
 
     @property
     def total(self) -> int:
         """The digest of the whole array."""
-        return self.sum_of(range(len(self._kept)))
+        return self.sum_of(range(len(self._recorded)))
 
 
 class SliceDigests:
@@ -113,16 +113,16 @@ class SliceDigests:
         for name in list(self._of if names is None else names):
             self._of.pop(name, None)
 
-    def keep(self, arrays: Mapping[str, Array]) -> None:
+    def record(self, arrays: Mapping[str, Array]) -> None:
         """Take what whole arrays, f32[slice_numel] each by name, hold as what was written to them."""
         for name, array in arrays.items():
             self._of[name] = ArrayDigests(self._chunks, name)
-            self._of[name].keep(array.view(np.uint32), range(len(self._chunks.blocks)))
+            self._of[name].record(array.view(np.uint32), range(len(self._chunks.blocks)))
 
-    def keep_constant(self, name: str, value: float) -> None:
+    def record_constant(self, name: str, value: float) -> None:
         """An array has been filled with `value`."""
         self._of[name] = ArrayDigests(self._chunks, name)
-        self._of[name].keep_constant(value, range(len(self._chunks.blocks)))
+        self._of[name].record_constant(value, range(len(self._chunks.blocks)))
 
     def check(self, arrays: Mapping[str, Array], blocks: Iterable[int] | None = None) -> list[Corruption]:
         """What of arrays, f32[slice_numel] each by name, holds something else than was written; None = all blocks."""

@@ -103,7 +103,7 @@ class Master:
             if array is None:
                 value, numel = kernels.initial_state(name, groups), self.values.size
                 array = np.zeros(numel, np.float32) if value == 0.0 else np.full(numel, value, np.float32)
-                self.digests.keep_constant(name, value)
+                self.digests.record_constant(name, value)
             state[name] = array
         self.digests.forget(set(self.state).difference(state))
         self.state = state
@@ -112,10 +112,10 @@ class Master:
         """Values and moments by name, f32[slice_numel] each."""
         return {PARAM: self.values, **self.state}
 
-    def keep_digests(self) -> None:
+    def record_digests(self) -> None:
         """Values and moments were replaced: take what they hold as what was written."""
         self.digests.forget()
-        self.digests.keep(self.arrays())
+        self.digests.record(self.arrays())
 
     # ------------------------------------------------------------------ arithmetic
 
@@ -147,21 +147,21 @@ class Master:
             f32[m], the new values; and what did not hold what was written, so that they are wrong.
         """
         arrays = [self.values, *self.state.values()]
-        kept = [(self.digests[name], array.view(np.uint32)) for name, array in self.arrays().items()]
-        read, found = [*kept, (sums, grads.view(np.uint32))], list[Corruption]()
+        written = [(self.digests[name], array.view(np.uint32)) for name, array in self.arrays().items()]
+        read, found = [*written, (sums, grads.view(np.uint32))], list[Corruption]()
         elements = self._chunks.run(first, last)
         target = arrays if in_place else [array[elements].copy() for array in arrays]
         shift = 0 if in_place else elements.start
         for block in self._chunks.blocks_of(first, last):
-            for digests, words in read:
-                found += digests.check(words, (block,))
+            for digests, bits in read:
+                found += digests.check(bits, (block,))
             at = self._chunks.blocks[block]
             values, *states = (array[at.start - shift : at.stop - shift] for array in target)
             copy = None if out is None else out[at.start - elements.start : at.stop - elements.start]
             self._update(at.start, values, grads[at], states, copy, update)
             if in_place:
-                for digests, words in kept:
-                    digests.keep(words, (block,))
+                for digests, bits in written:
+                    digests.record(bits, (block,))
         return (self.values[elements] if in_place else target[0]), found
 
     def _update(
@@ -214,5 +214,5 @@ class Master:
             values += other * np.float32(weight)
         if out is not None:
             cast.encode(values, out, self._wire_dtype)
-        self.digests[PARAM].keep(self.values.view(np.uint32), self._chunks.blocks_of(first, last))
+        self.digests[PARAM].record(self.values.view(np.uint32), self._chunks.blocks_of(first, last))
         return found

@@ -209,7 +209,7 @@ class OwnedSlice:
 
     def _replaced(self) -> None:
         """There are other values and moments."""
-        self.master.keep_digests()
+        self.master.record_digests()
         self.corruptions.clear()
         self.copying, self.corrupt, self.digest = False, False, None
 
@@ -248,7 +248,12 @@ class OwnedSlice:
         return self.wire.encode_as(dtype, index, self.changed, self.master.values[self.chunks.ranges[index]])
 
     def map(self, memory: MappedMemory) -> None:
-        """From now on the wire copy is in `memory`. Only while the slice has values and is not `applying`."""
+        """From now on the wire copy is in `memory`. Only while the slice has values and is not `applying`.
+
+        Raises:
+            SliceMoved: its values are corrupt.
+        """
+        self.check_values(0, len(self.chunks.bounds))
         if self.wire.is_cast:
             cast.encode(self.master.values, memory.values, self._precision.param)
         else:

@@ -174,7 +174,7 @@ class Copying:
         if engine.slices.get(owned.number) is owned and owned.copying and epoch == self._epoch():
             moments = {name: array for name, array in arrays.items() if name not in (PARAM, RESIDUAL)}
             digests = SliceDigests(owned.chunks)
-            digests.keep({PARAM: arrays[PARAM], **moments})
+            digests.record({PARAM: arrays[PARAM], **moments})
             if chunk.HasField("digest") and chunk.digest != digests.total:
                 raise Broken("what has come is not what the primary has written")
             engine.copied(owned, moments, chunk.updates, chunk.changed, chunk.copied, frames)

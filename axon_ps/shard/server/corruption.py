@@ -11,8 +11,9 @@ Note: [What is looked at]
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Final
 
 from axon_ps.coordinator.core.events import MAX_BLOCKS, Corrupted
@@ -76,6 +77,14 @@ class Corruptions:
         self._wake()
         return True
 
+    @contextlib.contextmanager
+    def reporting(self, owned: OwnedSlice) -> Iterator[None]:
+        """Report what is found in a slice in the context."""
+        try:
+            yield
+        finally:
+            self.report(owned)
+
     async def verify(self, owned: OwnedSlice) -> None:
         """Look at all of a slice, a part at a time, as long as no step changes it.
 
@@ -83,11 +92,11 @@ class Corruptions:
             SliceMoved: it is corrupt.
         """
         version, chunks = owned.reached, len(owned.chunks.bounds)
-        part = max(1, LOOKED_AT_NUMEL // owned.chunks.chunk_numel)
-        for first in range(0, chunks, part):
+        at_once = max(1, LOOKED_AT_NUMEL // owned.chunks.chunk_numel)
+        for first in range(0, chunks, at_once):
             if owned.applying or owned.lacking or owned.reached != version:
                 return
-            owned.check(first, min(first + part, chunks))
+            owned.check(first, min(first + at_once, chunks))
             if self.report(owned):
                 raise SliceMoved(f"slice {owned.number} is corrupt on this shard server")
             await asyncio.sleep(0)

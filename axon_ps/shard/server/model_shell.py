@@ -45,6 +45,7 @@ from axon_ps.shard.server.subscriptions import Subscriptions
 from axon_ps.shard.server.waiters import Waiters
 from axon_ps.sharding.job import JobSpec
 from axon_ps.types import Array, Decision, DType, Hyper, Member, Membership
+from axon_ps.wire.v1.common_pb2 import Chunk
 
 _logger = logging.getLogger(__name__)
 
@@ -169,12 +170,9 @@ class ModelShell:
     @property
     def published(self) -> tuple[int, int] | None:
         """Epoch and version of the values here, while no step changes them and nothing replaces them; else None."""
-        engine = self.engine
-        if self._applying or self._released or not engine.parameters.serving:
+        if self._applying or self._released or not self.engine.parameters.serving:
             return None
-        if any(owned.corrupt for owned in engine.slices.primaries):
-            return None
-        return self.values.served, engine.version
+        return self.values.served, self.engine.version
 
     def pin_for_copy(self, version: int) -> Pin:
         """Keep each unit at `version`, once it is there, until a copy is done and calls `unpin_copy`."""
@@ -461,25 +459,18 @@ class ModelShell:
             self._report_ready()
         return True
 
-    async def push_sum(
-        self,
-        step: int,
-        unit: int,
-        offset: int,
-        number: int,
-        total: Array | None,
-        placement: int,
-        digest: int | None = None,
-    ) -> bool:
+    async def push_sum(self, header: Chunk, total: Array | None, placement: int) -> bool:
         """Take a chunk of a sum from the primary; False for a duplicate, or one that is of no use any more.
 
         Raises:
             Broken: its digest is another one.
             SliceMoved: by `placement`, the number of the one that the primary goes by, this server is no backup.
         """
+        at = header.step, header.unit, header.offset, header.replica
+        digest = header.digest if header.HasField("digest") else None
         try:
-            while (done := self.engine.gradients.push_sum(step, unit, offset, number, total, digest)) is Push.WAIT:
-                await self._waiters.wait(unit)
+            while (done := self.engine.gradients.push_sum(*at, total, digest)) is Push.WAIT:
+                await self._waiters.wait(header.unit)
         except StepAborted:
             return False
         except SliceMoved:
@@ -533,33 +524,12 @@ class ModelShell:
         engine = self.engine
         scratch = engine.scratch()
         offset = owned.chunks.bounds[index][0]
-        while (frame := self._prepare(step, owned, index, hypers, scratch)) is None:
-            await self._waiters.wait(owned.chunks.unit, offset, engine.gradients.num_replicas)
-            self.check_generation(generation)
-            engine.slices.of(owned.chunks.unit, offset)
+        with self.corruptions.reporting(owned):
+            while (frame := engine.prepare_chunk(step, owned, index, hypers, scratch)) is None:
+                await self._waiters.wait(owned.chunks.unit, offset, engine.gradients.num_replicas)
+                self.check_generation(generation)
+                engine.slices.of(owned.chunks.unit, offset)
         return frame
-
-    def _prepare(
-        self, step: int, owned: OwnedSlice, index: int, hypers: tuple[Hyper, ...], scratch: Array
-    ) -> bytes | None:
-        try:
-            return self.engine.prepare_chunk(step, owned, index, hypers, scratch)
-        finally:
-            self.corruptions.report(owned)
-
-    def frames(self, unit: int, begin: int, end: int) -> tuple[bytes, ...]:
-        """See `ServedParameters.frames`."""
-        try:
-            return self.engine.parameters.frames(unit, begin, end)
-        finally:
-            self.corruptions.report(self.engine.slices.of(unit, begin))
-
-    def encode(self, owned: OwnedSlice, index: int, dtype: DType) -> bytes:
-        """See `ServedParameters.encode`."""
-        try:
-            return self.engine.parameters.encode(owned, index, dtype)
-        finally:
-            self.corruptions.report(owned)
 
     async def unchanging(self, unit: int, begin: int, generation: int, version: int = 0) -> OwnedSlice:
         """Wait until a slice has values, at a version or later, and no step is being applied to it.

@@ -27,8 +27,8 @@ from axon_ps.rpc.stream_pool import IdleStreams
 from axon_ps.shard.core.engine import ShardEngine
 from axon_ps.shard.same_host import leases
 from axon_ps.shard.same_host.access import MAX_ELEMENT_BYTES, MIN_LEASED_BYTES
+from axon_ps.shard.same_host.mapped_units import map_unit
 from axon_ps.shard.server import copying, subscriptions
-from axon_ps.shard.server.mapped_units import map_unit
 from axon_ps.shard.server.model_shell import ModelShell
 from axon_ps.shard.server.shell import ShardShell
 from axon_ps.types import WIRE_DTYPES, Array, DType, Member
@@ -75,19 +75,20 @@ class ShardServicer:
         if request.map:
             await self._send_mapping(shell, context, request, dtype, member)
             return
-        with self._shell.pacer.gather():
+        looked_at = shell.corruptions.reporting(engine.slices.of(request.unit, request.begin))
+        with self._shell.pacer.gather(), looked_at:
             if dtype is precision.param and request.compressed == (precision.param_compression is not None):
                 if leased := self._lease_to(member, engine, request, span):
                     await context.write(leased)
                     return
-                for frame in shell.frames(request.unit, request.begin, request.end):
+                for frame in engine.parameters.frames(request.unit, request.begin, request.end):
                     _count(engine, "out", len(frame), span)
                     await context.write(frame)
             else:
                 chunks = engine.slices.of(request.unit, request.begin).chunks
                 for index in range(*chunks.range_of(request.begin, request.end)):
                     owned = await shell.unchanging(request.unit, request.begin, generation)
-                    frame = shell.encode(owned, index, dtype)
+                    frame = engine.parameters.encode(owned, index, dtype)
                     await context.write(frame)
                     _count(engine, "out", len(frame), span)
 
@@ -112,7 +113,8 @@ class ShardServicer:
         header = common_pb2.Chunk(unit=request.unit, version=owned.changed, numel=owned.chunks.numel)
         peer = self._shell.same_host.find(member.id)
         if peer is not None and dtype is engine.precision.param and engine.mappable(owned):
-            memory = map_unit(engine, owned)
+            with shell.corruptions.reporting(owned):
+                memory = map_unit(engine, owned)
             if memory is not None and peer.offer(memory.segment):
                 header.lease.CopyFrom(_to_proto(memory.lease(0, owned.chunks.numel)))
         await context.write(encode_chunk(header, None))
@@ -223,8 +225,7 @@ class ShardServicer:
                 elif not header.absent:
                     total = _total(header, payload)
                 shell.engine.counters["bytes_followed"] += nbytes
-                digest = header.digest if header.HasField("digest") and total is not None else None
-                await shell.push_sum(header.step, header.unit, header.offset, header.replica, total, placement, digest)
+                await shell.push_sum(header, total, placement)
                 message = await self._idle.next(context.read())
                 if message is not EOF:
                     header, payload = decode_chunk(message)

@@ -36,9 +36,9 @@ from axon_ps.observe.work import Work, process_measures, to_measures
 from axon_ps.rpc.limits import FENCE_S, MAX_NEWER
 from axon_ps.shard.core.engine import ShardEngine
 from axon_ps.shard.same_host.access import SameHostCallers
+from axon_ps.shard.same_host.mapped_units import sum_memory
 from axon_ps.shard.server.apply import Pin
 from axon_ps.shard.server.links import Links
-from axon_ps.shard.server.mapped_units import sum_memory
 from axon_ps.shard.server.model_shell import Averaging, ModelShell
 from axon_ps.shard.server.pacing import Pacer, SubscriberLimits
 from axon_ps.shard.server.reports import Reports

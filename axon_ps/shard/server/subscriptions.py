@@ -79,7 +79,8 @@ class Subscriptions:
         """A version was reached, or the model has changed: retain it for those who want it."""
         if not self._subscribers:
             return
-        if (at := self._model.published) is not None:
+        corrupt = any(owned.corrupt for owned in self._model.engine.slices.primaries)
+        if (at := self._model.published) is not None and not corrupt:
             self._publish(*at)
         self._waiters.wake_all()
 

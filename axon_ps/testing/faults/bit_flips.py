@@ -1,8 +1,8 @@
 """Bits of a shard server's memory that change by themselves, made on purpose.
 
 A plugin of shard servers: started with `--plugins axon_ps.testing.faults.bit_flips` and a directory in
-`AXON_PS_BIT_FLIPS`, a server listens on a Unix socket there, and changes a bit whenever the test says so (`flip`). It is
-changed in values, a moment or a summed gradient, on the thread of the event loop, so that what was changed is known.
+`AXON_PS_BIT_FLIPS`, a server listens on a Unix socket there, and changes a bit whenever the test says so (`flip`): of
+values, a moment or a summed gradient, on the thread of the event loop, so that what was changed is known.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class Slices:
             make(owned, *args, **keywords)
             self._all.add(owned)
 
-        OwnedSlice.__init__ = made  # type: ignore[method-assign]
+        OwnedSlice.__init__ = made  # type: ignore[method-assign, assignment]
 
 
 def flip(directory: Path, pid: int, seed: int, arrays: Iterable[str] = ()) -> Flip | None:
@@ -155,7 +155,7 @@ def _serve(directory: Path) -> None:
             loops.append(asyncio.get_running_loop())
         return begin(owned, *args)
 
-    OwnedSlice._begin = noted  # type: ignore[method-assign]
+    OwnedSlice._begin = noted  # type: ignore[method-assign, assignment]
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     listener.bind(str(_path(directory, os.getpid())))
     listener.listen()

@@ -486,13 +486,26 @@ def test_copies_that_differ_stop_the_job_until_a_checkpoint_is_restored() -> Non
     for w in workers:
         w.vote()
     assert not workers[0].membership.complete
-    damage = "slice 1 differs between shard servers 0 and 1: the memory of one of them is damaged"
+    damage = "slice 1 differs between shard servers 0 and 1: one of them is damaged"
     assert damage in workers[0].membership.waiting_for
     assert "restore a checkpoint" in workers[0].membership.waiting_for
     assert d.state.status().version == version, "nothing is committed"
     assert outcomes(workers[0])[-1] is Outcome.ABORT
     d.restart()
     assert damage in d.state.status().membership.waiting_for
+
+
+def test_a_copy_that_is_outvoted_is_got_again() -> None:
+    d, workers, servers = job(3, replication=3)
+    for s, value in zip(servers, (5, 9, 5), strict=True):
+        s.ready(digests={1: value})
+    assert outcomes(workers[0])[-1] is Outcome.ABORT
+    assert "shard server 1 is damaged" in workers[0].last(Decision).reason
+    assert workers[0].membership.complete
+    assert placement(d).holders[1].copying == (1,)
+    assert set(placement(d).holders[1].complete) == {0, 2}
+    servers[1].copied()
+    assert step(workers, servers, digests={}).version == 2
 
 
 def test_a_digest_that_one_server_lacks_is_no_damage() -> None:

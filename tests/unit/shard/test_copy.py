@@ -15,8 +15,8 @@ from axon_ps.compress import Int8
 from axon_ps.coordinator.core.events import JobState, Ready, SnapshotOrder
 from axon_ps.errors import InternalError, Misuse
 from axon_ps.shard.core.gradients import Push
+from axon_ps.shard.same_host.mapped_units import map_unit
 from axon_ps.shard.same_host.shared_copy import SharedCopy
-from axon_ps.shard.server.mapped_units import map_unit
 from axon_ps.shard.server.shell import ShardShell
 from axon_ps.sharding.layout import Layout
 from axon_ps.sharding.placement import Server, place

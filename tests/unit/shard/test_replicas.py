@@ -500,7 +500,7 @@ def test_an_update_that_differs_shows_in_the_digests_of_the_next_step() -> None:
     accumulator = other.accumulators[0]
     assert accumulator.array is not None
     accumulator.array[3] += 1
-    accumulator.digests.keep(accumulator.array.view(np.uint32), range(1))  # as if it had been summed so
+    accumulator.digests.record(accumulator.array.view(np.uint32), range(1))  # as if it had been summed so
     made.commit()
     ours, theirs = made.engines[0].digests(), made.engines[1].digests()
     assert [n for n in ours if ours[n] != theirs[n]] == [0]

@@ -15,9 +15,9 @@ from axon_ps.host.leases import address_of
 from axon_ps.host.shared_arrays import shared_arrays
 from axon_ps.host.shared_memory import PAGE_BYTES, Access, Segment
 from axon_ps.shard.core.engine import ShardEngine
+from axon_ps.shard.same_host import mapped_units
+from axon_ps.shard.same_host.mapped_units import map_unit, sum_memory
 from axon_ps.shard.same_host.shared_copy import MappedCopy, SharedCopy
-from axon_ps.shard.server import mapped_units
-from axon_ps.shard.server.mapped_units import map_unit, sum_memory
 from axon_ps.sharding.policy import BoundedStaleness
 from axon_ps.sharding.precision import WirePrecision
 from axon_ps.types import Array, DType, Outcome

@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from axon_ps.coordinator.core.events import Ready, Vote
-from axon_ps.coordinator.core.steps.decision import Tally
+from axon_ps.coordinator.core.steps.decision import Difference, Tally
 from axon_ps.sharding.policy import Policy, Synchronous
 from axon_ps.types import Decision, Membership, Turn
 
@@ -151,10 +151,11 @@ class Attempts:
         for tally in self._tallies:
             tally.forget_reports()
 
-    @property
-    def damage(self) -> str:
-        """Which copies of a slice differ, as text; empty when none do."""
-        return next((tally.damage for tally in self._tallies if tally.damage), "")
+    def difference(self, owners: Iterable[int]) -> Difference | None:
+        """Where copies of a slice differ, once every owner has reported on an attempt; None when none do."""
+        owners = tuple(owners)
+        complete = (tally for tally in self._tallies if all(o in tally.sums for o in owners))
+        return next((found for tally in complete if (found := tally.difference) is not None), None)
 
     def clear(self) -> None:
         """Drop all votes and reports."""

@@ -12,6 +12,7 @@ import dataclasses
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 
@@ -22,6 +23,26 @@ from axon_ps.optim.registry import create
 from axon_ps.types import Decision, Hyper, OptimizerSpec, Outcome
 
 _MAX_RANKS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """Copies of a slice that differ though each holds what was written to it: an update went wrong somewhere.
+
+    Attributes:
+        slice: its number.
+        ranks: the servers with equal copies, together.
+        outvoted: those whose copies are wrong, by what most others have; empty when that does not say.
+    """
+
+    slice: int
+    ranks: tuple[tuple[int, ...], ...]
+    outvoted: tuple[int, ...]
+
+    def __str__(self) -> str:
+        servers = " and ".join(format_ranks(ranks) for ranks in self.ranks)
+        blame = f"shard server {format_ranks(self.outvoted)} is" if self.outvoted else "one of them is"
+        return f"slice {self.slice} differs between shard servers {servers}: {blame} damaged"
 
 
 class Tally:
@@ -70,13 +91,14 @@ class Tally:
         return True
 
     @property
-    def damage(self) -> str:
-        """Which copies of a slice differ, as text; empty when none do. All apply the same sums, in the same way."""
+    def difference(self) -> Difference | None:
+        """Where copies of a slice differ; None when none do. All apply the same sums, in the same way."""
         for number, ranks_by_value in sorted(self._digests.items()):
             if len(ranks_by_value) > 1:
-                servers = " and ".join(format_ranks(ranks) for ranks in ranks_by_value.values())
-                return f"slice {number} differs between shard servers {servers}: the memory of one of them is damaged"
-        return ""
+                most, *others = sorted(ranks_by_value.values(), key=len, reverse=True)
+                outvoted = sorted(chain.from_iterable(others)) if len(most) > len(others[0]) else []
+                return Difference(number, tuple(tuple(ranks) for ranks in ranks_by_value.values()), tuple(outvoted))
+        return None
 
     def is_complete(self, workers: Iterable[int], owners: Iterable[int]) -> bool:
         """Whether every worker has voted and every owner is ready.

@@ -28,7 +28,7 @@ from axon_ps.coordinator.core.actions import Outbox
 from axon_ps.coordinator.core.events import Ready, Vote
 from axon_ps.coordinator.core.models import Model, Models
 from axon_ps.coordinator.core.roster import Roster
-from axon_ps.coordinator.core.steps.decision import Tally, format_ranks
+from axon_ps.coordinator.core.steps.decision import Difference, Tally, format_ranks
 from axon_ps.types import CopyFrom, Decision, Membership, Outcome, Role
 
 _COUNTER = {Outcome.COMMIT: "steps_committed", Outcome.SKIP: "steps_skipped", Outcome.ABORT: "steps_aborted"}
@@ -48,7 +48,7 @@ class Stepping:
         membership: that of the current generation.
         ending: called before a decision on a step of all replicas is sent; returns the generation that is to begin with
             the next step, 0 for none. See `core.members`, Note: [Between two steps].
-        damaged: the models whose copies differ, and where.
+        differing: the models whose copies differ, and where.
     """
 
     def __init__(self, models: Models, roster: Roster, out: Outbox, membership: Membership, *, disturbed: bool) -> None:
@@ -59,7 +59,7 @@ class Stepping:
         self.counters: Counter[str] = Counter()
         self.membership = membership
         self.ending: Callable[[Model], int] = lambda model: 0
-        self.damaged: list[tuple[Model, str]] = []
+        self.differing: list[tuple[Model, Difference]] = []
         for model in models:
             self.begin_model(model)
             model.attempts.resume(model.decisions, membership.generation)
@@ -121,8 +121,8 @@ class Stepping:
         if model is None or ready.placement != model.registration.placement_number:
             return
         if model.attempts.ready(rank, ready, model.step):
-            if damage := model.attempts.damage:
-                self.damaged.append((model, damage))
+            if (difference := model.attempts.difference(model.registration.owners)) is not None:
+                self.differing.append((model, difference))
             else:
                 self._decide_complete(model)
 
