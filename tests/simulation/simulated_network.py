@@ -29,6 +29,9 @@ KEEPALIVE_S: Final = 15.0
 CONNECT_S: Final = 20.0
 """How long a call waits for a connection that cannot be made."""
 
+LATE_S: Final = 0.5
+"""How much later than its client a server may find out that a connection is gone."""
+
 Link = frozenset[str]
 
 
@@ -259,18 +262,24 @@ class _VirtualCall(in_process._Call):
         self._task = context.run(self._server.perform, self._perform(handler, request))
 
     def broken(self, why: str) -> None:
-        """The connection is gone: what is under way is lost, both ends find out."""
+        """The connection is gone: replies are lost, and the server may find out later, and get what has come to it."""
         if self.status is None:
+            loop = self.network.loop
             self.replies.close(drop=True)
-            self.end(in_process._Status(grpc.StatusCode.UNAVAILABLE, why))
+            late_s = loop.rng.choice((0.0, LATE_S)) * loop.rng.random()
+            self._end(in_process._Status(grpc.StatusCode.UNAVAILABLE, why), late_s, lambda end: end())
 
     def end(self, status: Any) -> None:
         """See `_Call`; when the client ends it, the server finds out later."""
+        late_s = self.network.delay_s(self.link) if status.local else 0.0
+        self._end(status, late_s, lambda end: self.network.deliver(self.link, end))
+
+    def _end(self, status: Any, late_s: float, deliver: Callable[[Any], object]) -> None:
         if self.status is not None:
             return
         self.network.closed(self._number)
         task, loop = self._task, self.network.loop
-        if not status.local or task is None:
+        if not late_s or task is None:
             super().end(status)
             return
         self._task = None
@@ -282,4 +291,4 @@ class _VirtualCall(in_process._Call):
             requests.close(drop=True)
             task.cancel()
 
-        loop.call_later(self.network.delay_s(self.link), self.network.deliver, self.link, reset)
+        loop.call_later(late_s, deliver, reset)

@@ -217,11 +217,11 @@ class Members:
         if not report.lost:
             if model.open and report.generation == self._assembly.generation:
                 self.change(f"{what}: the step is made again", now=now, kind="corrupt")
-        elif len(r.placement.holders[report.slice].complete) == 1:
+            return
+        was_primary = r.placement.holders[report.slice].primary == entry.member.rank
+        if not r.corrupted(entry.member.rank, report.slice):
             self._fail(model, f"{what}, and no other shard server holds that slice", now)
         else:
-            was_primary = r.placement.holders[report.slice].primary == entry.member.rank
-            r.change_placement(r.placement.corrupted(report.slice, entry.member.rank))
             self.placements.changed(model)
             if was_primary:
                 self.change(what, now=now, kind="corrupt")
@@ -235,7 +235,7 @@ class Members:
             return
         r = model.registration
         for rank in difference.outvoted:
-            r.change_placement(r.placement.corrupted(difference.slice, rank))
+            r.corrupted(rank, difference.slice)
         self.placements.changed(model)
         self.change(self._models.message_prefix(model) + str(difference), now=now, kind="corrupt")
 

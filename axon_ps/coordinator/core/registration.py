@@ -62,6 +62,7 @@ class Registration:
         self._copying_since: dict[tuple[int, int], int] = {}  # by slice and server: number of the placement
         self._lost: dict[str, tuple[int, ...]] = {}  # by incarnation of a lost server, the slices that it held
         self._lost_at = (0, 0)  # epoch and version of those slices
+        self._corrupt: dict[int, int] = {}  # by slice that nobody else has, the server whose memory failed
         self.owners: tuple[int, ...] = ()
         """Shard servers that hold trainable slices: those a step waits for."""
         self.no_room: dict[int, str] = {}  # by rank, why a shard server cannot hold what it is to hold
@@ -151,7 +152,7 @@ class Registration:
     def is_holding(self, shard: Member, report: Corrupted) -> bool:
         """Whether a report of a server is about what it holds now, and not about what was there before."""
         p = self.parameters
-        if p.placement is None or not p.initialized or p.failure or report.epoch != p.epoch:
+        if p.placement is None or not p.initialized or report.epoch != p.epoch:
             return False
         holders = p.placement.holders
         is_holder = report.slice < len(holders) and shard.rank in holders[report.slice].complete
@@ -160,6 +161,14 @@ class Registration:
             and self.is_loaded(shard)
             and report.placement >= self._copying_since.get((report.slice, shard.rank), 0)
         )
+
+    def corrupted(self, rank: int, index: int) -> bool:
+        """A server has lost a slice, and gets it again; False if nobody else has it. One who was lost may be back."""
+        if len(self.placement.holders[index].complete) == 1:
+            self._corrupt[index] = rank
+            return False
+        self.change_placement(self.placement.corrupted(index, rank))
+        return True
 
     def described(self, report: Corrupted, server: str) -> str:
         """What memory failed, as text."""
@@ -197,6 +206,9 @@ class Registration:
         if held := self.still_held_by(shard.incarnation, version):
             present = {s.rank for s in shards if self.is_loaded(s)}
             after = self.placement.taken_back(held, shard.rank, present)
+            for index in set(held) & self._corrupt.keys():  # that of the one who was alone with it
+                after = after.corrupted(index, self._corrupt.pop(index))
+                self.parameters.failure = self.parameters.failure if self._corrupt else ""
             if after.holders != self.placement.holders:
                 self.change_placement(after)
             self.parameters.holders[shard.rank] = shard.incarnation
@@ -321,6 +333,7 @@ class Registration:
         )
         self.parameters = ParameterState(epoch=order.epoch, restore=order, replaced=p.replaced or uri != FIRST_VALUES)
         self.no_room.clear()
+        self._corrupt.clear()
         self.place(placement)
         return order
 

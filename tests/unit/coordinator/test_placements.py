@@ -593,6 +593,30 @@ def test_both_copies_of_a_slice_corrupt_are_one_too_many() -> None:
     assert "no other shard server holds that slice" in workers[0].membership.waiting_for
 
 
+def test_a_server_that_comes_back_with_the_other_copy_ends_that() -> None:
+    d, workers, servers = job(2)
+    rank = primary_of(d, 0)
+    other = servers[1 - rank]
+    other.lose()
+    for number in (0, 1):
+        corrupted(d, servers[rank], number)
+    assert "no other shard server holds that slice" in servers[rank].membership.waiting_for
+    d.restart()
+    for p in (*workers, servers[rank]):
+        p.join()
+    assert "no other shard server holds that slice" in servers[rank].membership.waiting_for
+    d, workers, servers = job(2)
+    other = servers[1 - rank]
+    other.lose()
+    for number in (0, 1):
+        corrupted(d, servers[rank], number)
+    other.join()
+    assert [h.copying for h in placement(d).holders[:2]] == [(rank,), (rank,)]
+    assert workers[0].membership.complete
+    servers[rank].copied()
+    assert step(workers, servers).outcome is Outcome.COMMIT
+
+
 def test_a_report_of_what_was_there_before_is_ignored() -> None:
     d, workers, servers = job(2)
     rank = primary_of(d, 0)
