@@ -90,12 +90,6 @@ PLANTS: Final = (
         "self.change_placement(p.placement)",
     ),
     Plant(
-        "a report of a copy that was begun before counts for the next",
-        _REGISTRATION,
-        "if self._copying_since.get((i, shard.rank), math.inf) <= report.placement]",
-        "if True]",
-    ),
-    Plant(
         "a shard server that was lost holds its slices after other steps, too",
         _REGISTRATION,
         "now = p.initialized and self._lost_at == (p.epoch, version)",
@@ -164,12 +158,6 @@ PLANTS: Final = (
         "        if not owned.accepts(number) or summed < turn:\n            return Push.DUPLICATE",
     ),
     Plant(
-        "values are served while they change",
-        "shard/core/parameters.py",
-        "bool(owned.wire.frames) or not (owned.lacking or owned.applying)",
-        "bool(owned.wire.frames) or not owned.lacking",
-    ),
-    Plant(
         "what is forwarded in one generation goes on in the next",
         _MODEL_SHELL,
         "                self._forwarding.restart()\n",
@@ -196,8 +184,8 @@ PLANTS: Final = (
     Plant(
         "a server is ready while a slice is still being copied",
         "shard/core/gradients.py",
-        "all(s.accepts(number) and not s.copying for s in trainable)",
-        "all(s.accepts(number) for s in trainable)",
+        "not (s.copying or s.corrupt)",
+        "not s.corrupt",
     ),
     Plant(
         "sums are not forwarded to a server that is copying",
@@ -223,11 +211,37 @@ PLANTS: Final = (
         "self.engine.parameters.available(unit, begin, min_version)",
         "self.engine.parameters.available(unit, begin, 0)",
     ),
+    # ------------------------------------------------------------------ memory that fails
     Plant(
-        "a copy is of whatever version there is",
-        _MODEL_SHELL,
-        "        if owned.reached != version and not frozen:",
-        "        if False:",
+        "a corrupt slice is served",
+        "shard/core/slices.py",
+        "        if self.corruptions:\n            self.lose_values()\n        else:\n            self._publish_mapped()",
+        "        self._publish_mapped()",
+    ),
+    Plant(
+        "a sum that is corrupt is added to",
+        "shard/core/gradients.py",
+        "        if turn and not owned.check_gradient(number, index):\n",
+        "        if False:\n",
+    ),
+    Plant(
+        "a sum that is corrupt is forwarded",
+        "shard/server/forwarding.py",
+        "                    if not owned.check_gradient(item.number, item.index):\n",
+        "                    if False:\n",
+    ),
+    Plant(
+        "that a slice is corrupt is said once",
+        _DELIVERY,
+        "        reports += [message for model in models for message in model.corrupted.values()]\n",
+        "",
+    ),
+    Plant(
+        "a corrupt slice is lost though another copy comes back",
+        _REGISTRATION,
+        "            for index in set(held) & self._corrupt.keys():",
+        "            for index in ():",
+        real="a job waited for a restore, since the other copy's connection had been reset",
     ),
     # ------------------------------------------------------------------ the members' sessions and steps
     Plant(
