@@ -22,7 +22,7 @@ FAILOVER_ARGS ?=
 COMPOSE_ARGS ?=
 FUZZ_ARGS ?=
 
-.PHONY: help setup demo test house gpu soak simulate simulate-record planted fuzz pages faults faults-sample all-killed failover loaders launchers subscribers observability integrations compose rolling-update dist torch-suite torch-range check lint audit locks format proto proto-drift bench docs clean
+.PHONY: help setup demo test house gpu soak simulate simulate-record planted fuzz pages faults faults-sample flips all-killed failover loaders launchers subscribers observability integrations compose rolling-update dist torch-suite torch-range check lint audit locks format proto proto-drift bench docs clean
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -71,6 +71,9 @@ planted: $(INSTALLED) ## bugs planted in the product one at a time, all of which
 
 fuzz: $(INSTALLED) ## an hour of hostile messages and connections, a job training beside; FUZZ_ARGS="--seconds 600", --replay FILE
 	$(BIN)/python tests/fuzz/fuzz_run.py $(FUZZ_ARGS)
+
+flips: $(INSTALLED) ## a thousand bits of shard servers' memory change while a job trains; FLIPS_ARGS="--flips 100 --steps 500"
+	$(BIN)/python tests/faults/flip_run.py $(FLIPS_ARGS)
 
 all-killed: $(INSTALLED) ## every process of a job killed at once, 20 times with a state that survives and 20 without; ALL_KILLED_ARGS=--help
 	$(BIN)/python tests/faults/all_killed.py $(ALL_KILLED_ARGS)

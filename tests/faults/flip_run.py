@@ -160,7 +160,7 @@ def run(flips: int, steps: int, seed: int, directory: Path, *, say: bool = False
         results = trained.finish()
         if len({r.version for r in results}) != 1:
             faults.append("the workers ended at different versions")
-    assert_same_bits(results, "FULL_SHARD", directory)
+    assert_same_bits(results, "FULL_SHARD", directory, timeout_s=60.0 + results[0].version)
     return {
         "flips": flips,
         "by array": dict(arrays),

@@ -143,12 +143,12 @@ class Job:
         return results
 
 
-def assert_same_bits(found: list[Trained], kind: str, directory: Path) -> None:
+def assert_same_bits(found: list[Trained], kind: str, directory: Path, timeout_s: float = 60.0) -> None:
     """Compare with the same job, undisturbed, and without copies where gradients travel as f32."""
     end = directory / "undisturbed"
     end.write_text(str(found[0].version))
     with LocalCluster(shards=2, world_size=2, replication=2 if "bf16" in kind else 1) as cluster:
-        right: Any = cluster.run_workers(train, args=(kind, end))[0].value
+        right: Any = cluster.run_workers(train, args=(kind, end), timeout_s=timeout_s)[0].value
     assert not right.aborted
     for trained in found:
         assert trained.version == right.version

@@ -401,6 +401,7 @@ _COUNTERS = (
     "chunks_in",
     "chunks_out",
     "copies",
+    "corruptions",
     "duplicates",
     "encodings",
     "gathers",
