@@ -225,10 +225,10 @@ PLANTS: Final = (
         "        if False:\n",
     ),
     Plant(
-        "a sum that is corrupt is forwarded",
-        "shard/server/forwarding.py",
-        "                    if not owned.check_gradient(item.number, item.index):\n",
-        "                    if False:\n",
+        "a sum that is corrupt is taken",
+        "shard/core/accumulator.py",
+        "            if digest is not None and digest != self.digest(index):\n",
+        "            if False:\n",
     ),
     Plant(
         "that a slice is corrupt is said once",

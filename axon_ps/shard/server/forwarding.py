@@ -163,6 +163,7 @@ class Forwarding:
                 level = logging.ERROR if unforeseen else logging.INFO
                 if not isinstance(error, GenerationChanged):  # of which we are about to hear
                     _logger.log(level, "forwarding to server %d: %s; trying again", rank, error, exc_info=unforeseen)
+                self._check(follower)
                 self._links.forget(rank)
                 leases = not leases  # what failed is not tried the same way again
                 await asyncio.sleep(_RETRY_S)
@@ -175,7 +176,15 @@ class Forwarding:
         if not here or item.number >= len(attempts):
             return False
         attempt, accumulator = attempts[item.number], self._engine.slices[item.slice].accumulators[item.number]
-        return attempt.step == item.step and accumulator.is_complete(item.index, attempt.replicas)
+        complete = attempt.step == item.step and accumulator.is_complete(item.index, attempt.replicas)
+        return complete and not accumulator.spoiled
+
+    def _check(self, follower: _Follower) -> None:
+        """A backup may have got something else than was summed, and refused it: look whether that is so here."""
+        for item in self._complete(follower.slices):
+            owned = self._engine.slices[item.slice]
+            if not owned.check_gradient(item.number, item.index):
+                self._corrupt(owned)
 
     async def _send(self, stream: Stream, follower: _Follower, peer: HostPeer | None) -> None:
         engine, wire = self._engine, self._engine.precision.grad
@@ -199,9 +208,6 @@ class Forwarding:
                 total = None if header.absent else accumulator.array[elements]
                 header.ClearField("digest")
                 if total is not None:
-                    if not owned.check_gradient(item.number, item.index):
-                        self._corrupt(owned)
-                        continue
                     header.digest = accumulator.digest(item.index)
                 nbytes = 0 if total is None else total.nbytes
                 lease = None
