@@ -215,7 +215,8 @@ PLANTS: Final = (
     Plant(
         "a corrupt slice is served",
         "shard/core/slices.py",
-        "        if self.corruptions:\n            self.lose_values()\n        else:\n            self._publish_mapped()",
+        "        if self.corruptions:\n            self.lose_values()\n        else:\n"
+        "            self._publish_mapped()",
         "        self._publish_mapped()",
     ),
     Plant(
