@@ -33,7 +33,7 @@ class Kind(Enum):
 
 ROLES: Final = ("coordinator", "shard", "worker")
 
-POSSIBLE: Final[Mapping[Kind, tuple[str, ...]]] = {kind: ROLES for kind in Kind} | {
+POSSIBLE: Final[Mapping[Kind, tuple[str, ...]]] = dict.fromkeys(Kind, ROLES) | {
     Kind.PARTITION: ("shard", "worker"),
     Kind.FULL_DISK: ("coordinator", "shard"),
     Kind.BIT_FLIP: ("shard",),
@@ -82,7 +82,7 @@ class Embedded:
         batch: samples of a step.
         pause_s: what a worker waits between steps, so that a campaign of an hour has not too many.
         checkpoint_every: how often the job writes a checkpoint.
-        spared_from: from this part of the faults on the coordinator, a shard server and a worker are not killed, so that
+        spared_from: from this part of the faults on the coordinator, a shard server and a worker are not killed: so
             their memory tells something.
         disk: an empty directory of a small file system, which a full disk fills; empty = one is mounted, by root.
     """
@@ -189,9 +189,7 @@ def parse(text: str, name: str) -> Campaign:
         target = _made(Job, tables["job"], f"{where}, [job]")
     else:
         target = _made(Embedded, tables["embedded"] or {}, f"{where}, [embedded]")
-    campaign = dataclasses.replace(
-        _made(Campaign, content, where), kinds=_kinds(tables["kinds"], where), target=target
-    )
+    campaign = dataclasses.replace(_made(Campaign, content, where), kinds=_kinds(tables["kinds"], where), target=target)
     _check(campaign, where)
     return campaign
 
@@ -244,7 +242,9 @@ def _value(wanted: Any, value: Any, where: str) -> Any:
     if wanted == "tuple[str, ...]" and isinstance(value, list) and all(isinstance(v, str) for v in value):
         return tuple(value)
     if wanted.startswith("Mapping") and isinstance(value, dict):
-        return {_role(role, where): _value("tuple[str, ...]", files, f"{where}.{role}") for role, files in value.items()}
+        return {
+            _role(role, where): _value("tuple[str, ...]", files, f"{where}.{role}") for role, files in value.items()
+        }
     needed = {
         "int": "a number without a fraction",
         "float": "a number",
@@ -274,9 +274,13 @@ def _check(campaign: Campaign, where: str) -> None:
         table = f"{where}, [kinds.{kind.value}]"
         _at_least(options, table, weight=0, bytes_per_s=1000)
         if not all(0 < seconds <= 60 for seconds in options.seconds):
-            raise ConfigurationError(f"{table}: seconds must be above 0 and at most 60 each; {options.seconds} were given")
+            raise ConfigurationError(
+                f"{table}: seconds must be above 0 and at most 60 each; {options.seconds} were given"
+            )
     if not any(options.weight for options in campaign.kinds.values()):
-        raise ConfigurationError(f"{where}: every kind has the weight 0, so there is no fault; give one a weight above 0")
+        raise ConfigurationError(
+            f"{where}: every kind has the weight 0, so there is no fault; give one a weight above 0"
+        )
     if isinstance(campaign.target, Job):
         _check_job(campaign, campaign.target, where)
     else:
@@ -287,8 +291,8 @@ def _check_job(campaign: Campaign, job: Job, where: str) -> None:
     if inside := [kind.value for kind in campaign.kinds if kind not in FROM_OUTSIDE]:
         raise ConfigurationError(
             f"{where}: {', '.join(inside)} cannot be had in a running job, whose connections, disks and memory are not "
-            f"the campaign's; leave {'it' if len(inside) == 1 else 'them'} out, or have the campaign start a job of its "
-            "own with [embedded]"
+            f"the campaign's; leave {'it' if len(inside) == 1 else 'them'} out, or have the campaign start a job of "
+            "its own with [embedded]"
         )
     if Kind.TRUNCATED_FILE in campaign.kinds and not job.checkpoint_dir:
         raise ConfigurationError(
@@ -304,8 +308,8 @@ def _check_job(campaign: Campaign, job: Job, where: str) -> None:
 
 def _check_embedded(embedded: Embedded, where: str) -> None:
     _at_least(
-        embedded, where, shards=2, workers=1, standbys=0, replication=1, lease_s=0.5, parameters=100, samples=1, batch=1,
-        pause_s=0, spared_from=0,
+        embedded, where, shards=2, workers=1, standbys=0, replication=1, lease_s=0.5, parameters=100, samples=1,
+        batch=1, pause_s=0, spared_from=0,
     )  # fmt: skip
     if embedded.samples % embedded.batch:
         raise ConfigurationError(

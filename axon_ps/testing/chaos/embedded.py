@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import importlib.util
 import json
 import signal
 import time
@@ -13,13 +14,14 @@ from typing import Any, Final
 
 import numpy as np
 
-from axon_ps.errors import AxonError
+from axon_ps.errors import AxonError, ConfigurationError
 from axon_ps.host.children import Child
 from axon_ps.observe.moments import Moment
-from axon_ps.storage.manifest import MANIFEST_NAME, list_checkpoints
 from axon_ps.testing.chaos import disks, training
 from axon_ps.testing.chaos.campaign import Campaign, Kind
+from axon_ps.testing.chaos.checkpoints import truncated
 from axon_ps.testing.chaos.figures import Attempt, Commit, Events, Samples, right_samples, samples
+from axon_ps.testing.chaos.memory import resident_bytes
 from axon_ps.testing.chaos.observer import Observer
 from axon_ps.testing.chaos.plan import Fault
 from axon_ps.testing.faults import FaultyCluster, Hit
@@ -94,6 +96,9 @@ class EmbeddedJob:
 
     def _enter(self, stack: contextlib.ExitStack) -> None:
         options = self._options
+        flips = Kind.BIT_FLIP in self._campaign.kinds
+        if flips and importlib.util.find_spec(BIT_FLIPS) is None:
+            raise ConfigurationError(f"bit_flip needs {BIT_FLIPS}, which is not there; leave [kinds.bit_flip] out")
         base = Path(stack.enter_context(_directory()))
         self._notes, self._flips = base / "notes", base / "flips"
         self._disks = {"coordinator": base / "state", "shard": base / "checkpoints"}
@@ -102,7 +107,6 @@ class EmbeddedJob:
         self._make_disks(stack)
         self._checkpoints = self._disks["shard"] / "checkpoints"
         stack.enter_context(preloaded(PRELOADED))
-        flips = Kind.BIT_FLIP in self._campaign.kinds
         self._cluster = stack.enter_context(
             FaultyCluster(
                 options.shards,
@@ -118,9 +122,7 @@ class EmbeddedJob:
             )
         )
         cluster = self._cluster
-        self.observer = stack.enter_context(
-            Observer(lambda: cluster.operator_address, cluster.security, cluster.job)
-        )
+        self.observer = stack.enter_context(Observer(lambda: cluster.operator_address, cluster.security, cluster.job))
         for rank in range(options.workers):
             self._start_worker(rank)
         self.wait(lambda: self._newest > 0.0, _START_S, "the job did not begin")
@@ -290,7 +292,9 @@ class EmbeddedJob:
             self._last(fault, hit)
             self._cluster.clocks.jump(slot, 0.0)
         elif fault.kind is Kind.TRUNCATED_FILE:
-            return self._truncate(fault, hit)
+            if hit is not None:
+                hit.release()
+            return truncated(str(self._checkpoints), fault, lambda uri: self.observer.restore(uri, _RESTORE_S))
         else:
             return self._flip(fault, process)
         return ""
@@ -335,23 +339,7 @@ class EmbeddedJob:
             disks.empty(disk)
         return f"{filled >> 10} KiB were free"
 
-    def _truncate(self, fault: Fault, hit: Hit | None) -> str:
-        """Cut a file of the newest checkpoint in two, and have the job restore that: it has to refuse."""
-        if hit is not None:
-            hit.release()
-        found = list_checkpoints(str(self._checkpoints)) if self._checkpoints.exists() else []
-        if not found:
-            return "there was no checkpoint yet"
-        name = MANIFEST_NAME if fault.role == "coordinator" else found[-1].files[fault.index % len(found[-1].files)].name
-        path = Path(found[-1].uri) / name
-        content = path.read_bytes()
-        path.write_bytes(content[: len(content) // 2])
-        refused = self.observer.restore(found[-1].uri, _RESTORE_S)
-        return f"restoring it was refused: {refused[:200]}" if refused else "WRONG: a cut checkpoint was restored"
-
     def _flip(self, fault: Fault, process: Child) -> str:
-        import importlib
-
         flip = importlib.import_module(BIT_FLIPS).flip(self._flips, process.pid, fault.seed)
         return f"bit {flip.bit} of element {flip.element} of {flip.array}, slice {flip.slice}"
 
@@ -405,9 +393,7 @@ class EmbeddedJob:
         """The values of the same job that nothing happens to, at a version. Other processes should have ended."""
         recipe = dataclasses.replace(self._recipe, pause_s=0.0)
         arguments = (recipe, version)
-        return run_threads(
-            training.undisturbed, self._options.workers, args=arguments, shards=self._options.shards
-        )[0]
+        return run_threads(training.undisturbed, self._options.workers, args=arguments, shards=self._options.shards)[0]
 
 
 @contextlib.contextmanager
@@ -424,12 +410,3 @@ def bits_different(ours: training.Values, theirs: training.Values) -> int:
         int(np.bitwise_count(ours[name].view(np.uint32) ^ value.view(np.uint32)).sum())
         for name, value in theirs.items()
     )
-
-
-def resident_bytes(pid: int) -> int:
-    """Memory of a process that is in RAM and not a file's; 0 = it has ended."""
-    try:
-        lines = Path(f"/proc/{pid}/status").read_text(encoding="ascii").splitlines()
-    except OSError:
-        return 0
-    return 1024 * sum(int(line.split()[1]) for line in lines if line.startswith(("RssAnon:", "RssShmem:")))

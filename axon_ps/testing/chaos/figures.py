@@ -130,7 +130,7 @@ class Outcome:
         next_commit_s: from its beginning to the next committed step; None = there was none.
         longest_s: the longest time without a commit from its beginning until the next fault.
         complete_s: from its beginning until the job had all its members and copies again; None = it never had.
-        steps_lost: committed steps that were made again afterwards.
+        steps_lost: committed steps that were undone: the job was at an older version again.
         aborted: attempts, of all workers, that did not commit.
     """
 
@@ -149,7 +149,7 @@ def outcomes(events: Events) -> list[Outcome]:
     starts = [dealt.began for dealt in events.dealt]
     times = [commit.at for commit in events.commits]
     end = max([*starts, *times, *(d.complete for d in events.dealt)], default=0.0)
-    again = _again(events.commits)
+    undone = _rolled_back(events.commits)
     found = []
     for dealt, until in zip(events.dealt, [*starts[1:], end], strict=True):
         inside = times[bisect.bisect_right(times, dealt.began) : bisect.bisect_right(times, until)]
@@ -163,22 +163,21 @@ def outcomes(events: Events) -> list[Outcome]:
                 next_commit_s=times[after] - dealt.began if after < len(times) else None,
                 longest_s=max((b - a for a, b in itertools.pairwise([dealt.began, *inside, until])), default=0.0),
                 complete_s=dealt.complete - dealt.began if dealt.complete else None,
-                steps_lost=sum(dealt.began <= at < until for at in again),
+                steps_lost=sum(steps for at, steps in undone if dealt.began <= at < until),
                 aborted=sum(dealt.began <= at < until for at in events.aborted),
             )
         )
     return found
 
 
-def _again(commits: Iterable[Commit]) -> list[float]:
-    """When versions were committed that had been committed before: what those steps had done was rolled back."""
-    seen: set[int] = set()
-    times = []
+def _rolled_back(commits: Iterable[Commit]) -> list[tuple[float, int]]:
+    """When the job was at an older version again than before, and how many committed steps that has undone."""
+    top, found = -1, []
     for commit in commits:
-        if commit.version in seen:
-            times.append(commit.at)
-        seen.add(commit.version)
-    return times
+        if commit.version <= top:
+            found.append((commit.at, top + 1 - commit.version))
+        top = commit.version
+    return found
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -90,7 +90,9 @@ def _fault(campaign: Campaign, number: int, chance: random.Random) -> Fault:
     )
 
 
-def _indices(target: Embedded | Job, kind: Kind, options: KindOptions, seconds: float, *, spares: bool) -> dict[str, range]:
+def _indices(
+    target: Embedded | Job, kind: Kind, options: KindOptions, seconds: float, *, spares: bool
+) -> dict[str, range]:
     """By role, who may be struck."""
     if isinstance(target, Job):  # how many there are is found out when it strikes
         return dict.fromkeys(options.roles, range(64))

@@ -1,16 +1,15 @@
-"""A campaign, from its first fault to its report."""
+"""A campaign's faults, dealt one after the other to a job; see `report` for what came of them."""
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Final, Protocol
+from typing import Final, Protocol
 
 from axon_ps.errors import AxonError
-from axon_ps.testing.chaos.campaign import Campaign, Embedded
-from axon_ps.testing.chaos.figures import Dealt, Events, Outcome, Samples, memory, outcomes, rounded, table
+from axon_ps.testing.chaos.campaign import Campaign
+from axon_ps.testing.chaos.figures import Dealt, Events, Outcome, Samples, memory, outcomes
 from axon_ps.testing.chaos.plan import Fault, planned
 
 WEIGHED_EVERY: Final = 5
@@ -60,6 +59,7 @@ class Result:
         bits_different: from the job that nothing happened to; None = they were not compared.
         problems: what went wrong, in words.
         stopped: why it ended before its last fault; empty = it did not.
+        interrupted: whether somebody had it end.
     """
 
     campaign: Campaign
@@ -71,12 +71,14 @@ class Result:
     bits_different: int | None = None
     problems: list[str] = field(default_factory=list)
     stopped: str = ""
+    interrupted: bool = False
 
     @property
     def outcomes(self) -> list[Outcome]:
         """By fault."""
         return outcomes(self.events)
 
+    @property
     def is_good(self) -> bool:
         """Whether nothing was lost, no bit differs, memory was flat, and the campaign came to its end."""
         lost = sum(outcome.steps_lost for outcome in self.outcomes)
@@ -110,7 +112,7 @@ class Runner:
                     break
                 self._deal(fault)
         except KeyboardInterrupt:
-            result.stopped = "it was interrupted"
+            result.stopped, result.interrupted = "it was interrupted", True
         except AxonError as error:
             result.problems.append(str(error)[:2000])
             result.stopped = "the job did not go on"
@@ -152,58 +154,3 @@ class Runner:
 def _after(seconds: float) -> Callable[[], bool]:
     ends = time.monotonic() + seconds
     return lambda: time.monotonic() >= ends
-
-
-def report(result: Result) -> dict[str, Any]:
-    """A result as JSON: a summary, a row for each kind and role, and every fault."""
-    some, samples = result.outcomes, result.samples
-    detected = [o.detection_s for o in some if o.detection_s is not None]
-    commits = sorted(o.next_commit_s for o in some if o.next_commit_s is not None)
-    return {
-        "seed": result.campaign.seed,
-        "faults": len(some),
-        "planned": result.campaign.faults,
-        "seconds": round(result.seconds, 1),
-        "stopped": result.stopped,
-        "steps": result.steps or len(result.events.commits),
-        "steps_lost": sum(o.steps_lost for o in some),
-        "samples_used": samples.used if samples else None,
-        "samples_lost": samples.lost if samples else None,
-        "samples_doubled": samples.doubled if samples else None,
-        "bits_different": result.bits_different,
-        "detected": len(detected),
-        "next_commit_median_s": rounded(commits[len(commits) // 2]) if commits else None,
-        "next_commit_worst_s": rounded(commits[-1]) if commits else None,
-        "aborted": len(result.events.aborted),
-        "problems": result.problems,
-        "workers_that_ended": result.events.ends,
-        "memory": [
-            {**dataclasses.asdict(m), "growth": round(m.late_bytes / max(1, m.early_bytes), 3), "flat": m.is_flat}
-            for m in memory(result.events.memory)
-        ],
-        "target": dataclasses.asdict(result.campaign.target) | {"embedded": isinstance(result.campaign.target, Embedded)},
-        "by_kind": table(some),
-        "timeline": [_entry(outcome, result.began) for outcome in some],
-    }
-
-
-def _entry(outcome: Outcome, began: float) -> dict[str, Any]:
-    dealt = outcome.dealt
-    return {
-        "number": dealt.fault.number,
-        "fault": dealt.fault.name,
-        "kind": dealt.fault.kind.value,
-        "role": dealt.fault.role,
-        "index": dealt.fault.index,
-        "target": dealt.target,
-        "at_s": rounded(dealt.began - began),
-        "lasted_s": rounded(max(0.0, dealt.ended - dealt.began)),
-        "detection_s": None if outcome.detection_s is None else rounded(outcome.detection_s),
-        "sign": outcome.sign[:120],
-        "next_commit_s": None if outcome.next_commit_s is None else rounded(outcome.next_commit_s),
-        "longest_s": rounded(outcome.longest_s),
-        "complete_s": None if outcome.complete_s is None else rounded(outcome.complete_s),
-        "steps_lost": outcome.steps_lost,
-        "aborted": outcome.aborted,
-        "note": dealt.note[:200],
-    }

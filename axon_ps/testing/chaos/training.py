@@ -81,7 +81,7 @@ def data_of(recipe: Recipe) -> TensorDataset:
 
 
 def worker(directory: str, recipe: Recipe) -> Values:
-    """A process: join the job, perhaps in the place of one that was lost, and train until the version that is asked for."""
+    """A process: join the job, perhaps in the place of one that was lost, and train until it is asked to end."""
     folder = Path(directory)
     (folder / f"{WAITING}{os.getpid()}").touch()
     with World.init(timeout_s=60.0) as world, open(folder / f"{NOTES}{os.getpid()}", "w", encoding="utf-8") as file:

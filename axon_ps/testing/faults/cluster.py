@@ -194,8 +194,9 @@ class FaultyCluster(LocalCluster):
         """Disturb all connections between the processes of one side and all others, in both directions."""
         inside = {process.pid for process in side}
         outside = self._running - inside
-        for proxy, service in ((self._to_coordinator, self._coordinators[0]), *zip(self._to_shards, self._shards)):
-            proxy.disturb(what, outside if service.pid in inside else inside)
+        for service in (*self._coordinators, *self._shards):
+            if (proxy := self._proxy_of(service)) is not None:
+                proxy.disturb(what, outside if service.pid in inside else inside)
 
     @property
     def operator_address(self) -> str:
