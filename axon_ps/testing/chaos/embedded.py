@@ -44,7 +44,7 @@ _START_S: Final = 60.0
 _MOMENT_S: Final = 0.7
 _END_S: Final = 60.0
 _LAST_STEPS: Final = 20
-_POLL_S: Final = 0.02
+_POLL_S: Final = 0.03
 _RESTORE_S: Final = 15.0
 
 _DISTURBANCES: Final = {
@@ -170,11 +170,17 @@ class EmbeddedJob:
 
     def look(self) -> None:
         """Read what workers have written since the last look, and replace those that have ended."""
-        for path in self._notes.glob(f"{training.NOTES}*"):
+        for worker in list(self._workers):
+            has_ended = worker.process.exit_code is not None
+            self._read(worker.process.pid)
+            if has_ended:
+                self._replace(worker)
+
+    def _read(self, process: int) -> None:
+        path = self._notes / f"{training.NOTES}{process}"
+        if path.exists():
             for line in self._new_lines(path):
-                self._take(int(path.name.removeprefix(training.NOTES)), json.loads(line))
-        for worker in [w for w in self._workers if w.process.exit_code is not None]:
-            self._replace(worker)
+                self._take(process, json.loads(line))
 
     def _new_lines(self, path: Path) -> list[bytes]:
         with open(path, "rb") as file:
@@ -366,8 +372,9 @@ class EmbeddedJob:
         new.rename(self._notes / training.LAST)
         working = [w for w in self._workers if self._is_working(w)]
         results = [worker.result(_END_S) for worker in working]
-        self._workers = [w for w in self._workers if w not in working]
-        self.look()
+        for worker in working:
+            self._read(worker.process.pid)
+            self._workers.remove(worker)
         if failed := [result.error for result in results if result.error]:
             raise AxonError(f"a worker did not end well: {failed[0].strip().splitlines()[-1]}")
         first = results[0].value
