@@ -29,7 +29,7 @@ from axon_ps.testing.faults import proxy as proxies
 from axon_ps.testing.faults.cluster import MODULES
 from axon_ps.testing.faults.proxy import Disturbance
 from axon_ps.testing.threads import run_threads
-from axon_ps.testing.workers import WorkerProcess, preloaded
+from axon_ps.testing.workers import WorkerProcess, fork_server, preloaded
 
 PRELOADED: Final = (
     "torch", "torch.distributed.tensor", "torch._dynamo", "axon_ps.parallel", "axon_ps.worker.world",
@@ -106,7 +106,8 @@ class EmbeddedJob:
             directory.mkdir()
         self._make_disks(stack)
         self._checkpoints = self._disks["shard"] / "checkpoints"
-        stack.enter_context(preloaded(PRELOADED))
+        if fork_server() is None:
+            stack.enter_context(preloaded(PRELOADED))
         self._cluster = stack.enter_context(
             FaultyCluster(
                 options.shards,

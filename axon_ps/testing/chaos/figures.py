@@ -19,7 +19,7 @@ IGNORED: Final = ("saving", "saved", "copied", "skipped")
 FLAT: Final = 1.10
 """Memory is flat if the median of the last quarter is at most so many times that of the second."""
 
-LEAST_WEIGHINGS: Final = 40
+LEAST_WEIGHINGS: Final = 24
 """A process that was weighed less often tells nothing: at first it warms up."""
 
 Version = tuple[int, int]

@@ -13,7 +13,7 @@ OUTAGES: Final = (Kind.FREEZE, Kind.BLACK_HOLE, Kind.PARTITION)
 
 MOMENTS: Final = ("GATHER", "FORWARD", "BACKWARD", "PUSH", "VOTE", "BETWEEN_STEPS", "DECISION")
 
-JITTER_S: Final = 0.15
+JITTER_S: Final = 0.08
 """A fault that strikes at no certain moment of a step comes up to so much later."""
 
 Place = tuple[str, int]

@@ -12,7 +12,7 @@ from axon_ps.testing.chaos.campaign import Campaign
 from axon_ps.testing.chaos.figures import Dealt, Events, Outcome, Samples, memory, outcomes
 from axon_ps.testing.chaos.plan import Fault, planned
 
-WEIGHED_EVERY: Final = 5
+WEIGHED_EVERY: Final = 10
 _POLL_S: Final = 0.05
 
 Tell = Callable[[str], None]
