@@ -19,7 +19,7 @@ from axon_ps.observe import moments
 from axon_ps.observe.moments import Moment, reached
 from axon_ps.testing.faults import Moments, Proxies, TcpProxy, stacks
 from axon_ps.testing.faults.clock_jumps import Clocks
-from axon_ps.testing.faults.injector import Injector
+from axon_ps.testing.faults.injector import MAX_PROCESSES, Injector
 from axon_ps.testing.faults.proxy import Disturbance, Kind, owner_of
 
 
@@ -175,8 +175,8 @@ def test_a_process_goes_on_when_the_test_is_gone(injected: Moments, tmp_path: Pa
 
 
 def test_what_does_not_fit_the_table_is_refused(injected: Moments) -> None:
-    with pytest.raises(InvalidRequest, match="slot 512 and version 0"):
-        injected.arm(512, Moment.GATHER)
+    with pytest.raises(InvalidRequest, match=f"slot {MAX_PROCESSES} and version 0"):
+        injected.arm(MAX_PROCESSES, Moment.GATHER)
     with pytest.raises(InvalidRequest, match="slot 0 and version 256"):
         injected.arm(0, Moment.GATHER, version=256)
 
