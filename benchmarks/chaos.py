@@ -38,8 +38,9 @@ def main() -> int:
     parser.add_argument("--faults", type=int)
     parser.add_argument("--seed", type=int)
     options = parser.parse_args()
-    given = {"faults": options.faults, "seed": options.seed}
-    campaign = dataclasses.replace(load(options.campaign), **{k: v for k, v in given.items() if v is not None})
+    campaign = load(options.campaign)
+    campaign = dataclasses.replace(campaign, seed=campaign.seed if options.seed is None else options.seed)
+    campaign = dataclasses.replace(campaign, faults=options.faults or campaign.faults)
     result = run_embedded(campaign, lambda line: print(line, flush=True))
     content = report(result)
     BUILD.mkdir(parents=True, exist_ok=True)

@@ -19,7 +19,7 @@ from axon_ps.cli.options import leave
 if TYPE_CHECKING:
     from axon_ps.cli.settings import Settings
     from axon_ps.testing.chaos.campaign import Campaign
-    from axon_ps.testing.chaos.runner import Result, Tell
+    from axon_ps.testing.chaos.runner import Emit, Result
 
 app = o.Commands(help="Strike a job with a campaign of faults.")
 
@@ -50,10 +50,10 @@ def run(
     from axon_ps.testing.chaos.report import report
 
     campaign = load(file)
-    given = {"seed": seed, "faults": faults}
-    campaign = dataclasses.replace(campaign, **{name: value for name, value in given.items() if value is not None})
+    campaign = dataclasses.replace(campaign, seed=campaign.seed if seed is None else seed)
+    campaign = dataclasses.replace(campaign, faults=faults or campaign.faults)
     out.mkdir(parents=True, exist_ok=True)
-    result = _result(campaign, settings, _teller())
+    result = _result(campaign, settings, _emitter())
     content = report(result)
     (out / f"{NAME}.json").write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     (out / f"{NAME}.html").write_text(page(content), encoding="utf-8")
@@ -62,17 +62,17 @@ def run(
         leave(130 if result.interrupted else 1)
 
 
-def _result(campaign: Campaign, settings: Settings, tell: Tell) -> Result:
+def _result(campaign: Campaign, settings: Settings, emit: Emit) -> Result:
     """What comes of a campaign."""
     from axon_ps.testing.chaos.campaign import Job
     from axon_ps.testing.chaos.run import run_embedded, run_outside
 
     if isinstance(campaign.target, Job):
-        return run_outside(campaign, settings.coordinator, settings.security(), settings.job, tell)
-    return run_embedded(campaign, tell)
+        return run_outside(campaign, settings.coordinator, settings.security(), settings.job, emit)
+    return run_embedded(campaign, emit)
 
 
-def _teller() -> Tell:
+def _emitter() -> Emit:
     """Prints a line for every fault; on a terminal always the same one."""
     if not sys.stderr.isatty():
         return lambda line: print(line, file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""Campaigns against real jobs: a short one, one that is interrupted, and one of a job that somebody else has started."""
+"""Campaigns against real jobs: a short one, one that is interrupted, and one of a job of somebody else."""
 
 from __future__ import annotations
 

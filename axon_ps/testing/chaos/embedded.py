@@ -36,6 +36,8 @@ PRELOADED: Final = (
     "axon_ps.testing.chaos.training", *MODULES,
 )  # fmt: skip
 
+Values = training.Values
+
 BIT_FLIPS: Final = "axon_ps.testing.faults.bit_flips"
 _FLIPS_VARIABLE: Final = "AXON_PS_BIT_FLIPS"
 _STATE_DISK_BYTES: Final = 48 << 20
@@ -360,7 +362,7 @@ class EmbeddedJob:
             if (resident := resident_bytes(process.pid)) > 0:
                 self.events.memory[f"{process.name} ({process.pid})"].append((number, resident))
 
-    def finish(self) -> tuple[int, training.Values]:
+    def finish(self) -> tuple[int, Values]:
         """Have the workers end some steps later; returns the version they ended at, and the values.
 
         Raises:
@@ -397,7 +399,7 @@ class EmbeddedJob:
         options = self._options
         return samples(self.events, options.batch, right_samples(options.samples, options.batch, training.SEED))
 
-    def unfailed(self, version: int) -> training.Values:
+    def unfailed(self, version: int) -> Values:
         """The values of the same job that nothing happens to, at a version. Other processes should have ended."""
         recipe = dataclasses.replace(self._recipe, pause_s=0.0)
         arguments = (recipe, version)
@@ -412,7 +414,7 @@ def _directory() -> Iterator[str]:
         yield directory
 
 
-def bits_different(ours: training.Values, theirs: training.Values) -> int:
+def bits_different(ours: Values, theirs: Values) -> int:
     """In how many bits two sets of values differ."""
     return sum(
         int(np.bitwise_count(ours[name].view(np.uint32) ^ value.view(np.uint32)).sum())

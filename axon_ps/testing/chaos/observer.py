@@ -115,29 +115,21 @@ class Observer:
 
     async def _follow(self) -> None:
         while not self._closed:
-            address = self._address()
-            async with self._client(address) as operator:
+            async with self._client(self._address()) as operator:
                 with contextlib.suppress(AxonError):
                     await self._read(operator)
-            while not self._closed and self._address() == address and not await self._answers(address):
-                await asyncio.sleep(_AGAIN_S)
-
-    async def _answers(self, address: str) -> bool:
-        async with self._client(address) as operator:
-            try:
-                await operator.status(timeout_s=1.0)
-            except AxonError:
-                return False
-        return True
+            await asyncio.sleep(_AGAIN_S)
 
     async def _read(self, operator: OperatorClient) -> None:
         """Read the feed until it breaks."""
+        read = False
         async with contextlib.aclosing(operator.watch()) as feed:
             async for event in feed:
                 if isinstance(event, AxonError):
-                    if not isinstance(event, Timeout):
-                        self._add(Sign(at=time.monotonic(), kind="silent", text=str(event)[:200]))
+                    if read and not isinstance(event, Timeout):
+                        self.signs.append(Sign(at=time.monotonic(), kind="silent", text=str(event)[:200]))
                     return
+                read = True
                 self._take(event, time.monotonic() - event.at_s)
 
     def _take(self, event: watch_pb2.WatchEvent, began: float) -> None:
@@ -148,12 +140,9 @@ class Observer:
         for found in event.events:
             if found.number > self._number:
                 self._number = found.number
-                self._add(Sign(at=self._began + found.at_s, kind=found.kind, text=found.text))
+                self.signs.append(Sign(at=self._began + found.at_s, kind=found.kind, text=found.text))
         for step in event.steps:
             at = self._began + step.at_s
             if step.outcome == "commit" and not step.model and at > self._decided:
                 self._decided = at
                 self.commits.append(Commit(version=int(step.version) - 1, generation=0, at=at))
-
-    def _add(self, sign: Sign) -> None:
-        self.signs.append(sign)

@@ -59,9 +59,9 @@ Report = Mapping[str, Any]
 def page(report: Report) -> str:
     """The page of a report."""
     title = f"Chaos: {report['faults']} faults, seed {report['seed']}"
-    parts = (
+    sections = (
         f"<h1>{escape(title)}</h1>",
-        f"<p>{escape(_introduction(report))}</p>",
+        f"<p>{escape(_lead(report))}</p>",
         _facts(report),
         _card("When what happened", _legend() + _timeline(report)),
         _card("From each fault to the next committed step, seconds", _waits(report)),
@@ -72,11 +72,11 @@ def page(report: Report) -> str:
     )
     head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{escape(title)}</title>'
     return f'<!doctype html>\n<html lang="en"><head>{head}<style>{_STYLE}</style></head>\n<body><main>\n' + (
-        "\n".join(parts) + "\n</main></body></html>\n"
+        "\n".join(sections) + "\n</main></body></html>\n"
     )
 
 
-def _introduction(report: Report) -> str:
+def _lead(report: Report) -> str:
     job = report["job"]
     if not job["embedded"]:
         return "A running job was struck; its samples and bits are not known to the campaign."
@@ -95,12 +95,12 @@ def _facts(report: Report) -> str:
         "samples_lost": "samples lost", "samples_doubled": "samples doubled", "bits_different": "bits different",
         "next_commit_median_s": "next commit, median s", "next_commit_worst_s": "worst, s",
     }  # fmt: skip
-    cells = [
+    found = [
         f"<div><dt>{name}</dt><dd{' class=bad' if key in bad and report[key] else ''}>{_number(report[key])}</dd></div>"
         for key, name in wanted.items()
     ]
     wrong = [*report["problems"], *([f"It ended early: {report['stopped']}"] if report["stopped"] else [])]
-    return f"<dl>{''.join(cells)}</dl>" + "".join(f"<p style='color:var(--bad)'>{escape(line)}</p>" for line in wrong)
+    return f"<dl>{''.join(found)}</dl>" + "".join(f"<p style='color:var(--bad)'>{escape(line)}</p>" for line in wrong)
 
 
 def _number(value: Any) -> str:
@@ -122,7 +122,7 @@ def _legend() -> str:
 
 
 def _x(seconds: float, report: Report) -> float:
-    return _LEFT + (_WIDTH - _LEFT - _RIGHT) * seconds / max(1.0, report["seconds"])
+    return _LEFT + (_WIDTH - _LEFT - _RIGHT) * seconds / float(max(1.0, report["seconds"]))
 
 
 def _svg(height: int, content: Sequence[str]) -> str:
@@ -153,21 +153,23 @@ def _timeline(report: Report) -> str:
     height = _ROW * len(kinds)
     content = _axis(report, height)
     for row, kind in enumerate(kinds):
-        y = row * _ROW
-        content.append(f'<text x="{_LEFT - 8}" y="{y + 16}" text-anchor="end">{escape(kind.replace("_", " "))}</text>')
-        content.append(f'<line class=grid x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y + _ROW}" y2="{y + _ROW}"/>')
+        top = row * _ROW
+        content.append(
+            f'<text x="{_LEFT - 8}" y="{top + 16}" text-anchor="end">{escape(kind.replace("_", " "))}</text>'
+        )
+        content.append(f'<line class=grid x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{top + _ROW}" y2="{top + _ROW}"/>')
     for entry in report["timeline"]:
         x = _x(entry["at_s"], report)
         width = max(1.6, _x(entry["at_s"] + entry["lasted_s"], report) - x)
         top = kinds.index(entry["kind"]) * _ROW + 3 + 6 * _ROLES.index(entry["role"])
         content.append(
             f'<rect class="mark {entry["role"]}" x="{x:.1f}" y="{top}" width="{width:.1f}" height="6">'
-            f"<title>{escape(_told(entry))}</title></rect>"
+            f"<title>{escape(_hint(entry))}</title></rect>"
         )
     return _svg(height + 20, content)
 
 
-def _told(entry: Mapping[str, Any]) -> str:
+def _hint(entry: Mapping[str, Any]) -> str:
     lines = [f"{entry['number']}: {entry['fault']}", f"at {entry['at_s']:.1f} s, {entry['target']}"]
     if entry["detection_s"] is not None:
         lines.append(f"told of after {entry['detection_s']:.3f} s: {entry['sign']}")
@@ -180,17 +182,17 @@ def _waits(report: Report) -> str:
     """A point for each fault, the time to the next commit on a logarithmic scale."""
     low, high = -2.0, 2.0
     content = _axis(report, _PLOT + 40)
-    for power in range(int(low), int(high) + 1):
-        y = (_PLOT + 40) * (high - power) / (high - low)
+    for decade in range(int(low), int(high) + 1):
+        y = (_PLOT + 40) * (high - decade) / (high - low)
         content.append(f'<line class=grid x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
-        content.append(f'<text x="{_LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{10.0**power:g} s</text>')
+        content.append(f'<text x="{_LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{10.0**decade:g} s</text>')
     for entry in report["timeline"]:
         if (seconds := entry["next_commit_s"]) is not None:
             power = min(high, max(low, math.log10(max(seconds, 1e-3))))
             y = (_PLOT + 40) * (high - power) / (high - low)
             content.append(
                 f'<circle class="mark {entry["role"]}" cx="{_x(entry["at_s"], report):.1f}" cy="{y:.1f}" r="2">'
-                f"<title>{escape(_told(entry))}</title></circle>"
+                f"<title>{escape(_hint(entry))}</title></circle>"
             )
     return _svg(_PLOT + 60, content)
 
@@ -244,7 +246,7 @@ def _memory(report: Report) -> str:
 def _table(columns: Sequence[tuple[str, str]], rows: Sequence[Mapping[str, Any]]) -> str:
     head = "".join(f"<th{_class(key)}>{escape(name)}</th>" for key, name in columns)
     body = "".join(
-        "<tr>" + "".join(f"<td{_class(key)}>{_cell(row[key])}</td>" for key, _ in columns) + "</tr>\n" for row in rows
+        "<tr>" + "".join(f"<td{_class(key)}>{_field(row[key])}</td>" for key, _ in columns) + "</tr>\n" for row in rows
     )
     return f"<table><thead><tr>{head}</tr></thead><tbody>\n{body}</tbody></table>"
 
@@ -253,5 +255,5 @@ def _class(key: str) -> str:
     return " class=text" if key in (*_TEXT, "process") else ""
 
 
-def _cell(value: Any) -> str:
+def _field(value: Any) -> str:
     return escape(value) if isinstance(value, str) else _number(value)

@@ -75,7 +75,9 @@ def _fault(campaign: Campaign, number: int, chance: random.Random) -> Fault:
     index = chance.choice(indices[role])
     amount = {Kind.CLOCK_JUMP: chance.choice(options.jump_s), Kind.SLOW_LINK: options.bytes_per_s}.get(kind, 0.0)
     moment = chance.choice(MOMENTS) if chance.random() < campaign.moments and isinstance(target, Embedded) else ""
-    side = _side(target, (role, index), chance, spares=spares) if kind is Kind.PARTITION else ()
+    side: tuple[Place, ...] = ()
+    if kind is Kind.PARTITION and isinstance(target, Embedded):
+        side = _side(target, (role, index), chance, spares=spares)
     return Fault(
         number=number,
         kind=kind,

@@ -7,12 +7,12 @@ import contextlib
 from axon_ps.errors import AxonError, ConfigurationError
 from axon_ps.rpc.security import Security
 from axon_ps.testing.chaos.campaign import Campaign, Job
-from axon_ps.testing.chaos.embedded import EmbeddedJob, bits_different
+from axon_ps.testing.chaos.embedded import EmbeddedJob, Values, bits_different
 from axon_ps.testing.chaos.outside import RunningJob
-from axon_ps.testing.chaos.runner import Result, Runner, Tell
+from axon_ps.testing.chaos.runner import Emit, Result, Runner
 
 
-def run_embedded(campaign: Campaign, tell: Tell) -> Result:
+def run_embedded(campaign: Campaign, emit: Emit) -> Result:
     """Start a job on this machine, strike it, and compare it bit by bit with one that nothing happens to.
 
     It is interrupted by Ctrl-C: all processes are ended then, and what was observed so far is returned. Call it on a
@@ -20,7 +20,7 @@ def run_embedded(campaign: Campaign, tell: Tell) -> Result:
 
     Args:
         campaign: with [embedded].
-        tell: is given a line for every fault, and for what takes long.
+        emit: is given a line for every fault, and for what takes long.
 
     Raises:
         AxonError: the job does not start.
@@ -30,8 +30,8 @@ def run_embedded(campaign: Campaign, tell: Tell) -> Result:
     values = None
     try:
         with job:
-            tell(f"a job of {campaign.embedded.shards} shard servers and {campaign.embedded.workers} workers trains")
-            result = Runner(campaign, job, tell).run()
+            emit(f"a job of {campaign.embedded.shards} shard servers and {campaign.embedded.workers} workers trains")
+            result = Runner(campaign, job, emit).run()
             if not result.interrupted:
                 values = _finished(job, result)
     except AxonError as error:  # a service has ended by itself, or does not end
@@ -40,7 +40,7 @@ def run_embedded(campaign: Campaign, tell: Tell) -> Result:
         result.problems.append(str(error)[:2000])
     result.samples = job.samples()
     if values is not None and result.steps:
-        tell(f"comparing with {result.steps} steps of a job that nothing happens to")
+        emit(f"comparing with {result.steps} steps of a job that nothing happens to")
         try:
             result.bits_different = bits_different(values, job.unfailed(result.steps))
         except KeyboardInterrupt:
@@ -48,12 +48,12 @@ def run_embedded(campaign: Campaign, tell: Tell) -> Result:
     return result
 
 
-def _finished(job: EmbeddedJob, result: Result) -> dict[str, object] | None:
+def _finished(job: EmbeddedJob, result: Result) -> Values | None:
     """The values at the end; None = the job did not come to one."""
     try:
         with contextlib.suppress(KeyboardInterrupt):
             result.steps, values = job.finish()
-            return dict(values)
+            return values
     except AxonError as error:
         result.problems.append(str(error)[:2000])
     finally:
@@ -63,7 +63,7 @@ def _finished(job: EmbeddedJob, result: Result) -> dict[str, object] | None:
     return None
 
 
-def run_outside(campaign: Campaign, coordinator: str, security: Security, name: str, tell: Tell) -> Result:
+def run_outside(campaign: Campaign, coordinator: str, security: Security, name: str, emit: Emit) -> Result:
     """Strike a job that runs already.
 
     Args:
@@ -71,7 +71,7 @@ def run_outside(campaign: Campaign, coordinator: str, security: Security, name: 
         coordinator: its "host:port", if the campaign names none.
         security: for a client of the coordinator.
         name: of the job; empty = the one that the coordinator runs.
-        tell: is given a line for every fault.
+        emit: is given a line for every fault.
 
     Raises:
         ConfigurationError: nobody says which job, or processes of it are not found.
@@ -84,4 +84,4 @@ def run_outside(campaign: Campaign, coordinator: str, security: Security, name: 
             'which job? Give coordinator = "host:port" in [job], --coordinator, or AXON_PS_COORDINATOR'
         )
     with RunningJob(campaign.target, address, security, name) as job:
-        return Runner(campaign, job, tell).run()
+        return Runner(campaign, job, emit).run()

@@ -15,7 +15,7 @@ from axon_ps.testing.chaos.plan import Fault, planned
 WEIGHED_EVERY: Final = 10
 _POLL_S: Final = 0.05
 
-Tell = Callable[[str], None]
+Emit = Callable[[str], None]
 
 
 class Struck(Protocol):
@@ -93,11 +93,11 @@ class Runner:
     Args:
         campaign: it.
         job: what is struck; it runs.
-        tell: is given a line for every fault.
+        emit: is given a line for every fault.
     """
 
-    def __init__(self, campaign: Campaign, job: Struck, tell: Tell) -> None:
-        self._campaign, self._job, self._tell = campaign, job, tell
+    def __init__(self, campaign: Campaign, job: Struck, emit: Emit) -> None:
+        self._campaign, self._job, self._emit = campaign, job, emit
         self.result = Result(campaign=campaign, events=Events(), began=time.monotonic())
 
     def run(self) -> Result:
@@ -134,7 +134,7 @@ class Runner:
             self.result.events.dealt.append(dealt)
         if note.startswith("WRONG"):
             self.result.problems.append(f"fault {fault.number}, {fault.name}: {note}")
-        self._tell(
+        self._emit(
             f"{fault.number}/{self._campaign.faults} {fault.name} ({target}): complete after "
             f"{complete - began:.2f} s{f'; {note}' if note else ''}"
         )
