@@ -43,7 +43,8 @@ _ROLES: Final = ("coordinator", "shard", "worker")
 _COLUMNS: Final = (
     ("kind", "kind"), ("role", "role"), ("faults", "faults"), ("detected", "told of"),
     ("detection_median_s", "detection, s"), ("next_commit_median_s", "next commit, s"),
-    ("next_commit_worst_s", "worst, s"), ("complete_median_s", "complete again, s"), ("aborted", "attempts aborted"),
+    ("next_commit_worst_s", "worst, s"), ("longest_worst_s", "longest without, s"),
+    ("complete_median_s", "complete again, s"), ("aborted", "attempts aborted"),
     ("steps_lost", "steps lost"),
 )  # fmt: skip
 _EACH: Final = (
@@ -185,7 +186,7 @@ def _waits(report: Report) -> str:
     for decade in range(int(low), int(high) + 1):
         y = (_PLOT + 40) * (high - decade) / (high - low)
         content.append(f'<line class=grid x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
-        content.append(f'<text x="{_LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{10.0**decade:g} s</text>')
+        content.append(f'<text x="{_LEFT - 8}" y="{max(y + 4, 10):.1f}" text-anchor="end">{10.0**decade:g} s</text>')
     for entry in report["timeline"]:
         if (seconds := entry["next_commit_s"]) is not None:
             power = min(high, max(low, math.log10(max(seconds, 1e-3))))
