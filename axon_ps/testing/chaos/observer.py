@@ -7,7 +7,6 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Coroutine
-from concurrent.futures import Future
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_CALL_S: Final = 5.0
+_CALL_S: Final = 8.0
 _AGAIN_S: Final = 0.05
 _END_S: Final = 5.0
 
@@ -46,7 +45,7 @@ class Observer:
         self.commits: list[Commit] = []
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="axon-ps-observer", daemon=True)
-        self._following: Future[None] | None = None
+        self._following: asyncio.Task[None] | None = None
         self._asking: OperatorClient | None = None
         self._asked = ""
         self._closed = False
@@ -54,19 +53,19 @@ class Observer:
 
     def __enter__(self) -> Observer:
         self._thread.start()
-        self._following = asyncio.run_coroutine_threadsafe(self._follow(), self._loop)
+        self._call(self._begin())
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._closed = True
-        if self._following is not None:
-            self._following.cancel()
         with contextlib.suppress(AxonError, TimeoutError):
-            self._call(self._close())
+            self._call(self._end())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(_END_S)
+        if not self._thread.is_alive():
+            self._loop.close()
 
     def status(self, timeout_s: float = 1.0) -> Status | None:
         """The job now; None = the coordinator does not answer."""
@@ -112,6 +111,16 @@ class Observer:
         if self._asking is not None:
             await self._asking.close()
             self._asking = None
+
+    async def _begin(self) -> None:
+        self._following = asyncio.ensure_future(self._follow())
+
+    async def _end(self) -> None:
+        """End what runs on the loop."""
+        if self._following is not None:
+            self._following.cancel()
+            await asyncio.wait([self._following], timeout=_END_S)
+        await self._close()
 
     async def _follow(self) -> None:
         while not self._closed:
