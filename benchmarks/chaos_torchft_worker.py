@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # it does not say that it exports it
 from torchft import DistributedDataParallel, Manager, Optimizer, ProcessGroupGloo
 from torchft.coordination import LighthouseServer
 
@@ -47,7 +47,7 @@ def build(width: int) -> nn.Module:
 def train(lighthouse: str, replica: int, notes: Path, begin: int, options: argparse.Namespace) -> None:
     """Train without end, on every `workers`-th batch from `begin` on."""
     torch.set_num_threads(1)
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     plain = build(options.width)
     sgd = torch.optim.SGD(plain.parameters(), lr=0.01, momentum=0.9)
 
