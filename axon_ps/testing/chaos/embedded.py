@@ -46,6 +46,9 @@ _START_S: Final = 60.0
 _MOMENT_S: Final = 0.7
 _END_S: Final = 60.0
 _LAST_STEPS: Final = 20
+_STEP_S: Final = 1.0
+"""The longest that a step of the job takes that nothing happens to."""
+
 _POLL_S: Final = 0.03
 _RESTORE_S: Final = 15.0
 
@@ -401,9 +404,11 @@ class EmbeddedJob:
 
     def unfailed(self, version: int) -> Values:
         """The values of the same job that nothing happens to, at a version. Other processes should have ended."""
-        recipe = dataclasses.replace(self._recipe, pause_s=0.0)
-        arguments = (recipe, version)
-        return run_threads(training.undisturbed, self._options.workers, args=arguments, shards=self._options.shards)[0]
+        recipe, options = dataclasses.replace(self._recipe, pause_s=0.0), self._options
+        limit_s = _START_S + _STEP_S * version
+        return run_threads(
+            training.undisturbed, options.workers, args=(recipe, version), shards=options.shards, timeout_s=limit_s
+        )[0]
 
 
 @contextlib.contextmanager

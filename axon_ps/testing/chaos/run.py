@@ -45,6 +45,8 @@ def run_embedded(campaign: Campaign, emit: Emit) -> Result:
             result.bits_different = bits_different(values, job.unfailed(result.steps))
         except KeyboardInterrupt:
             result.stopped, result.interrupted = "it was interrupted", True
+        except AxonError as error:
+            result.problems.append(f"the job that nothing happens to: {error}")
     return result
 
 
