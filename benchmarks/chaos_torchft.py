@@ -40,10 +40,14 @@ class Peer:
     Args:
         python: the Python that has torchft.
         directory: for notes and logs.
+
+    Attributes:
+        restarts: workers that were started again because they had ended by themselves.
     """
 
     def __init__(self, python: str, directory: Path) -> None:
         self._python, self._directory = python, directory
+        self.restarts = 0
         self._log = open(directory / "log", "wb")  # noqa: SIM115  # closed with the processes that write to it
         self._lighthouse = self._start("--serve", str(LEASE_S), stdout=subprocess.PIPE)
         assert self._lighthouse.stdout is not None
@@ -80,8 +84,16 @@ class Peer:
         while time.monotonic() < deadline:
             if after := [at for at in self.commits(of) if at > since]:
                 return after[0]
+            self._start_again()
             time.sleep(0.02)
         raise RuntimeError(f"no step of {of} workers within {LONGEST_S:g} s:\n{self._tail()}")
+
+    def _start_again(self) -> None:
+        """Start workers again that have ended by themselves, as a launcher does."""
+        for replica, process in enumerate(self._workers):
+            if process.poll() is not None:
+                self.restarts += 1
+                self._workers[replica] = self._worker(replica)
 
     def _tail(self) -> str:
         return (self._directory / "log").read_text(encoding="utf-8", errors="replace")[-3000:]
@@ -133,7 +145,7 @@ def torchft(python: str, kills: int, seed: int) -> Row:
             peer.close()
         used, lost, doubled = peer.samples()
     return row("torchft 0.2", [a for a, _ in waits], [b for _, b in waits]) | {
-        "samples_used": used, "samples_lost": lost, "samples_doubled": doubled,
+        "samples_used": used, "samples_lost": lost, "samples_doubled": doubled, "ended_by_themselves": peer.restarts,
     }  # fmt: skip
 
 
@@ -152,6 +164,7 @@ def ours(kills: int, seed: int) -> Row:
         "samples_used": result.samples.used,
         "samples_lost": result.samples.lost,
         "samples_doubled": result.samples.doubled,
+        "ended_by_themselves": len(result.events.ends),
     }
 
 
