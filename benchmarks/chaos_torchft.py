@@ -159,7 +159,9 @@ def ours(kills: int, seed: int) -> Row:
     if result.problems or result.samples is None:
         raise SystemExit("; ".join(result.problems))
     waits = [o.next_commit_s for o in result.outcomes if o.next_commit_s is not None]
-    complete = [o.complete_s for o in result.outcomes if o.complete_s is not None]
+    commits = [commit.at for commit in result.events.commits]
+    ends = [(d.began, next((at for at in commits if at > d.complete), d.complete)) for d in result.events.dealt]
+    complete = [end - began for began, end in ends]
     return row("axon_ps, a standby", waits, complete) | {
         "samples_used": result.samples.used,
         "samples_lost": result.samples.lost,
