@@ -21,8 +21,9 @@ ALL_KILLED_ARGS ?=
 FAILOVER_ARGS ?=
 COMPOSE_ARGS ?=
 FUZZ_ARGS ?=
+CHAOS_ARGS ?=
 
-.PHONY: help setup demo test house gpu soak simulate simulate-record planted fuzz pages faults faults-sample flips all-killed failover loaders launchers subscribers observability integrations compose rolling-update dist torch-suite torch-range check lint audit locks format proto proto-drift bench docs clean
+.PHONY: help setup demo test house gpu soak simulate simulate-record planted fuzz pages faults faults-sample flips all-killed failover chaos loaders launchers subscribers observability integrations compose rolling-update dist torch-suite torch-range check lint audit locks format proto proto-drift bench docs clean
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -59,6 +60,9 @@ soak: $(INSTALLED) ## 2,000 random faults on one job; 200 kills of ranks that sh
 	$(BIN)/python tests/faults/fault_soak.py $(SOAK_ARGS)
 	$(BIN)/python tests/faults/shm_kills.py
 	$(BIN)/python tests/faults/group_soak.py
+
+chaos: $(INSTALLED) ## 2,000 faults of every kind over all roles of one job, compared bit by bit with an undisturbed one; CHAOS_ARGS="--faults 100"
+	$(BIN)/python benchmarks/chaos.py $(CHAOS_ARGS)
 
 simulate: $(INSTALLED) ## a job under random faults in virtual time, the real services; SIMULATE_ARGS="--seeds 0:1000", --trace
 	$(BIN)/python tests/simulation/simulate.py $(SIMULATE_ARGS)

@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 
 from axon_ps import __version__
-from axon_ps.cli import auth, checkpoint, operate, serve, status
+from axon_ps.cli import auth, chaos, checkpoint, operate, serve, status
 from axon_ps.cli.launch import run
 from axon_ps.cli.options import Commands, leave
 from axon_ps.cli.terminal import logs, top, trace
@@ -40,6 +40,7 @@ app.command()(operate.drain)
 app.command()(operate.release)
 app.add_typer(checkpoint.app, name="checkpoint")
 app.add_typer(auth.app, name="auth")
+app.add_typer(chaos.app, name="chaos")
 app.command()(status.health)
 app.command()(status.doctor)
 

@@ -238,6 +238,32 @@ def open_file(store: FileStore, name: str) -> Iterator[SafetensorsReader]:
         raise CheckpointCorrupt(f"{store.uri} lacks the file {name}, which its manifest names") from error
 
 
+def check_size(store: FileStore, entry: FileEntry) -> None:
+    """Compare a file's size with its manifest.
+
+    Raises:
+        CheckpointCorrupt: it is missing, or of another size.
+        CheckpointError: it could not be opened.
+    """
+    with _checked(store, entry):
+        pass
+
+
+@contextlib.contextmanager
+def _checked(store: FileStore, entry: FileEntry) -> Iterator[OpenFile]:
+    """A file of the right size, opened."""
+    try:
+        with store.open(entry.name) as source:
+            if source.size != entry.bytes:
+                raise CheckpointCorrupt(
+                    f"{store.uri}/{entry.name} has {source.size} bytes; the manifest says {entry.bytes}: it is "
+                    "truncated or was replaced"
+                )
+            yield source
+    except CheckpointNotFound as error:
+        raise CheckpointCorrupt(f"{store.uri} lacks the file {entry.name}, which its manifest names") from error
+
+
 def check_file(store: FileStore, entry: FileEntry, throttle: Throttle = UNTHROTTLED, work: Work | None = None) -> None:
     """Compare a file with its manifest; `work` is advanced by what was read.
 
@@ -246,21 +272,13 @@ def check_file(store: FileStore, entry: FileEntry, throttle: Throttle = UNTHROTT
         CheckpointError: it could not be read.
     """
     digest = hashlib.sha256()
-    try:
-        with store.open(entry.name) as source:
-            if source.size != entry.bytes:
-                raise CheckpointCorrupt(
-                    f"{store.uri}/{entry.name} has {source.size} bytes; the manifest says {entry.bytes}: it is "
-                    "truncated or was replaced"
-                )
-            for begin in range(0, source.size, BLOCK_BYTES):
-                began_s = time.monotonic()
-                digest.update(block := source.read(begin, BLOCK_BYTES))
-                if work is not None:
-                    work.advance(len(block))
-                throttle.rest(time.monotonic() - began_s)
-    except CheckpointNotFound as error:
-        raise CheckpointCorrupt(f"{store.uri} lacks the file {entry.name}, which its manifest names") from error
+    with _checked(store, entry) as source:
+        for begin in range(0, source.size, BLOCK_BYTES):
+            began_s = time.monotonic()
+            digest.update(block := source.read(begin, BLOCK_BYTES))
+            if work is not None:
+                work.advance(len(block))
+            throttle.rest(time.monotonic() - began_s)
     if digest.hexdigest() != entry.sha256:
         raise CheckpointCorrupt(
             f"{store.uri}/{entry.name} has SHA-256 {digest.hexdigest()}; the manifest says {entry.sha256}: "

@@ -26,7 +26,7 @@ from axon_ps.host.priority import UNTHROTTLED, Throttle
 from axon_ps.observe.work import Work
 from axon_ps.sharding.layout import Layout
 from axon_ps.sharding.plan import Plan, PlanOptions, Slice, make_plan
-from axon_ps.storage.checkpoint import FileEntry, check_file
+from axon_ps.storage.checkpoint import FileEntry, check_file, check_size
 from axon_ps.storage.files import FileStore, open_store
 from axon_ps.storage.signature import check_signature, key_in_use
 from axon_ps.types import OptimizerSpec
@@ -252,6 +252,18 @@ def verify(uri: str, throttle: Throttle = UNTHROTTLED, work: Work | None = None)
     return manifest
 
 
+def check_sizes(manifest: Manifest) -> None:
+    """Look whether every file of a checkpoint is there and as long as it should be, without reading it.
+
+    Raises:
+        CheckpointCorrupt: one is missing, or of another size.
+        CheckpointError: one could not be opened.
+    """
+    store = open_store(manifest.uri)
+    for entry in manifest.all_files:
+        check_size(store, entry)
+
+
 def _read(store: FileStore) -> Manifest:
     path = f"{store.uri}/{MANIFEST_NAME}"
     with store.open(MANIFEST_NAME) as source:
@@ -346,6 +358,7 @@ __all__ = [
     "MANIFEST_NAME",
     "FileEntry",
     "Manifest",
+    "check_sizes",
     "file_prefix",
     "list_checkpoints",
     "read_manifest",

@@ -462,6 +462,8 @@ def answer_orders(shard: Member, *, error: AxonError | None = None) -> Callable[
                 shard.snapshot_report(order.id, error=error)
             else:
                 name = f"shard-00000-of-00001-{order.id}.safetensors"
+                Path(order.uri).mkdir(parents=True, exist_ok=True)
+                (Path(order.uri) / name).write_bytes(bytes(100))
                 shard.snapshot_report(order.id, (SnapshotFile(name=name, sha256="0" * 64, bytes=100),))
         for restore in shard.received(RestoreOrder)[answered[1] :]:
             answered[1] += 1

@@ -80,6 +80,23 @@ def find(uri: str, specs: Mapping[str, JobSpec], wanted: Sequence[str] = ()) -> 
     return Found(resumes=tuple(resumes), info=dataclasses.replace(info, version=resumes[0].version) if wanted else info)
 
 
+def find_complete(uri: str, specs: Mapping[str, JobSpec], wanted: Sequence[str] = ()) -> Found:
+    """Like `find`, and every file is there and as long as the manifest says: servers overwrite what they have with it.
+
+    What a file contains each server checks that needs it.
+
+    Raises:
+        CheckpointNotFound: there is none.
+        CheckpointCorrupt: it is not a manifest of ours, or a file is missing or truncated.
+        InvalidRequest: it was saved from other models.
+    """
+    from axon_ps.storage.manifest import check_sizes, read_manifest
+
+    found = find(uri, specs, wanted)
+    check_sizes(read_manifest(found.info.uri))
+    return found
+
+
 def begin(uri: str, specs: Mapping[str, JobSpec], name: str) -> Resume | None:
     """What the model `name` begins with, in a job that resumes from the checkpoint at `uri`; None: its own values.
 

@@ -317,7 +317,7 @@ class CoordinatorServicer:
     async def restore_checkpoint(
         self, request: coordinator_pb2.RestoreCheckpointRequest, context: Any
     ) -> coordinator_pb2.CheckpointReply:
-        """Read the manifest, then have the servers load their slices, or take what a worker uploads."""
+        """Read the manifest, look for its files, then have the servers load their slices, or take what is uploaded."""
         state = self._shell.state
         state.callers.check_takes_away(self._caller(request.context))
         uri = codec.name_from_proto(request.uri, "the checkpoint's URI")
@@ -328,7 +328,7 @@ class CoordinatorServicer:
                 raise InvalidRequest(f"one model is replaced at a time, by its name; {len(request.models)} are named")
             name = request.models[0]
             return _checkpoint(await self._shell.call(lambda call: state.replace(call, self._shell.now(), name)))
-        found = await asyncio.to_thread(manifests.find, uri, state.specs, tuple(request.models))
+        found = await asyncio.to_thread(manifests.find_complete, uri, state.specs, tuple(request.models))
         await self._shell.call(lambda call: state.restore(call, found.resumes, self._shell.now()))
         return _checkpoint(found.info)
 

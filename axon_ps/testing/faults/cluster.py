@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from axon_ps.errors import AxonError, InvalidRequest, Misuse
 from axon_ps.host.children import Child
 from axon_ps.testing.cluster import COORDINATOR, LocalCluster
-from axon_ps.testing.faults import injector, stacks, trimming
+from axon_ps.testing.faults import clock_jumps, injector, stacks, trimming
+from axon_ps.testing.faults.clock_jumps import Clocks
 from axon_ps.testing.faults.injector import Moments
 from axon_ps.testing.faults.proxy import Disturbance, Proxies, TcpProxy
 from axon_ps.testing.fork_server import run_command
@@ -43,11 +44,15 @@ class FaultyCluster(LocalCluster):
     """A `LocalCluster` for faults. Its workers are functions, in forks; `preloaded` must be entered.
 
     Args:
-        shards, world_size, min_workers, lease_s, environment: as for `LocalCluster`.
+        shards, world_size, min_workers, lease_s, environment, replication: as for `LocalCluster`.
+        checkpoint_dir, checkpoint_every, checkpoint_limit: likewise.
         shard_nodes: the node of each shard server; () = this host's name.
+        shard_environment: further variables for the shard servers.
+        state_dir: where the coordinator's state is; None = in the cluster's own directory.
 
     Attributes:
         moments: arms moments, and waits for processes that stop there.
+        clocks: has the wall clocks of processes jump.
     """
 
     def __init__(
@@ -60,6 +65,11 @@ class FaultyCluster(LocalCluster):
         environment: Mapping[str, str] | None = None,
         shard_nodes: Sequence[str] = (),
         replication: int = 0,
+        checkpoint_dir: str | Path = "",
+        checkpoint_every: str = "",
+        checkpoint_limit: int = 3,
+        shard_environment: Mapping[str, str] | None = None,
+        state_dir: Path | None = None,
     ) -> None:
         super().__init__(
             shards,
@@ -69,11 +79,18 @@ class FaultyCluster(LocalCluster):
             environment={"AXON_PS_DEBUGGABLE": "1", **(environment or {})},  # we look at their sockets
             durable=True,
             replication=replication,
+            checkpoint_dir=checkpoint_dir,
+            checkpoint_every=checkpoint_every,
+            checkpoint_limit=checkpoint_limit,
         )
-        self._nodes = [{"AXON_PS_NODE": node} for node in shard_nodes] or [{}] * shards
+        own = [{"AXON_PS_NODE": node} for node in shard_nodes] or [{}] * shards
+        self._nodes = [{**node, **(shard_environment or {})} for node in own]
+        self._state_dir = state_dir
+        self._numbers = 0
         self._slots: dict[int, int] = {}  # by process id
         self._forks: list[WorkerProcess] = []
-        self._proxies = Proxies(lambda: tuple(self._slots))
+        self._running: frozenset[int] = frozenset()  # those that ended since the last start may be in it
+        self._proxies = Proxies(lambda: self._running)
 
     def __enter__(self) -> FaultyCluster:
         """Start proxies, coordinator and shard servers.
@@ -83,6 +100,7 @@ class FaultyCluster(LocalCluster):
         """
         self._make_directory()
         self.moments = Moments(self.directory)
+        self.clocks = Clocks(self.directory)
         self._proxies.__enter__()
         self._to_coordinator = self._proxies.open()
         self._to_shards = [self._proxies.open() for _ in range(self._num_shards)]
@@ -125,8 +143,7 @@ class FaultyCluster(LocalCluster):
 
     def begin_command(self, *argv: str) -> WorkerProcess:
         """Start `axon-ps ARGV` for this cluster's coordinator, without its proxy: an operator has another network."""
-        host, port = self._to_coordinator.upstream or ("127.0.0.1", 1)
-        environment = self._common_environment() | {"AXON_PS_COORDINATOR": f"{host}:{port}"}
+        environment = self._common_environment() | {"AXON_PS_COORDINATOR": self.operator_address}
         return self._fork(argv[0], environment, _run_command, list(argv), None)
 
     def command(self, *argv: str, timeout_s: float = _COMMAND_S) -> str:
@@ -173,6 +190,20 @@ class FaultyCluster(LocalCluster):
         for proxy in (self._to_coordinator, *self._to_shards):
             proxy.disturb(what, None if proxy is own else {process.pid})
 
+    def partition(self, what: Disturbance, side: Collection[Child]) -> None:
+        """Disturb all connections between the processes of one side and all others, in both directions."""
+        inside = {process.pid for process in side}
+        outside = self._running - inside
+        for service in (*self._coordinators, *self._shards):
+            if (proxy := self._proxy_of(service)) is not None:
+                proxy.disturb(what, outside if service.pid in inside else inside)
+
+    @property
+    def operator_address(self) -> str:
+        """Where the coordinator listens, without its proxy: an operator has another network."""
+        host, port = self._to_coordinator.upstream or ("127.0.0.1", 1)
+        return f"{host}:{port}"
+
     def restart(self, role: Role | str, index: int = 0) -> None:
         """Restart a service that was killed, behind the same address.
 
@@ -200,7 +231,7 @@ class FaultyCluster(LocalCluster):
         return self._to_shards[self._shards.index(process)] if process in self._shards else None
 
     def _begin_coordinator(self) -> None:
-        state = str(self.directory / "coordinator.sqlite")
+        state = str((self._state_dir or self.directory) / "coordinator.sqlite")
         coordinator = self._service(
             COORDINATOR, ["coordinator", *self._coordinator_options, "--port", "0", "--state", state], {}
         )
@@ -238,7 +269,8 @@ class FaultyCluster(LocalCluster):
     def _fork(
         self, name: str, environment: Mapping[str, str], call: Callable[..., object], *args: Any, rank: int = -1
     ) -> WorkerProcess:
-        slot = len(self._slots)
+        slot = self._numbers
+        self._numbers += 1
         process = WorkerProcess(
             rank,
             call,
@@ -250,6 +282,7 @@ class FaultyCluster(LocalCluster):
         process.process.name = name
         self._slots[process.process.pid] = slot
         self._forks.append(process)
+        self._running = frozenset(f.process.pid for f in self._forks if f.process.exit_code is None)
         return process
 
     def _end_all(self) -> tuple[list[str], str]:
@@ -259,12 +292,14 @@ class FaultyCluster(LocalCluster):
         ended = super()._end_all()
         self._proxies.__exit__(None, None, None)
         self.moments.close()
+        self.clocks.close()
         return ended
 
 
 def _run_worker(directory: Path, slot: int, target: Target, args: tuple[Any, ...]) -> object:
     """In the fork: run a worker's function."""
     injector.install(directory, slot)
+    clock_jumps.install(directory, slot)
     stacks.install()
     trimming.install()
     return target.load()(*args)
@@ -273,6 +308,7 @@ def _run_worker(directory: Path, slot: int, target: Target, args: tuple[Any, ...
 def _run_command(directory: Path, slot: int, argv: list[str], ready: Path | None) -> int:
     """In the fork: run the command line, as `python -m` does; returns its exit code."""
     injector.install(directory, slot)
+    clock_jumps.install(directory, slot)
     stacks.install()
     trimming.install()
     if ready is not None:

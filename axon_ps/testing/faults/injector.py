@@ -26,7 +26,7 @@ from axon_ps.observe.moments import Moment
 MAX_STOP_S = 30.0
 """The longest time that a process stops, in seconds."""
 
-MAX_PROCESSES = 512
+MAX_PROCESSES = 1 << 14
 
 _RECORD = struct.Struct("<BBxx")  # moment, from which version on
 _HIT = struct.Struct("<iiii")  # slot, process id, moment, version

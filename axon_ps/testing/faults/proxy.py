@@ -37,6 +37,7 @@ class Kind(Enum):
     BLACK_HOLE = "black hole"  # nothing arrives for a time, then everything does
     DELAY = "delay"  # what is sent within a time arrives that much later
     RESETS = "resets"  # reset, and every new connection again, for a time
+    SLOW = "slow"  # so many bytes a second, in each direction of a connection, for a time
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,13 +46,15 @@ class Disturbance:
 
     Attributes:
         kind: its kind.
-        seconds: duration of the silence, the delay or the resets; 0 for what happens once.
+        seconds: duration of the silence, the delay, the resets or the slow link; 0 for what happens once.
         every_s: RESETS: the interval.
+        bytes_per_s: SLOW: the rate.
     """
 
     kind: Kind
     seconds: float = 0.0
     every_s: float = 0.1
+    bytes_per_s: float = 1e6
 
     @property
     def heals_after_s(self) -> float:
@@ -72,7 +75,15 @@ class _Rule:
         ends = self.began + self.what.seconds
         if self.what.kind is Kind.BLACK_HOLE:
             return ends
-        return read_at + self.what.seconds if self.began <= read_at < ends else read_at
+        if self.what.kind is Kind.DELAY and self.began <= read_at < ends:
+            return read_at + self.what.seconds
+        return read_at
+
+    def pause_s(self, count: int) -> float:
+        """How long so many bytes take."""
+        if self.what.kind is not Kind.SLOW:
+            return 0.0
+        return min(count / self.what.bytes_per_s, max(0.0, self.began + self.what.seconds - time.monotonic()))
 
 
 class _Connection:
@@ -146,6 +157,8 @@ class _Connection:
                 sink.shutdown(socket.SHUT_WR)
                 return
             await loop.sock_sendall(sink, data)
+            if (pause_s := self.proxy.pause_s(self, len(data))) > 0:
+                await asyncio.sleep(pause_s)
 
 
 def _close(end: socket.socket, *, reset: bool) -> None:
@@ -231,8 +244,12 @@ class TcpProxy:
                 due = max(due, rule.due(read_at))
         return due
 
+    def pause_s(self, connection: _Connection, count: int) -> float:
+        """How long a connection is busy with so many bytes."""
+        return max((r.pause_s(count) for r in self._rules if connection.matches(r.clients)), default=0.0)
+
     async def _disturb(self, what: Disturbance, clients: Collection[int] | None) -> None:
-        if what.kind in (Kind.BLACK_HOLE, Kind.DELAY):
+        if what.kind in (Kind.BLACK_HOLE, Kind.DELAY, Kind.SLOW):
             rule = _Rule(what, clients, time.monotonic())
             self._rules.append(rule)
             self._loop.call_later(what.heals_after_s + 0.1, self._rules.remove, rule)

@@ -19,6 +19,7 @@ from axon_ps.storage.manifest import (
     FORMAT_VERSION,
     MANIFEST_NAME,
     Manifest,
+    check_sizes,
     file_prefix,
     list_checkpoints,
     read_manifest,
@@ -134,11 +135,13 @@ def test_damage_is_named(tmp_path: Path) -> None:
     with pytest.raises(CheckpointCorrupt, match=f"{entry.name} has SHA-256"):
         verify(uri)
     (tmp_path / entry.name).write_bytes(b"conten")
-    with pytest.raises(CheckpointCorrupt, match="has 6 bytes; the manifest says 7"):
-        verify(uri)
+    for check in (verify, lambda uri: check_sizes(read_manifest(uri))):
+        with pytest.raises(CheckpointCorrupt, match="has 6 bytes; the manifest says 7"):
+            check(uri)
     (tmp_path / entry.name).unlink()
-    with pytest.raises(CheckpointCorrupt, match=f"lacks the file {entry.name}"):
-        verify(uri)
+    for check in (verify, lambda uri: check_sizes(read_manifest(uri))):
+        with pytest.raises(CheckpointCorrupt, match=f"lacks the file {entry.name}"):
+            check(uri)
 
 
 @pytest.mark.parametrize(

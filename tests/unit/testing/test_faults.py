@@ -18,7 +18,8 @@ from axon_ps.errors import InvalidRequest
 from axon_ps.observe import moments
 from axon_ps.observe.moments import Moment, reached
 from axon_ps.testing.faults import Moments, Proxies, TcpProxy, stacks
-from axon_ps.testing.faults.injector import Injector
+from axon_ps.testing.faults.clock_jumps import Clocks
+from axon_ps.testing.faults.injector import MAX_PROCESSES, Injector
 from axon_ps.testing.faults.proxy import Disturbance, Kind, owner_of
 
 
@@ -66,6 +67,40 @@ def test_after_a_half_close_the_server_sees_the_end_and_may_still_send(ends: End
     ends.client.sendall(b"lost")
     ends.server.sendall(b"heard")
     assert ends.client.recv(5) == b"heard"
+
+
+def test_a_slow_link_passes_so_many_bytes_a_second(ends: Ends) -> None:
+    began = time.monotonic()
+    ends.proxy.disturb(Disturbance(kind=Kind.SLOW, seconds=5.0, bytes_per_s=1e6), {os.getpid()})
+    ends.client.sendall(b"s" * 200_000 + b"!")
+    received = b""
+    while not received.endswith(b"!"):
+        received += ends.server.recv(1 << 16)
+    assert time.monotonic() - began >= 0.1
+    assert len(received) == 200_001
+
+
+def test_a_wall_clock_jumps_and_a_monotonic_one_does_not(tmp_path: Path) -> None:
+    code = (
+        "import sys, time; from pathlib import Path; from axon_ps.testing.faults import clock_jumps\n"
+        "clock_jumps.install(Path(sys.argv[1]), 3)\n"
+        "for _ in sys.stdin: print(time.time(), time.monotonic(), flush=True)"
+    )
+    clocks = Clocks(tmp_path)
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        for jump_s in (0.0, 3600.0, -3600.0):
+            clocks.jump(3, jump_s)
+            process.stdin.write("\n")
+            process.stdin.flush()
+            wall, monotonic = map(float, process.stdout.readline().split())
+            assert wall - time.time() == pytest.approx(jump_s, abs=5.0)
+            assert monotonic == pytest.approx(time.monotonic(), abs=5.0)
+    with pytest.raises(InvalidRequest, match="must be below"):
+        clocks.jump(1 << 20, 1.0)
+    clocks.close()
 
 
 @pytest.mark.parametrize("kind", [Kind.BLACK_HOLE, Kind.DELAY])
@@ -140,8 +175,8 @@ def test_a_process_goes_on_when_the_test_is_gone(injected: Moments, tmp_path: Pa
 
 
 def test_what_does_not_fit_the_table_is_refused(injected: Moments) -> None:
-    with pytest.raises(InvalidRequest, match="slot 512 and version 0"):
-        injected.arm(512, Moment.GATHER)
+    with pytest.raises(InvalidRequest, match=f"slot {MAX_PROCESSES} and version 0"):
+        injected.arm(MAX_PROCESSES, Moment.GATHER)
     with pytest.raises(InvalidRequest, match="slot 0 and version 256"):
         injected.arm(0, Moment.GATHER, version=256)
 

@@ -1,0 +1,333 @@
+"""A campaign: which faults, how often, against what. Read from a TOML file; pure but for the reading."""
+
+from __future__ import annotations
+
+import dataclasses
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+from axon_ps.errors import ConfigurationError
+
+T = TypeVar("T")
+
+
+class Kind(Enum):
+    """The kinds of faults."""
+
+    KILL = "kill"  # SIGKILL; a successor is started
+    FREEZE = "freeze"  # SIGSTOP for a while
+    RESET = "reset"  # all connections of a process are reset
+    BLACK_HOLE = "black_hole"  # nothing that a process sends or is sent arrives for a while, then all of it
+    DELAY = "delay"  # everything arrives so much later for a while
+    SLOW_LINK = "slow_link"  # so many bytes a second, in each direction of a connection, for a while
+    PARTITION = "partition"  # some members cannot reach the others for a while
+    FULL_DISK = "full_disk"  # the disk of the coordinator's state, or of the checkpoints, is full for a while
+    CLOCK_JUMP = "clock_jump"  # a process's wall clock jumps, and back when the fault is over
+    BIT_FLIP = "bit_flip"  # a bit in a shard server's memory
+    TRUNCATED_FILE = "truncated_file"  # a file of the newest checkpoint is cut, and that is to be restored
+
+
+ROLES: Final = ("coordinator", "shard", "worker")
+
+POSSIBLE: Final[Mapping[Kind, tuple[str, ...]]] = dict.fromkeys(Kind, ROLES) | {
+    Kind.PARTITION: ("shard", "worker"),
+    Kind.FULL_DISK: ("coordinator", "shard"),
+    Kind.BIT_FLIP: ("shard",),
+    Kind.TRUNCATED_FILE: ("coordinator", "shard"),
+}
+"""Which roles a kind can strike. A full disk: of the coordinator's state; of the shard servers' checkpoints. A
+truncated file: the manifest, which the coordinator reads; what a shard server wrote."""
+
+FROM_OUTSIDE: Final = (Kind.KILL, Kind.FREEZE, Kind.TRUNCATED_FILE)
+"""The kinds that a job can be struck with that somebody else has started."""
+
+LASTING: Final = (Kind.FREEZE, Kind.BLACK_HOLE, Kind.DELAY, Kind.SLOW_LINK, Kind.PARTITION, Kind.FULL_DISK)
+
+
+@dataclass(frozen=True, kw_only=True)
+class KindOptions:
+    """How often a kind happens, and how.
+
+    Attributes:
+        weight: how often, beside the others.
+        roles: whom it strikes, in the same measure.
+        seconds: how long it lasts; one of these each time.
+        jump_s: clock_jump: how far; one of these each time.
+        bytes_per_s: slow_link: the rate.
+    """
+
+    weight: float = 1.0
+    roles: tuple[str, ...] = ()
+    seconds: tuple[float, ...] = (0.3,)
+    jump_s: tuple[float, ...] = (-3600.0, 3600.0)
+    bytes_per_s: float = 1e6
+
+
+@dataclass(frozen=True, kw_only=True)
+class Embedded:
+    """A job of this machine, started for the campaign.
+
+    Attributes:
+        shards: shard servers.
+        workers: workers; no step is made with fewer.
+        standbys: further ones, which take the places of those that are lost.
+        replication: how many shard servers hold each slice.
+        lease_s: how long the silence of a member is tolerated.
+        parameters: of the model, about.
+        samples: of the data set; a multiple of `batch`.
+        batch: samples of a step.
+        pause_s: what a worker waits between steps, so that a campaign of an hour has not too many.
+        checkpoint_every: how often the job writes a checkpoint.
+        spared_from: from this part of the faults on the coordinator, a shard server and a worker are not killed: so
+            their memory tells something.
+        disk: an empty directory of a small file system, which a full disk fills; empty = one is mounted, by root.
+    """
+
+    shards: int = 3
+    workers: int = 2
+    standbys: int = 1
+    replication: int = 2
+    lease_s: float = 1.0
+    parameters: int = 100_000
+    samples: int = 4096
+    batch: int = 16
+    pause_s: float = 0.08
+    checkpoint_every: str = "5s"
+    spared_from: float = 0.5
+    disk: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """A job that runs already.
+
+    Attributes:
+        coordinator: its "host:port"; empty = that of --coordinator or AXON_PS_COORDINATOR.
+        pid_files: by role, files that hold a process id each; they are read again before every fault. What is named by
+            none is found by the address it listens on, if that is on this host; workers listen on none.
+        checkpoint_dir: where the job writes checkpoints, for `truncated_file`.
+    """
+
+    coordinator: str = ""
+    pid_files: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    checkpoint_dir: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Campaign:
+    """What a campaign file holds.
+
+    Attributes:
+        seed: of everything that is chosen.
+        faults: how many.
+        quiet_s: how long the job is left in peace between a fault and the next, once it is complete again and commits.
+        patience_s: how long it may take to be complete again, from when a fault is over; then the campaign ends.
+        at_most_s: how long all of it may take; then no further fault is dealt.
+        moments: the part of the faults that strike at an exact moment of a step; the others strike whenever they do.
+        kinds: which, and how often.
+        target: what is struck.
+    """
+
+    seed: int = 1
+    faults: int = 100
+    quiet_s: float = 0.1
+    patience_s: float = 60.0
+    at_most_s: float = 3600.0
+    moments: float = 0.5
+    kinds: Mapping[Kind, KindOptions] = field(default_factory=dict)
+    target: Embedded | Job = field(default_factory=Embedded)
+
+    @property
+    def embedded(self) -> Embedded:
+        """The job of the campaign's own.
+
+        Raises:
+            ConfigurationError: it strikes another.
+        """
+        if isinstance(self.target, Job):
+            raise ConfigurationError("this campaign strikes a running job; give it [embedded] instead of [job]")
+        return self.target
+
+
+def load(path: Path) -> Campaign:
+    """Read a campaign file.
+
+    Raises:
+        ConfigurationError: it is not there, is no TOML, or holds what cannot be.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigurationError(f"campaign {str(path)!r} cannot be read ({error}); give the path of a file") from error
+    return parse(text, str(path))
+
+
+def parse(text: str, name: str) -> Campaign:
+    """The campaign of a file's text.
+
+    Args:
+        text: TOML.
+        name: of the file, for messages.
+
+    Raises:
+        ConfigurationError: it is no TOML, or holds what cannot be.
+    """
+    try:
+        content = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigurationError(f"campaign {name!r} is no TOML: {error}") from error
+    where = f"campaign {name!r}"
+    tables = {key: content.pop(key, None) for key in ("kinds", "embedded", "job")}
+    if tables["embedded"] is not None and tables["job"] is not None:
+        raise ConfigurationError(f"{where} has [embedded] and [job]; it strikes one of them: remove the other table")
+    target: Embedded | Job
+    if tables["job"] is not None:
+        target = _made(Job, tables["job"], f"{where}, [job]")
+    else:
+        target = _made(Embedded, tables["embedded"] or {}, f"{where}, [embedded]")
+    campaign = dataclasses.replace(_made(Campaign, content, where), kinds=_kinds(tables["kinds"], where), target=target)
+    _check(campaign, where)
+    return campaign
+
+
+def _kinds(table: Any, where: str) -> dict[Kind, KindOptions]:
+    if not isinstance(table, dict) or not table:
+        raise ConfigurationError(f"{where} names no kind of fault; give at least one table, such as [kinds.kill]")
+    kinds = {}
+    for name, options in table.items():
+        if name not in {kind.value for kind in Kind}:
+            known = ", ".join(kind.value for kind in Kind)
+            raise ConfigurationError(f"{where}: there is no kind {name!r}; use one of {known}")
+        kind = Kind(name)
+        found = _made(KindOptions, options, f"{where}, [kinds.{name}]")
+        roles = found.roles or POSSIBLE[kind]
+        if impossible := [role for role in roles if role not in POSSIBLE[kind]]:
+            raise ConfigurationError(
+                f"{where}, [kinds.{name}]: roles has {impossible[0]!r}, which it cannot strike; "
+                f"use of {', '.join(POSSIBLE[kind])}"
+            )
+        kinds[kind] = dataclasses.replace(found, roles=roles)
+    return kinds
+
+
+def _made(kind: type[T], table: Any, where: str) -> T:
+    """A dataclass from a table, every value checked against the type of the default."""
+    if not isinstance(table, dict):
+        raise ConfigurationError(f"{where}: {table!r} was given; it must be a table")
+    fields = {f.name: f for f in dataclasses.fields(kind)}  # type: ignore[arg-type]
+    values = {}
+    for name, value in table.items():
+        if name not in fields or name in ("kinds", "target"):
+            known = ", ".join(n for n in fields if n not in ("kinds", "target"))
+            raise ConfigurationError(f"{where}: there is no {name!r}; use of {known}")
+        values[name] = _value(fields[name].type, value, f"{where}: {name}")
+    return kind(**values)
+
+
+def _value(wanted: Any, value: Any, where: str) -> Any:
+    if wanted == "int" and type(value) is int:
+        return value
+    if wanted == "float" and _is_number(value):
+        return float(value)
+    if wanted == "str" and isinstance(value, str):
+        return value
+    if wanted == "tuple[float, ...]":
+        numbers = value if isinstance(value, list) else [value]
+        if numbers and all(map(_is_number, numbers)):
+            return tuple(map(float, numbers))
+    if wanted == "tuple[str, ...]" and isinstance(value, list) and all(isinstance(v, str) for v in value):
+        return tuple(value)
+    if wanted.startswith("Mapping") and isinstance(value, dict):
+        return {
+            _role(role, where): _value("tuple[str, ...]", files, f"{where}.{role}") for role, files in value.items()
+        }
+    needed = {
+        "int": "a number without a fraction",
+        "float": "a number",
+        "str": "a text",
+        "tuple[float, ...]": "a number or a list of numbers",
+        "tuple[str, ...]": "a list of texts",
+    }.get(wanted, "a table with a list of files for each role")
+    raise ConfigurationError(f"{where} = {value!r} was given; it must be {needed}")
+
+
+def _role(name: str, where: str) -> str:
+    if name not in ROLES:
+        raise ConfigurationError(f"{where}: there is no role {name!r}; use of {', '.join(ROLES)}")
+    return name
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float) and abs(value) < 1e12
+
+
+def _check(campaign: Campaign, where: str) -> None:
+    """Raise what is out of range, or cannot be had together."""
+    _at_least(campaign, where, faults=1, quiet_s=0, patience_s=1, at_most_s=1, moments=0)
+    if campaign.moments > 1:
+        raise ConfigurationError(f"{where}: moments = {campaign.moments:g} was given; it is a part, from 0 to 1")
+    for kind, options in campaign.kinds.items():
+        table = f"{where}, [kinds.{kind.value}]"
+        _at_least(options, table, weight=0, bytes_per_s=1000)
+        if not all(0 < seconds <= 60 for seconds in options.seconds):
+            raise ConfigurationError(
+                f"{table}: seconds must be above 0 and at most 60 each; {options.seconds} were given"
+            )
+    if not any(options.weight for options in campaign.kinds.values()):
+        raise ConfigurationError(
+            f"{where}: every kind has the weight 0, so there is no fault; give one a weight above 0"
+        )
+    if isinstance(campaign.target, Job):
+        _check_job(campaign, campaign.target, where)
+    else:
+        _check_embedded(campaign.target, f"{where}, [embedded]")
+
+
+def _check_job(campaign: Campaign, job: Job, where: str) -> None:
+    if inside := [kind.value for kind in campaign.kinds if kind not in FROM_OUTSIDE]:
+        raise ConfigurationError(
+            f"{where}: {', '.join(inside)} cannot be had in a running job, whose connections, disks and memory are not "
+            f"the campaign's; leave {'it' if len(inside) == 1 else 'them'} out, or have the campaign start a job of "
+            "its own with [embedded]"
+        )
+    if Kind.TRUNCATED_FILE in campaign.kinds and not job.checkpoint_dir:
+        raise ConfigurationError(
+            f"{where}: truncated_file needs the job's checkpoints; give checkpoint_dir in [job], or leave it out"
+        )
+    struck = {role for k in (Kind.KILL, Kind.FREEZE) if k in campaign.kinds for role in campaign.kinds[k].roles}
+    if "worker" in struck and not job.pid_files.get("worker"):
+        raise ConfigurationError(
+            f"{where}: workers listen on no address by which they could be found; give pid_files.worker in [job], or "
+            "leave the role out of the kinds' roles"
+        )
+
+
+def _check_embedded(embedded: Embedded, where: str) -> None:
+    _at_least(
+        embedded, where, shards=2, workers=1, standbys=0, replication=1, lease_s=0.5, parameters=100, samples=1,
+        batch=1, pause_s=0, spared_from=0,
+    )  # fmt: skip
+    if embedded.samples % embedded.batch:
+        raise ConfigurationError(
+            f"{where}: samples = {embedded.samples} is no multiple of batch = {embedded.batch}, so a step would be "
+            "smaller; change one of them"
+        )
+    if embedded.batch < embedded.workers:
+        raise ConfigurationError(
+            f"{where}: batch = {embedded.batch} is less than a sample for each of {embedded.workers} workers; give more"
+        )
+    if not 2 <= embedded.replication <= embedded.shards:
+        raise ConfigurationError(
+            f"{where}: replication = {embedded.replication} was given with {embedded.shards} shard servers; it must be "
+            "at least 2, since the death of a server loses values otherwise, and no more than there are servers"
+        )
+
+
+def _at_least(of: object, where: str, **least: float) -> None:
+    for name, limit in least.items():
+        if (given := getattr(of, name)) < limit:
+            raise ConfigurationError(f"{where}: {name} = {given:g} was given; it must be at least {limit:g}")

@@ -1,0 +1,57 @@
+"""The default campaign: 2,000 faults of every kind over all roles of one job, and what they cost. `make chaos`.
+
+    python benchmarks/chaos.py [--faults 2000] [--seed 20] [--campaign examples/chaos.toml]
+
+What is compared: the samples of every committed step with those it should have had, the weights bit by bit with those
+of the same job that nothing happens to, and the memory of the processes that live long. The page beside the figures
+has every fault.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import sys
+from pathlib import Path
+
+import _report
+from axon_ps.testing.chaos import load
+from axon_ps.testing.chaos.page import page
+from axon_ps.testing.chaos.report import report
+from axon_ps.testing.chaos.run import run_embedded
+
+ROOT = Path(__file__).resolve().parents[1]
+BUILD = ROOT / "build" / "chaos"
+COLUMNS = (
+    "kind", "role", "faults", "detected", "detection_median_s", "next_commit_median_s", "next_commit_worst_s",
+    "complete_median_s", "steps_lost", "aborted",
+)  # fmt: skip
+ONLY_IN_THE_PAGE = ("timeline", "commits_per_s", "memory_mib", "by_kind")
+
+
+def main() -> int:
+    """0 when nothing was lost."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--campaign", type=Path, default=ROOT / "examples" / "chaos.toml")
+    parser.add_argument("--faults", type=int)
+    parser.add_argument("--seed", type=int)
+    options = parser.parse_args()
+    campaign = load(options.campaign)
+    campaign = dataclasses.replace(campaign, seed=campaign.seed if options.seed is None else options.seed)
+    campaign = dataclasses.replace(campaign, faults=options.faults or campaign.faults)
+    result = run_embedded(campaign, lambda line: print(line, flush=True))
+    content = report(result)
+    BUILD.mkdir(parents=True, exist_ok=True)
+    (BUILD / "chaos.json").write_text(json.dumps(content, ensure_ascii=False) + "\n", encoding="utf-8")
+    _report.table("Faults", COLUMNS, [[row[c] for c in COLUMNS] for row in content["by_kind"]])
+    facts = {name: value for name, value in content.items() if name not in ONLY_IN_THE_PAGE}
+    print(json.dumps(facts, indent=2, ensure_ascii=False))
+    _report.write("chaos", content["by_kind"], **facts, load_average=round(os.getloadavg()[0], 2))
+    (_report.RESULTS / "chaos.html").write_text(page(content), encoding="utf-8")
+    return 0 if result.is_good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
