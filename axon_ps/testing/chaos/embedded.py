@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import importlib.util
 import json
 import signal
 import time
@@ -14,7 +13,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from axon_ps.errors import AxonError, ConfigurationError
+from axon_ps.errors import AxonError
 from axon_ps.host.children import Child
 from axon_ps.observe.moments import Moment
 from axon_ps.testing.chaos import disks, training
@@ -24,7 +23,7 @@ from axon_ps.testing.chaos.figures import Attempt, Commit, Events, Samples, righ
 from axon_ps.testing.chaos.memory import resident_bytes
 from axon_ps.testing.chaos.observer import Observer
 from axon_ps.testing.chaos.plan import Fault
-from axon_ps.testing.faults import FaultyCluster, Hit
+from axon_ps.testing.faults import FaultyCluster, Hit, bit_flips
 from axon_ps.testing.faults import proxy as proxies
 from axon_ps.testing.faults.cluster import MODULES
 from axon_ps.testing.faults.proxy import Disturbance
@@ -38,8 +37,6 @@ PRELOADED: Final = (
 
 Values = training.Values
 
-BIT_FLIPS: Final = "axon_ps.testing.faults.bit_flips"
-_FLIPS_VARIABLE: Final = "AXON_PS_BIT_FLIPS"
 _STATE_DISK_BYTES: Final = 48 << 20
 _CHECKPOINT_DISK_BYTES: Final = 64 << 20
 _START_S: Final = 60.0
@@ -51,6 +48,7 @@ _STEP_S: Final = 1.0
 
 _POLL_S: Final = 0.03
 _RESTORE_S: Final = 15.0
+_FLIP_S: Final = 10.0
 
 _DISTURBANCES: Final = {
     Kind.RESET: proxies.Kind.RESET,
@@ -102,8 +100,6 @@ class EmbeddedJob:
     def _enter(self, stack: contextlib.ExitStack) -> None:
         options = self._options
         flips = Kind.BIT_FLIP in self._campaign.kinds
-        if flips and importlib.util.find_spec(BIT_FLIPS) is None:
-            raise ConfigurationError(f"bit_flip needs {BIT_FLIPS}, which is not there; leave [kinds.bit_flip] out")
         base = Path(stack.enter_context(_directory()))
         self._notes, self._flips = base / "notes", base / "flips"
         self._disks = {"coordinator": base / "state", "shard": base / "checkpoints"}
@@ -124,7 +120,9 @@ class EmbeddedJob:
                 checkpoint_every=options.checkpoint_every,
                 state_dir=self._disks["coordinator"],
                 shard_nodes=[f"shard-{rank}" for rank in range(options.shards)],
-                shard_environment={"AXON_PS_PLUGINS": BIT_FLIPS, _FLIPS_VARIABLE: str(self._flips)} if flips else {},
+                shard_environment={"AXON_PS_PLUGINS": bit_flips.__name__, bit_flips.DIRECTORY: str(self._flips)}
+                if flips
+                else {},
             )
         )
         cluster = self._cluster
@@ -308,7 +306,7 @@ class EmbeddedJob:
                 hit.release()
             return truncated(str(self._checkpoints), fault, lambda uri: self.observer.restore(uri, _RESTORE_S))
         else:
-            return self._flip(fault, process)
+            return self._flip(fault, process, hit)
         return ""
 
     def _last(self, fault: Fault, hit: Hit | None) -> None:
@@ -351,9 +349,29 @@ class EmbeddedJob:
             disks.empty(disk)
         return f"{filled >> 10} KiB were free"
 
-    def _flip(self, fault: Fault, process: Child) -> str:
-        flip = importlib.import_module(BIT_FLIPS).flip(self._flips, process.pid, fault.seed)
-        return f"bit {flip.bit} of element {flip.element} of {flip.array}, slice {flip.slice}"
+    def _flip(self, fault: Fault, process: Child, hit: Hit | None) -> str:
+        """Change a bit, and wait until it is told which: before, another fault could take the other copy."""
+        told = len(self._corruptions())
+        flipped: bit_flips.Flip | None = None
+        deadline = time.monotonic() + _FLIP_S
+        while flipped is None and time.monotonic() < deadline:
+            flipped = bit_flips.flip(self._flips, process.pid, fault.seed)
+            if hit is not None:
+                hit.release()
+            time.sleep(0.0 if flipped else _POLL_S)
+        if flipped is None:
+            return "there was nothing that a commit reads"
+        deadline = time.monotonic() + _FLIP_S
+        while len(self._corruptions()) == told and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
+        what = f"bit {flipped.bit} of element {flipped.element} of {flipped.array}, slice {flipped.slice}"
+        found = self._corruptions()[told:]
+        right = len(found) == 1 and flipped.array in found[0] and f"slice {flipped.slice}," in found[0]
+        return what if right else f"WRONG: {what}; the coordinator told {found or 'nothing'}"
+
+    def _corruptions(self) -> list[str]:
+        """The texts of corruptions that the coordinator has told of."""
+        return [sign.text for sign in list(self.observer.signs) if sign.kind == "corrupt"]
 
     # ------------------------------------------------------------------ memory, and the end
 
