@@ -105,6 +105,7 @@ class EmbeddedJob:
         if flips and importlib.util.find_spec(BIT_FLIPS) is None:
             raise ConfigurationError(f"bit_flip needs {BIT_FLIPS}, which is not there; leave [kinds.bit_flip] out")
         base = Path(stack.enter_context(_directory()))
+        self._base = str(base)
         self._notes, self._flips = base / "notes", base / "flips"
         self._disks = {"coordinator": base / "state", "shard": base / "checkpoints"}
         for directory in (self._notes, self._flips):
@@ -262,7 +263,11 @@ class EmbeddedJob:
         finally:
             if hit is not None:
                 hit.release()
-        return f"{process.name} ({process.pid})", began, note
+        return f"{process.name} ({process.pid})", began, self._without_base(note)
+
+    def _without_base(self, text: str) -> str:
+        """A text without the directory of this run."""
+        return text.replace(f"{self._base}/", "")
 
     def _process(self, role: str, index: int) -> Child:
         if role != "worker":
@@ -394,7 +399,8 @@ class EmbeddedJob:
         self.events.commits = sorted(
             (Commit(version=v, generation=g, at=at) for (v, g), at in self._commits.items()), key=lambda c: c.at
         )
-        self.events.signs = sorted(self.observer.signs, key=lambda sign: sign.at)
+        signs = (dataclasses.replace(sign, text=self._without_base(sign.text)) for sign in self.observer.signs)
+        self.events.signs = sorted(signs, key=lambda sign: sign.at)
         return self.events
 
     def samples(self) -> Samples:
