@@ -101,6 +101,7 @@ class EmbeddedJob:
         options = self._options
         flips = Kind.BIT_FLIP in self._campaign.kinds
         base = Path(stack.enter_context(_directory()))
+        self._base = str(base)
         self._notes, self._flips = base / "notes", base / "flips"
         self._disks = {"coordinator": base / "state", "shard": base / "checkpoints"}
         for directory in (self._notes, self._flips):
@@ -260,7 +261,11 @@ class EmbeddedJob:
         finally:
             if hit is not None:
                 hit.release()
-        return f"{process.name} ({process.pid})", began, note
+        return f"{process.name} ({process.pid})", began, self._without_base(note)
+
+    def _without_base(self, text: str) -> str:
+        """A text without the directory of this run."""
+        return text.replace(f"{self._base}/", "")
 
     def _process(self, role: str, index: int) -> Child:
         if role != "worker":
@@ -412,7 +417,8 @@ class EmbeddedJob:
         self.events.commits = sorted(
             (Commit(version=v, generation=g, at=at) for (v, g), at in self._commits.items()), key=lambda c: c.at
         )
-        self.events.signs = sorted(self.observer.signs, key=lambda sign: sign.at)
+        signs = (dataclasses.replace(sign, text=self._without_base(sign.text)) for sign in self.observer.signs)
+        self.events.signs = sorted(signs, key=lambda sign: sign.at)
         return self.events
 
     def samples(self) -> Samples:
