@@ -12,6 +12,7 @@ import yaml
 
 from axon_ps import plugins
 from axon_ps.cli.settings import Settings
+from axon_ps.testing.chaos import campaign
 from page import README, ROOT, Block, blocks, label, named, shell_blocks
 from parsed_commands import entry_point, understood
 
@@ -80,6 +81,8 @@ def test_a_configuration_file_is_one(page: Path, block: Block) -> None:
     given = tomllib.loads(block.text)
     if "project" in given:
         assert set(given["project"]["entry-points"]) == {plugins.ENTRY_POINTS}
+    elif page.name == "chaos.md":
+        assert campaign.parse(block.text, page.name).faults
     else:
         assert set(given) <= set(Settings.model_fields)
 

@@ -356,7 +356,7 @@ class EmbeddedJob:
 
     def _flip(self, fault: Fault, process: Child, hit: Hit | None) -> str:
         """Change a bit, and wait until it is told which: before, another fault could take the other copy."""
-        told = len(self._corruptions())
+        before = len(self._corruptions())
         flipped: bit_flips.Flip | None = None
         deadline = time.monotonic() + _FLIP_S
         while flipped is None and time.monotonic() < deadline:
@@ -367,10 +367,10 @@ class EmbeddedJob:
         if flipped is None:
             return "there was nothing that a commit reads"
         deadline = time.monotonic() + _FLIP_S
-        while len(self._corruptions()) == told and time.monotonic() < deadline:
+        while len(self._corruptions()) == before and time.monotonic() < deadline:
             time.sleep(_POLL_S)
         what = f"bit {flipped.bit} of element {flipped.element} of {flipped.array}, slice {flipped.slice}"
-        found = self._corruptions()[told:]
+        found = self._corruptions()[before:]
         right = len(found) == 1 and flipped.array in found[0] and f"slice {flipped.slice}," in found[0]
         return what if right else f"WRONG: {what}; the coordinator told {found or 'nothing'}"
 
