@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import signal
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import Final, Protocol
 
 from axon_ps.errors import AxonError
@@ -87,6 +91,27 @@ class Result:
         return not (lost or wrong or self.bits_different or self.problems or self.stopped) and flat
 
 
+@contextlib.contextmanager
+def interrupts() -> Iterator[Callable[[], bool]]:
+    """Yields whether Ctrl-C was pressed: its `KeyboardInterrupt` is lost where Python ignores exceptions, in a
+    finalizer or a callback of C code.
+    """
+    seen: list[int] = []
+
+    def interrupted(number: int, frame: FrameType | None) -> None:
+        seen.append(number)
+        raise KeyboardInterrupt
+
+    if threading.current_thread() is not threading.main_thread():
+        yield lambda: False
+        return
+    before = signal.signal(signal.SIGINT, interrupted)
+    try:
+        yield lambda: bool(seen)
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 class Runner:
     """Deals the faults of a campaign to a job, one after the other.
 
@@ -104,13 +129,8 @@ class Runner:
         """All of it, as far as it comes: until the job does not heal, time is over, or it is interrupted."""
         result, began = self.result, time.monotonic()
         try:
-            self._heal(time.monotonic())
-            self._job.weigh(0)
-            for fault in planned(self._campaign):
-                if time.monotonic() - began > self._campaign.at_most_s:
-                    result.stopped = f"{self._campaign.at_most_s:g} s were over (at_most_s)"
-                    break
-                self._deal(fault)
+            with interrupts() as interrupted:
+                self._run(interrupted, began)
         except KeyboardInterrupt:
             result.stopped, result.interrupted = "it was interrupted", True
         except AxonError as error:
@@ -121,6 +141,17 @@ class Runner:
         result.events = self._job.collected()
         result.events.dealt = dealt
         return result
+
+    def _run(self, interrupted: Callable[[], bool], began: float) -> None:
+        self._heal(time.monotonic())
+        self._job.weigh(0)
+        for fault in planned(self._campaign):
+            if interrupted():
+                raise KeyboardInterrupt
+            if time.monotonic() - began > self._campaign.at_most_s:
+                self.result.stopped = f"{self._campaign.at_most_s:g} s were over (at_most_s)"
+                break
+            self._deal(fault)
 
     def _deal(self, fault: Fault) -> None:
         began = time.monotonic()
