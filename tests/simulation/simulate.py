@@ -38,7 +38,7 @@ from simulated_job import Job, Violation  # noqa: E402
 from simulated_network import DELAY_S, Network  # noqa: E402
 from virtual_loop import LoopExecutor, VirtualLoop, process  # noqa: E402
 
-LENGTHS: Final = (*((5, 4.0),) * 30, *((8, 6.0),) * 7, (20, 12.0), (20, 12.0), (60, 40.0))
+LENGTHS: Final = (*((5, 4.0),) * 60, *((8, 6.0),) * 10, (20, 12.0), (20, 12.0), (60, 40.0))
 """Versions to commit, and how long there are faults; then everything is started, healed and quick. Mostly short ones:
 what is found is found soon, if at all, and the more seeds the more beginnings."""
 
