@@ -85,11 +85,9 @@ class Accumulator:
 
     def freeze(self) -> None:
         """Every replica was added: make `array` the sum, zero in chunks without gradient. The counters restart."""
-        for elements, present in zip(self._chunks.ranges, self.present, strict=True):
-            if not present:  # some ranges of a unit had gradients and this one had none
-                self.array[elements] = 0
         for index, present in enumerate(self.present):
-            if not present:
+            if not present:  # some ranges of a unit had gradients and this one had none
+                self.array[self._chunks.ranges[index]] = 0
                 self.digests.record_constant(0.0, self._chunks.blocks_of(index, index + 1))
         self.restart()
 

@@ -2,8 +2,9 @@
 
 Note: [What is looked at]
     Each update looks at everything that it reads. What is read otherwise is looked at first: values that are encoded
-    only now, a slice that another server copies, a checkpoint, a sum that is forwarded. Slices that steps do not change
-    are looked at in turn, `LOOKED_AT_NUMEL` elements with each commit.
+    only now, a slice that another server copies, a checkpoint. A sum that is forwarded goes with the digest of what was
+    summed, and is looked at when the backup refuses it. Slices that steps do not change are looked at in turn,
+    `LOOKED_AT_NUMEL` elements with each commit.
     Not before it is used: memory that workers of the host map. They may have read a changed bit before the next update
     finds it.
 """
