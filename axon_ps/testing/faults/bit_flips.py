@@ -22,7 +22,7 @@ from typing import Any, Final
 import numpy as np
 
 from axon_ps.errors import Unreachable
-from axon_ps.shard.core.digests import GRADIENT, PARAM
+from axon_ps.shard.core.digests import GRADIENT
 from axon_ps.shard.core.slices import OwnedSlice
 
 DIRECTORY: Final = "AXON_PS_BIT_FLIPS"
@@ -183,5 +183,3 @@ def _serve(directory: Path) -> None:
 
 if DIRECTORY in os.environ:
     _serve(Path(os.environ[DIRECTORY]))
-
-__all__ = ["GRADIENT", "PARAM", "Flip", "Slices", "flip", "flip_in", "is_changed"]
