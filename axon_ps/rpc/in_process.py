@@ -195,7 +195,7 @@ class _Queue:
     def __init__(self) -> None:
         self._messages: deque[bytes] = deque()
         self._queued_bytes = 0
-        self._waiting: deque[asyncio.Future[None]] = deque()
+        self._waiting: dict[asyncio.Future[None], None] = {}
         self.closed = False
 
     async def add(self, message: bytes) -> bool:
@@ -229,16 +229,15 @@ class _Queue:
 
     async def _change(self) -> None:
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.append(future)
+        self._waiting[future] = None
         try:
             await future
         finally:
-            with contextlib.suppress(ValueError):
-                self._waiting.remove(future)
+            self._waiting.pop(future, None)
 
     def _wake(self) -> None:
-        while self._waiting:
-            future = self._waiting.popleft()
+        waiting, self._waiting = self._waiting, {}
+        for future in waiting:
             if not future.done():
                 future.set_result(None)
 

@@ -1,15 +1,19 @@
 """Simulates seeds on every core for some minutes, and keeps a record: `python tests/simulation/record.py --minutes 60`.
 
-What failed is printed as `simulate` does, and is in the record, `benchmarks/results/simulation.json`, too.
+What failed is printed as `simulate` does, and is in the record, `benchmarks/results/simulation.json`, too: a row for
+each run, with the commit that was simulated. With `--add` the rows of before stay; it is written every few minutes.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
+import json
 import logging
 import os
+import platform
 import re
+import subprocess
 import sys
 import time
 from collections import Counter
@@ -25,9 +29,15 @@ import _report  # noqa: E402
 from simulate import simulate  # noqa: E402
 
 AT_A_TIME: Final = 50
+
+WRITE_S: Final = 120.0
+"""How often the record is written."""
+
 _WHAT: Final = {
     "killed": re.compile(r"is killed$"),
     "cut": re.compile(r"^\S+ cut "),
+    "flipped": re.compile(r": Flip\("),
+    "disks lost": re.compile(r"loses its disk$"),
     "reset": re.compile(r"^\S+ reset "),
     "slowed": re.compile(r"^\S+ slow "),
     "decisions": re.compile(r": step \d+ "),
@@ -58,11 +68,21 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--from", dest="first", type=int, default=0, help="the first seed")
     parser.add_argument("--minutes", type=float, default=60.0)
+    parser.add_argument("--add", action="store_true", help="to the rows that there are")
     options = parser.parse_args()
-    end_s = time.monotonic() + 60 * options.minutes
+    end_s, written_s = time.monotonic() + 60 * options.minutes, time.monotonic()
+    before = json.loads((_report.RESULTS / "simulation.json").read_text())["rows"] if options.add else []
     total: Counter[str] = Counter()
     failed: dict[int, str] = {}
     firsts: Iterator[int] = itertools.count(options.first, AT_A_TIME)
+
+    def row() -> dict[str, object]:
+        said = [f"seed {seed}: {why[:300]}" for seed, why in sorted(failed.items())]
+        about = {"commit": commit, "python": platform.python_version(), "first": options.first}
+        return {**about, **total, "failed": len(failed), "failures": said}
+
+    commit = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True).stdout
+    commit = commit.strip() or "unknown"
     with ProcessPoolExecutor() as pool:
         running: set[Future[tuple[Counter[str], dict[int, str]]]] = set()
         while running or time.monotonic() < end_s:
@@ -75,11 +95,13 @@ def main() -> int:
                 failed.update(more)
                 for seed, why in more.items():
                     print(f"seed {seed}: {why[:300]}", flush=True)
-    columns = ["seeds", "failed", "virtual_s", *_WHAT]
-    row = {**total, "failed": len(failed)}
-    _report.table("Simulation", columns, [[row[column] for column in columns]])
-    said = [f"seed {seed}: {why[:300]}" for seed, why in sorted(failed.items())]
-    print("wrote", _report.write("simulation", [row], first=options.first, minutes=options.minutes, failures=said))
+            if time.monotonic() - written_s > WRITE_S:
+                written_s = time.monotonic()
+                _report.write("simulation", [*before, row()])
+    rows = [*before, row()]
+    columns = ["commit", "seeds", "failed", "virtual_s", *_WHAT]
+    _report.table("Simulation", columns, [[each[column] for column in columns] for each in rows])
+    print(f"{sum(each['seeds'] for each in rows)} seeds in all; wrote", _report.write("simulation", rows))
     return 1 if failed else 0
 
 

@@ -27,18 +27,18 @@ if __name__ == "__main__" and "--plant" in sys.argv:
 
     planted.plant(planted.PLANTS[int(sys.argv[sys.argv.index("--plant") + 1])])
 
-from axon_ps.errors import MemberLost  # noqa: E402
 from axon_ps.host import memory  # noqa: E402
 from axon_ps.rpc import deadlines  # noqa: E402
-from axon_ps.shard.server import apply  # noqa: E402
+from axon_ps.shard.server import apply, room, shell  # noqa: E402
 from axon_ps.shard.server import server as shard_server  # noqa: E402
 from axon_ps.shard.server.shell import ShardShell  # noqa: E402
 from axon_ps.testing.faults.bit_flips import flip_in  # noqa: E402
+from simulated_collectives import small  # noqa: E402
 from simulated_job import Job, Violation  # noqa: E402
 from simulated_network import DELAY_S, Network  # noqa: E402
 from virtual_loop import LoopExecutor, VirtualLoop, process  # noqa: E402
 
-LENGTHS: Final = (*((5, 4.0),) * 60, *((8, 6.0),) * 10, (20, 12.0), (20, 12.0), (60, 40.0))
+LENGTHS: Final = (*((4, 3.5),) * 60, *((8, 6.0),) * 8, (20, 12.0), (20, 12.0), (60, 40.0))
 """Versions to commit, and how long there are faults; then everything is started, healed and quick. Mostly short ones:
 what is found is found soon, if at all, and the more seeds the more beginnings."""
 
@@ -115,6 +115,9 @@ class Faults:
         if self._job.ends or role not in self._job.names or (role.startswith("shard") and not self._may_lose(role)):
             return
         self._job.kill(role)
+        if role == "coordinator" and self._rng.random() < 0.1:
+            self._network.note(f"{role} loses its disk")
+            self._job.lose_disk()
         self._later(self._rng.choice((0.2, 3.0, 10.0)), lambda: self._job.start(role))
 
     def _may_lose(self, role: str) -> bool:
@@ -167,7 +170,7 @@ def virtual(loop: VirtualLoop, network: Network, rng: random.Random) -> Iterator
         network.ids.setdefault(process.get(), []).append(made.hex)
         return made
 
-    def shell(*args: Any) -> ShardShell:
+    def shard_shell(*args: Any) -> ShardShell:
         made = network.shells[process.get()] = ShardShell(*args)
         return made
 
@@ -182,9 +185,12 @@ def virtual(loop: VirtualLoop, network: Network, rng: random.Random) -> Iterator
             mock.patch.object(deadlines.Deadline.__init__, "__defaults__", (loop.time,)),
             mock.patch.object(deadlines, "random", SimpleNamespace(Random=seeded)),
             mock.patch.object(apply, "ThreadPoolExecutor", LoopExecutor),
-            mock.patch.object(shard_server, "ShardShell", shell),
+            mock.patch.object(shard_server, "ShardShell", shard_shell),
             mock.patch.object(memory, "_pools", return_value=[("of the simulation", 1 << 40)]),
+            mock.patch.object(shell, "process_measures", return_value={}),
+            mock.patch.object(room, "resident_bytes", return_value=1 << 30),
             network.installed(),
+            small(),
         ):
             stack.enter_context(patched)
         yield
@@ -266,7 +272,7 @@ def shortest(seed: int, error: Exception) -> tuple[int, Exception]:
 
 async def _simulated(loop: VirtualLoop, network: Network, rng: random.Random, only: Collection[int] | None) -> None:
     steps, faults_s = rng.choice(LENGTHS)
-    job = Job(loop, network, workers=rng.choice((1, 2, 3)), shards=rng.choice((2, 3)), steps=steps)
+    job = Job(loop, network, workers=rng.choice((1, 2, 3)), shards=rng.choice((2, 3)), steps=steps, collectives=rng.random() < 0.4)
     found: list[BaseException] = []
     loop.set_exception_handler(
         lambda _, context: found.append(context.get("exception") or Violation(context["message"]))
@@ -283,7 +289,7 @@ async def _simulated(loop: VirtualLoop, network: Network, rng: random.Random, on
             faults.result()
         for role, name in list(job.names.items()):
             if job.tasks[role].done() and (error := job.tasks[role].exception()) is not None:
-                if not isinstance(error, MemberLost):
+                if not job.may_end(name, error):
                     raise Violation(f"{name} ended: {error!r}") from error
                 network.note(f"{name} was given up: {error}")
                 job.kill(role)
@@ -291,7 +297,7 @@ async def _simulated(loop: VirtualLoop, network: Network, rng: random.Random, on
         if faults.done() and all(job.tasks[r].done() for r in job.names if r.startswith("worker")):
             return
         if loop.time() > end_s:
-            raise Violation(f"the job did not end: {max(job.truth.values)} steps of {steps}")
+            raise Violation(f"the job did not end: {job.committed} steps of {steps}")
 
 
 def in_words(faults: int, error: Exception) -> str:

@@ -5,7 +5,8 @@ the ticket, the gathers, the pushes, the vote, and what it makes of the decision
 
 The model is an integer that is known for every version: in version v, replica r of generation g pushes
 `1 + rank + v % 5` for every element, and SGD with a rate of 1 subtracts their sum. So a chunk that is lost or counted
-twice, and a step that is, show in the values of every later version.
+twice, and a step that is, show in the values of every later version. When the coordinator has lost its disk there is
+another job: who was in the one before ends, and is started anew.
 """
 
 from __future__ import annotations
@@ -19,11 +20,12 @@ from typing import Any, Final
 
 import numpy as np
 
+from axon_ps.aggregation.client.client import CollectiveClient
 from axon_ps.coordinator.client.session import CoordinatorClient, Decision, Membership, SessionLost
 from axon_ps.coordinator.core import records
 from axon_ps.coordinator.core.config import CoordinatorConfig
 from axon_ps.coordinator.server import server as coordinator_server
-from axon_ps.errors import GenerationChanged, MemberLost, StepAborted
+from axon_ps.errors import GenerationChanged, InternalError, MemberLost, StepAborted
 from axon_ps.rpc.in_process import PORT, SUFFIX
 from axon_ps.rpc.security import Security
 from axon_ps.shard.client.client import ShardGroup
@@ -38,6 +40,7 @@ from axon_ps.testing.faults.bit_flips import is_changed
 from axon_ps.types import Array, DType, OptimizerSpec, Outcome, Role
 from axon_ps.worker.job_view import JobView
 from axon_ps.worker.steps.client import StepClient
+from simulated_collectives import Collectives, group_of
 from simulated_network import Network
 from virtual_loop import VirtualLoop
 
@@ -52,6 +55,9 @@ SPEC: Final = JobSpec(layout=LAYOUT, options=PlanOptions(chunk_numel=8, min_slic
 OPTIMIZER: Final = OptimizerSpec(name="sgd", groups=({"lr": 1.0},), group_of=(0, 0))
 COMPUTE_S: Final = 1.0
 """How long a worker computes for a step, at most."""
+
+SETTLED_S: Final = 45.0
+"""How long after a fault everything is as if there had been none: links are found silent, members expire."""
 
 TIMEOUT_S: Final = 300.0
 """Deadline of everything that a worker waits for; longer than any fault lasts."""
@@ -79,9 +85,14 @@ class Store(MemoryStateStore):
 
 
 class Truth:
-    """What all members say, compared."""
+    """What all members say, compared.
 
-    def __init__(self) -> None:
+    Args:
+        job: id of the coordinator's state: another one is of another job.
+    """
+
+    def __init__(self, job: str) -> None:
+        self._job = job
         self.generations: dict[int, tuple[str, ...]] = {}
         self.decisions: dict[int, tuple[Any, ...]] = {}
         self.values: dict[int, float] = {0: 0.0}
@@ -107,7 +118,7 @@ class Truth:
 
     def gathered(self, version: int, out: Array, who: str, disk: Callable[[], Any]) -> None:
         """A worker has gathered a version; what no member was told of yet is on the coordinator's disk."""
-        if version not in self.values and (durable := records.load(disk())) is not None:
+        if version not in self.values and (durable := records.load(disk())) and durable.state_id == self._job:
             for decision in durable.models[0].decisions:
                 self.decision(decision)
         if version not in self.values:
@@ -144,15 +155,18 @@ class Worker:
             on_event=self._on_event,
             reconnect_timeout_s=TIMEOUT_S,
         )
+        self._collective_client = CollectiveClient(Security(), self.client.context)
+        self._collectives = Collectives(self._collective_client, lambda: job.may_fail)
         self.view = JobView(lambda: self.client.incarnation, TIMEOUT_S)
         none: Any = None  # the loop of threads that call it
         self.steps = StepClient(none, self.client, self._shards, self.view)
 
     def _on_event(self, event: Any) -> None:
-        truth = self._job.truth
+        truth = self._job.truth(self.client.state_id)
         with self.view.changed:
             if isinstance(event, Membership):
                 truth.membership(event)
+                self._collective_client.set_members(event)
                 self.view.update(event)
                 me = self.view.member_in(event)
                 self._shards.set_members(event, "" if me is None else me.id)
@@ -176,6 +190,7 @@ class Worker:
             done = self.steps.view.latest_version >= self._job.steps
             await self.client.close(finished=done)
             await self._shards.close()
+            await self._collective_client.close()
 
     async def until(self, ready: Callable[[], Any], what: str) -> Any:
         """What `ready` returns, once it is something."""
@@ -226,11 +241,12 @@ class Worker:
             return
         grads = [np.full(u.numel, gradient(view.me.rank, began[1]), np.float32) for u in LAYOUT.units]
         pushes = [asyncio.create_task(self._push(unit, grad, ticket)) for unit, grad in enumerate(grads)]
+        collective = asyncio.create_task(self._collective(view.membership, ticket.step))
         try:
-            why = await self._pushed(ticket, pushes)
+            why = await self._pushed(ticket, pushes, collective)
         finally:
-            for push in pushes:
-                push.cancel()
+            for task in (*pushes, collective):
+                task.cancel()
         generation = 0
         if view.valid(ticket) and view.membership.complete:
             if why is None:
@@ -245,19 +261,32 @@ class Worker:
             "members that can make a step",
         )
 
-    async def _pushed(self, ticket: Any, pushes: Sequence[asyncio.Task[None]]) -> str | None:
-        """Wait for the pushes; why they are in vain, if so."""
-        left = set(pushes)
+    async def _pushed(
+        self, ticket: Any, pushes: Sequence[asyncio.Task[None]], collective: asyncio.Task[None]
+    ) -> str | None:
+        """Wait for the pushes, and for the step's collective unless the step is over; why they are in vain, if so."""
+        left = {*pushes, collective}
         while left:
             _, left = await asyncio.wait(left, timeout=1.0)
-            if left and self.steps.view.valid(ticket):
-                self.client.arrived(generation=ticket.generation, step=ticket.step)
+            if self.view.failure is None and self.steps.view.valid(ticket):
+                if left:
+                    self.client.arrived(generation=ticket.generation, step=ticket.step)
+            elif collective.cancel():
+                left.discard(collective)
+        if collective.done() and not collective.cancelled():
+            collective.result()
         for push in pushes:
             try:
                 push.result()
             except (GenerationChanged, StepAborted) as error:
                 return str(error)
         return None
+
+    async def _collective(self, membership: Membership, step: int) -> None:
+        me = self.view.member_in(membership)
+        if self._job.collectives and me is not None and len(membership.workers) > 1:
+            if wrong := await self._collectives.perform(group_of(membership, me.id), step):
+                raise Violation(f"{self._name}, step {step}: {wrong}")
 
     async def _gather(self, unit: int, out: Array) -> None:
         steps, view = self.steps, self.steps.view
@@ -286,7 +315,7 @@ class Worker:
                 if asyncio.current_task().cancelling():  # type: ignore[union-attr]
                     raise
                 continue  # the parameters are of another epoch
-            self._job.truth.gathered(got, out, self._name, self._job.disk.load)
+            self._job.truth(self.client.state_id).gathered(got, out, self._name, self._job.disk.load)
             return
 
     async def _push(self, unit: int, grad: Array, ticket: Any) -> None:
@@ -305,6 +334,7 @@ class Job:
         workers: how many.
         shards: likewise.
         steps: versions to be committed.
+        collectives: whether workers perform collectives.
 
     Attributes:
         disk: what the coordinator has written.
@@ -312,16 +342,19 @@ class Job:
         tasks: what they run.
     """
 
-    def __init__(self, loop: VirtualLoop, network: Network, *, workers: int, shards: int, steps: int) -> None:
-        self.loop, self.network, self.steps = loop, network, steps
-        self.truth = Truth()
+    def __init__(
+        self, loop: VirtualLoop, network: Network, *, workers: int, shards: int, steps: int, collectives: bool
+    ) -> None:
+        self.loop, self.network, self.steps, self.collectives = loop, network, steps, collectives
         self.coordinator = f"coordinator{SUFFIX}:{PORT}"
         self.names: dict[str, str] = {}
         self.tasks: dict[str, asyncio.Task[Any]] = {}
         self.workers: dict[str, Worker] = {}
         self._config = CoordinatorConfig(job=JOB, world_size=workers, num_shards=shards, in_worker=True)
         self.disk = MemoryStateStore()
+        self._truths: dict[str, Truth] = {}
         self._lives = itertools.count(1)
+        self._lost_disk = 0  # the lives before that one are of the job before
         self._roles = ["coordinator", *(f"shard-{i}" for i in range(shards)), *(f"worker-{i}" for i in range(workers))]
 
     @property
@@ -333,6 +366,31 @@ class Job:
     def roles(self) -> list[str]:
         """All."""
         return list(self._roles)
+
+    @property
+    def may_fail(self) -> bool:
+        """Whether a collective may fail: something has happened lately, or the job ends."""
+        return self.ends or self.loop.time() < self.network.struck_s + SETTLED_S
+
+    def truth(self, job: str) -> Truth:
+        """Of the job whose state has this id."""
+        return self._truths.setdefault(job, Truth(job))
+
+    @property
+    def committed(self) -> int:
+        """The latest version that a member was told of."""
+        return max((version for truth in self._truths.values() for version in truth.values), default=0)
+
+    def lose_disk(self) -> None:
+        """What the coordinator has written is lost; it is not there."""
+        self.disk = MemoryStateStore()
+        self._lost_disk = next(self._lives)
+
+    def may_end(self, name: str, error: BaseException) -> bool:
+        """Whether a member ends rightly, and is started again."""
+        if isinstance(error, InternalError) and "without the state it had" in str(error):
+            return int(name.partition("#")[2]) < self._lost_disk
+        return isinstance(error, MemberLost)
 
     def start(self, role: str) -> None:
         """Begin a life of a process."""

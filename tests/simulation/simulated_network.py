@@ -8,6 +8,7 @@ reset. A process that was killed is found dead by its peers.
 from __future__ import annotations
 
 import contextlib
+import math
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextvars import Context, copy_context
@@ -51,6 +52,7 @@ class Network:
         faults: how many were planned so far.
         ids: what each process has named itself and others, as hex.
         shells: of shard servers, by process.
+        struck_s: when anything last happened to a process or a link.
     """
 
     def __init__(self, loop: VirtualLoop) -> None:
@@ -59,6 +61,7 @@ class Network:
         self.faults = 0
         self.ids: dict[str, list[str]] = {}
         self.shells: dict[str, ShardShell] = {}
+        self.struck_s = -math.inf
         self._cut: set[Link] = set()
         self._slow: dict[Link, float] = {}
         self._calls: dict[int, Any] = {}
@@ -74,6 +77,7 @@ class Network:
 
     def cut(self, one: str, other: str) -> None:
         """Nothing arrives between two processes any more."""
+        self.struck_s = math.inf  # until it is healed
         link = frozenset((one, other))
         self._cut.add(link)
         self.loop.call_later(KEEPALIVE_S, self._break, link)
@@ -82,6 +86,7 @@ class Network:
         """What was held arrives, unless the calls broke meanwhile."""
         link = frozenset((one, other))
         self._cut.discard(link)
+        self.struck_s = math.inf if self._cut else self.loop.time()
         held, self._held = self._held, []
         for at, deliver in held:
             if at == link:
@@ -95,6 +100,7 @@ class Network:
 
     def reset(self, one: str, other: str) -> None:
         """All calls between two processes break."""
+        self._struck()
         link = frozenset((one, other))
         for call in self._of(lambda c: c.link == link):
             call.broken(f"the connection of {one} and {other} was reset")
@@ -105,11 +111,15 @@ class Network:
 
     def died(self, name: str) -> None:
         """A process was killed: its addresses are free, and its peers find out."""
+        self._struck()
         for address, server in list(in_process._servers.items()):
             if getattr(server, "process", "") == name:
                 in_process._servers.pop(address, None)
         for call in self._of(lambda c: name in (c.client, c.server)):
             self.loop.later(DELAY_S, lambda call=call: call.broken(f"{name} died"))
+
+    def _struck(self) -> None:
+        self.struck_s = max(self.struck_s, self.loop.time())
 
     def _break(self, link: Link) -> None:
         if link in self._cut:

@@ -8,10 +8,10 @@ one in which it was made; a process that is killed does nothing any more.
 from __future__ import annotations
 
 import asyncio
+import heapq
 import random
-import selectors
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextvars import Context, ContextVar, copy_context
 from typing import Any, Final
 
@@ -36,40 +36,13 @@ class TimeStandsStillError(AssertionError):
     """Somebody is always busy: a loop that does not end."""
 
 
-class _Nothing(selectors.BaseSelector):
-    """A selector of no files: waiting is time that passes."""
-
-    def __init__(self, loop: VirtualLoop) -> None:
-        self._loop = loop
-        self._turns = 0
-
-    def select(self, timeout: float | None = None) -> list[Any]:
-        if timeout is None:
-            raise NothingHappensError("everybody waits, and nothing is planned")
-        self._turns = 0 if timeout > 0 else self._turns + 1
-        if self._turns > MOST_TURNS:
-            self._turns = 0
-            raise TimeStandsStillError(f"the loop has turned {MOST_TURNS} times, and no time passes")
-        self._loop.now_s += max(0.0, timeout)
-        return []
-
-    def register(self, fileobj: Any, events: int, data: Any = None) -> selectors.SelectorKey:
-        return selectors.SelectorKey(fileobj, 0, events, data)
-
-    def unregister(self, fileobj: Any) -> selectors.SelectorKey:
-        return selectors.SelectorKey(fileobj, 0, 0, None)
-
-    def get_map(self) -> Mapping[Any, selectors.SelectorKey]:
-        return {}
-
-
 class _Task(asyncio.Task):  # type: ignore[type-arg]
     """A task with the number in which it was made: sets of tasks have no order of their own."""
 
     number: int
 
 
-class VirtualLoop(asyncio.SelectorEventLoop):
+class VirtualLoop(asyncio.BaseEventLoop):
     """See the module.
 
     Args:
@@ -85,16 +58,54 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         self._dead: set[str] = set()
         self._killed: list[asyncio.Task[Any]] = []
         self._count = 0
+        self._turns = 0
+        self._timers: list[tuple[float, int, asyncio.TimerHandle]] = []
         self._tasks_of: dict[str, weakref.WeakSet[asyncio.Task[Any]]] = {}
-        super().__init__(_Nothing(self))
+        super().__init__()
         self.set_task_factory(self._task)  # type: ignore[arg-type]
 
     def time(self) -> float:
         """See `asyncio`."""
         return self.now_s
 
-    def _write_to_self(self) -> None:
-        pass  # nobody sleeps
+    def call_soon(self, callback: Any, *args: Any, context: Context | None = None) -> asyncio.Handle:
+        """See `asyncio`."""
+        handle = asyncio.Handle(callback, args, self, context)
+        self._ready.append(handle)
+        return handle
+
+    call_soon_threadsafe = call_soon
+
+    def call_at(self, when: float, callback: Any, *args: Any, context: Context | None = None) -> asyncio.TimerHandle:
+        """See `asyncio`."""
+        timer = asyncio.TimerHandle(when, callback, args, self, context)
+        self._count += 1
+        heapq.heappush(self._timers, (when, self._count, timer))
+        return timer
+
+    def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
+        pass  # it is passed over when it is due
+
+    def _run_once(self) -> None:
+        """Run what is ready; if nothing is, time passes until something is."""
+        timers, ready = self._timers, self._ready
+        self._turns += 1
+        while not ready and not self._stopping:
+            while timers and timers[0][2].cancelled():
+                heapq.heappop(timers)
+            if not timers:
+                raise NothingHappensError("everybody waits, and nothing is planned")
+            if timers[0][0] > self.now_s:
+                self.now_s, self._turns = timers[0][0], 0
+            while timers and timers[0][0] <= self.now_s:
+                ready.append(heapq.heappop(timers)[2])
+        if self._turns > MOST_TURNS:
+            self._turns = 0
+            raise TimeStandsStillError(f"the loop has turned {MOST_TURNS} times, and no time passes")
+        for _ in range(len(ready)):
+            handle = ready.popleft()
+            if not handle.cancelled():
+                handle._run()
 
     def _task(
         self, loop: asyncio.AbstractEventLoop, coroutine: Any, context: Context | None = None

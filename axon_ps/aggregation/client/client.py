@@ -11,6 +11,7 @@ same segment was sent.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
@@ -24,10 +25,10 @@ from axon_ps.aggregation.client.peers import MakeContext, Peers
 from axon_ps.aggregation.client.send_window import SendWindow
 from axon_ps.aggregation.core.mailbox import EAGER_BYTES
 from axon_ps.aggregation.core.stripes import StripePlan, StripeSegment, home_of, owners_of, segments_of, stripes_of
-from axon_ps.errors import Broken, Disagreement, InternalError, InvalidRequest, Timeout
+from axon_ps.errors import AxonError, Broken, Closed, Disagreement, InternalError, InvalidRequest, Timeout
 from axon_ps.host.malloc import retain_message_memory
 from axon_ps.reduction.call import Call, Operation
-from axon_ps.rpc.deadlines import Deadline
+from axon_ps.rpc.deadlines import Deadline, retry
 from axon_ps.rpc.security import Security
 from axon_ps.rpc.service import together
 from axon_ps.rpc.stream_pool import StreamPool
@@ -109,6 +110,7 @@ class CollectiveClient:
         self._context = context
         self._nodes: dict[str, str] = {}  # of workers, by id
         self._server_nodes: tuple[str, ...] = ()
+        self._giving_up: set[asyncio.Task[None]] = set()
         self.counters: Counter[str] = Counter(dict.fromkeys(COUNTERS, 0))
 
     def set_members(self, membership: Membership) -> None:
@@ -120,6 +122,9 @@ class CollectiveClient:
     async def close(self) -> None:
         """Close every connection; calls under way fail. Harmless when repeated."""
         await self._peers.close()
+        for task in self._giving_up:
+            task.cancel()
+        await asyncio.gather(*self._giving_up, return_exceptions=True)
 
     # ------------------------------------------------------------------ collectives
 
@@ -134,9 +139,27 @@ class CollectiveClient:
         """
         deadline = Deadline(timeout_s)
         what = f"call {call.sequence} of group {group.name!r} ({call})"
-        await _in_time(self._run_stripes(group, call, buffers, deadline), deadline, what)
+        try:
+            await self._in_time(self._run_stripes(group, call, buffers, deadline), deadline, what)
+        except Broken:
+            task = asyncio.ensure_future(self._give_up(group, call, buffers, deadline))
+            self._giving_up.add(task)
+            task.add_done_callback(self._giving_up.discard)
+            raise
 
     async def _run_stripes(self, group: GroupHandle, call: Call, buffers: Buffers, deadline: Deadline) -> None:
+        plans, servers = await self._plans(group, call, buffers, deadline)
+        flow_control = _FlowControl(plans)
+        first = group.rank + 1  # ranks begin with different servers: no network card gets the first segments of all
+        order = sorted(range(len(plans)), key=lambda stripe: (servers[stripe] - first) % len(servers))
+        await together(
+            [self._run_stripe(group, plans[s], servers[s], buffers, flow_control, deadline) for s in order]
+        )
+
+    async def _plans(
+        self, group: GroupHandle, call: Call, buffers: Buffers, deadline: Deadline
+    ) -> tuple[list[StripePlan], list[int]]:
+        """By stripe, our part in it, and the rank of the server that performs it."""
         ranks = await self._peers.ranks(deadline)
         num_servers = len(ranks)
         home, stripes = home_of(group.name, call.sequence, num_servers), stripes_of(call, num_servers)
@@ -156,13 +179,28 @@ class CollectiveClient:
             )
             for stripe in range(stripes)
         ]
-        flow_control = _FlowControl(plans)
-        servers = [(home + stripe) % num_servers for stripe in range(stripes)]
-        first = group.rank + 1  # ranks begin with different servers: no network card gets the first segments of all
-        order = sorted(range(stripes), key=lambda stripe: (servers[stripe] - first) % num_servers)
-        await together(
-            [self._run_stripe(group, plans[s], ranks[servers[s]], buffers, flow_control, deadline) for s in order]
-        )
+        return plans, [ranks[(home + stripe) % num_servers] for stripe in range(stripes)]
+
+    async def _give_up(self, group: GroupHandle, call: Call, buffers: Buffers, deadline: Deadline) -> None:
+        """Tell all stripes that we broke off: other ranks may wait where no stream of ours has come to.
+
+        Until it is done or nobody waits any more; nobody waits for us.
+        """
+
+        async def tell(plan: StripePlan, server: int) -> None:
+            begin = self._begin_stripe(group, plan, buffers, deadline)
+            begin.gives_up = True
+            async with await self._stream(server, deadline) as stream:
+                await self._write(stream, CollectiveChunk(begin=begin), None)
+                await stream.ended()
+
+        with contextlib.suppress(AxonError):
+            plans, servers = await self._plans(group, call, buffers, deadline)
+            told = (
+                retry(partial(tell, plan, server), until=deadline, on=(Broken, Closed))
+                for plan, server in zip(plans, servers, strict=True)
+            )
+            await asyncio.gather(*told, return_exceptions=True)
 
     async def _run_stripe(
         self,
@@ -173,12 +211,7 @@ class CollectiveClient:
         flow_control: _FlowControl,
         deadline: Deadline,
     ) -> None:
-        begin = self._begin(group, deadline)
-        begin.stripe, begin.stripes = plan.stripe, plan.stripes
-        begin.owners.extend(plan.owners)
-        begin.call.CopyFrom(call_to_proto(plan.call))
-        begin.input_counts.extend(buffers.input_counts)
-        begin.output_counts.extend(buffers.output_counts)
+        begin = self._begin_stripe(group, plan, buffers, deadline)
         dtype, segments = plan.call.dtype, plan.uploads()
         numel, target, starts = plan.download_numel(), buffers.target, buffers.target_starts
         async with await self._stream(server, deadline) as stream:
@@ -212,7 +245,7 @@ class CollectiveClient:
         deadline = Deadline(timeout_s)
         envelope = Envelope(peer=to, tag=tag, dtype=dtype_to_proto(dtype), numel=data.size)
         what = f"sending {data.size} {dtype.value} with tag {tag} to rank {group.ranks[to]}"
-        await _in_time(self._send(group, envelope, data, to, deadline), deadline, what)
+        await self._in_time(self._send(group, envelope, data, to, deadline), deadline, what)
 
     async def _send(self, group: GroupHandle, envelope: Envelope, data: Array, to: int, deadline: Deadline) -> None:
         begin = self._begin(group, deadline)
@@ -239,7 +272,7 @@ class CollectiveClient:
         envelope = Envelope(receive=True, peer=source, tag=tag, dtype=dtype_to_proto(dtype), numel=data.size)
         who = f"rank {group.ranks[source]}" if source >= 0 else "any rank"
         what = f"receiving {data.size} {dtype.value} with tag {tag} from {who}"
-        return await _in_time(self._recv(group, envelope, data, dtype, deadline), deadline, what)
+        return await self._in_time(self._recv(group, envelope, data, dtype, deadline), deadline, what)
 
     async def _recv(self, group: GroupHandle, envelope: Envelope, data: Array, dtype: DType, deadline: Deadline) -> int:
         begin = self._begin(group, deadline)
@@ -268,7 +301,28 @@ class CollectiveClient:
                 await self._write(stream, CollectiveChunk(begin=begin), None)
                 await stream.ended()
 
-        await _in_time(send_close(), deadline, f"closing group {group.name!r}")
+        await self._in_time(send_close(), deadline, f"closing group {group.name!r}")
+
+    async def _in_time(self, call: Coroutine[Any, Any, T], deadline: Deadline, what: str) -> T:
+        """Return what `call` returns, or raise an error that names `what`; a refusal is our mistake, not the user's."""
+        try:
+            limit_s = deadline.remaining()
+            async with asyncio.timeout(None if math.isinf(limit_s) else limit_s + SERVER_REPORT_S):
+                return await call
+        except TimeoutError as error:
+            if isinstance(error, Timeout):
+                raise
+            raise Timeout(
+                f"{what} was not done within {deadline.timeout_s:g} s, and a shard server did not say why"
+            ) from None
+        except Closed:
+            if self._peers.closed:
+                raise
+            raise Broken(f"{what} broke off: a shard server that took part has left the job, or has moved") from None
+        except InvalidRequest as error:
+            if isinstance(error, Disagreement):
+                raise
+            raise InternalError(f"{what} was refused by a shard server: {error}") from error
 
     # ------------------------------------------------------------------ streams
 
@@ -284,6 +338,17 @@ class CollectiveClient:
             timeout_s=timeout_s,
             stripes=1,
         )
+
+    def _begin_stripe(
+        self, group: GroupHandle, plan: StripePlan, buffers: Buffers, deadline: Deadline
+    ) -> CollectiveBegin:
+        begin = self._begin(group, deadline)
+        begin.stripe, begin.stripes = plan.stripe, plan.stripes
+        begin.owners.extend(plan.owners)
+        begin.call.CopyFrom(call_to_proto(plan.call))
+        begin.input_counts.extend(buffers.input_counts)
+        begin.output_counts.extend(buffers.output_counts)
+        return begin
 
     async def _mailbox_stream(
         self, group: GroupHandle, receiver: int, deadline: Deadline
@@ -372,21 +437,3 @@ def _check_source(header: CollectiveChunk, ranks: int) -> None:
     """Refuse data of a rank that there is not."""
     if header.source >= ranks:
         raise Broken(f"a shard server sent data of rank {header.source}; it may come from {ranks} ranks here")
-
-
-async def _in_time(call: Coroutine[Any, Any, T], deadline: Deadline, what: str) -> T:
-    """Return what `call` returns, or raise a `Timeout` that names `what`; a refusal is our mistake, not the user's."""
-    try:
-        limit_s = deadline.remaining()
-        async with asyncio.timeout(None if math.isinf(limit_s) else limit_s + SERVER_REPORT_S):
-            return await call
-    except TimeoutError as error:
-        if isinstance(error, Timeout):
-            raise
-        raise Timeout(
-            f"{what} was not done within {deadline.timeout_s:g} s, and a shard server did not say why"
-        ) from None
-    except InvalidRequest as error:
-        if isinstance(error, Disagreement):
-            raise
-        raise InternalError(f"{what} was refused by a shard server: {error}") from error

@@ -70,6 +70,11 @@ class Peers:
         self._check_open()
         return self._ranks
 
+    @property
+    def closed(self) -> bool:
+        """Whether the connections were closed, not only those to a server that is none any more."""
+        return self._closed
+
     def has(self, server: int) -> bool:
         """Whether a shard server is a member."""
         return server in self._members

@@ -49,6 +49,7 @@ class OperationRequest:
         stripes: how many stripes there are.
         owners: by partition, the stripe that has all of it; empty: each stripe has a range of every partition.
         what: a collective, or a message between two ranks.
+        gives_up: the rank had to break the collective off, and says so; it sends and receives nothing.
         input_counts: ALL_TO_ALL: elements for each rank.
         output_counts: ALL_TO_ALL: elements from each rank.
     """
@@ -64,6 +65,7 @@ class OperationRequest:
     owners: tuple[int, ...] = ()
     input_counts: tuple[int, ...] = ()
     output_counts: tuple[int, ...] = ()
+    gives_up: bool = False
 
 
 class _Group:
@@ -233,7 +235,10 @@ class CollectiveEngine:
             input_counts=request.input_counts,
             output_counts=request.output_counts,
         )
-        participant = operation.join(plan, min(request.timeout_s, MAX_TIMEOUT_S), now_s)
+        if request.gives_up:
+            participant = operation.give_up(plan, now_s)
+        else:
+            participant = operation.join(plan, min(request.timeout_s, MAX_TIMEOUT_S), now_s)
         self._participants[participant] = group, operation
         return participant
 

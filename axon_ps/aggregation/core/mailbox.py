@@ -144,9 +144,8 @@ class Mailbox:
 
     def tick(self, now_s: float) -> None:
         """Time has passed."""
-        for participant, envelope in list(self._participants.items()):
-            if participant.error is not None or participant.left or participant.done:
-                continue
+        for participant in self._awaited():
+            envelope = self._participants[participant]
             who = "any rank" if envelope.peer < 0 else f"rank {self._ranks[envelope.peer]}"
             suspicion_s, partner = self._suspects.get(participant, (now_s + 1.0, 0))
             if now_s >= suspicion_s:
@@ -160,9 +159,12 @@ class Mailbox:
     def next_s(self) -> list[float]:
         """When `tick` has something to do."""
         return [
-            *(moment_s for moment_s, _ in self._suspects.values()),
-            *(p.deadline_s for p in self._participants if not p.left),
+            min(p.deadline_s, self._suspects[p][0]) if p in self._suspects else p.deadline_s for p in self._awaited()
         ]
+
+    def _awaited(self) -> list[Participant]:
+        """Those whom time can end."""
+        return [p for p in self._participants if not (p.error is not None or p.left or p.done)]
 
     def finish(self, positions: Collection[int], error: AxonError) -> None:
         """Members have finished: what they sent can still be received; who waits for one of them gets `error`."""

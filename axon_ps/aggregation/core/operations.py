@@ -10,6 +10,9 @@ Note: [Stripe 0 decides]
     waits there gets the error from stripe 0. A rank gives the same call to all of its stripes. So one stripe that sees
     all ranks agree may begin, on any server.
 
+    But a rank whose connection broke may not have come to stripe 0, nor ever come to it. It says so to every stripe
+    (`give_up`), each of which then ends with `Broken`: ranks that disagree may get that instead.
+
 Note: [Broken off, or lost]
     A rank that dies breaks its streams, and a moment later the coordinator announces that it is gone. The announcement
     says more, so an operation with a broken stream waits `GRACE_S` for it before it fails with `Broken`.
@@ -18,7 +21,7 @@ Note: [Broken off, or lost]
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from axon_ps.aggregation.core.dataflow import Forwarding, Reduction, Wake
 from axon_ps.aggregation.core.participants import MemoryAccounting, Participant
@@ -91,13 +94,38 @@ class PendingOperation:
             self._all_joined()
         return participant
 
+    def give_up(self, plan: StripePlan, now_s: float) -> Participant:
+        """A rank broke off, before or after it had joined here, and does not come any more; unless it is done here.
+
+        Returns:
+            Somebody who has nothing to do.
+
+        Raises:
+            AxonError: the operation ended before with this error.
+        """
+        rank = plan.rank
+        if self._error is not None:
+            self._left.add(rank)
+            raise again(self._error)
+        joined = self._participants.get(rank)
+        if joined is None or not (joined.done or joined.left):
+            self._plans[rank] = plan
+            self._suspects.setdefault(rank, now_s + GRACE_S)
+        nobody = Participant(rank, math.inf, self._memory, plan.call.dtype, (), 0)
+        nobody.agreed = True
+        return nobody
+
     def leave(self, participant: Participant, now_s: float) -> None:
         """A stream has left: its rank is done or got the error, or the stream broke."""
         rank = participant.rank
+        if self._participants.get(rank) is not participant:
+            return  # it said that it gives up
         if self._error is not None or participant.done:
             self._left.add(rank)
         elif self._dataflow is not None or self._decides(rank):
             self._suspects[rank] = now_s + GRACE_S
+        elif rank in self._suspects:
+            del self._participants[rank]
         else:  # see Note: [Stripe 0 decides]
             del self._participants[rank], self._plans[rank]
         participant.clear()
@@ -114,18 +142,16 @@ class PendingOperation:
                     Broken(f"rank {self._ranks[rank]} broke off {self._describe(rank)}, or lost its connection"), now_s
                 )
                 return
-        for rank, participant in self._participants.items():
-            late = now_s >= participant.deadline_s and not participant.left
-            if late and (self._dataflow is not None or self._decides(rank)):
-                self.fail(Timeout(self._timeout_message(rank)), now_s)
+        for participant in self._awaited():
+            if now_s >= participant.deadline_s:
+                self.fail(Timeout(self._timeout_message(participant.rank)), now_s)
                 return
 
     def next_s(self) -> float:
         """When `tick` has something to do."""
         if self._error is not None:
             return self._expires_s
-        moments_s = [*self._suspects.values(), *(p.deadline_s for p in self._participants.values() if not p.left)]
-        return min(moments_s, default=math.inf)
+        return min([*self._suspects.values(), *(p.deadline_s for p in self._awaited())], default=math.inf)
 
     def lose_members(self, positions: Sequence[int], error: AxonError) -> None:
         """Members are lost: it fails, unless all of them had left it already; then the others finish it."""
@@ -150,16 +176,26 @@ class PendingOperation:
         if self._dataflow is not None:
             self._dataflow.clear()
 
+    def _awaited(self) -> Iterator[Participant]:
+        """The participants whose deadlines end it; elsewhere, see Note: [Stripe 0 decides], those of stripe 0 do."""
+        for rank, participant in self._participants.items():
+            if not participant.left and (self._dataflow is not None or self._decides(rank)):
+                yield participant
+
     # ------------------------------------------------------------------ agreement
 
     def _all_joined(self) -> None:
         plans = [self._plans[rank] for rank in range(len(self._ranks))]
         first = plans[0]
         spread = first.stripe, first.stripes, first.owners
-        if any(p.call != first.call or (p.stripe, p.stripes, p.owners) != spread for p in plans):
+        if any(p.call != first.call for p in plans):
             if self._decides(0):
                 calls = {world: str(p.call) for world, p in zip(self._ranks, plans, strict=True)}
                 self.fail(disagreement(calls, self._what))
+            return
+        if any((p.stripe, p.stripes, p.owners) != spread for p in plans):
+            if self._decides(0):
+                self.fail(Broken(f"the ranks made {self._what} ({first.call}) while shard servers came or went"))
             return
         if first.call.operation is Operation.ALL_TO_ALL and (error := self._count_mismatch(plans)) is not None:
             if first.stripe == 0:

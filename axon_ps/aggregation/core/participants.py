@@ -146,12 +146,8 @@ class Participant:
 
     def consume(self) -> PendingMessage:
         """Remove the pending message, to use it."""
-        pending = self.pending
-        assert pending is not None
-        self.pending = None
         self.consumed += 1
-        self._memory.add("pending", -pending.data.nbytes)
-        return pending
+        return self._take()
 
     def enqueue(self, message: bytes, numel: int) -> None:
         """Queue a message for the rank, with `numel` of the elements that it still has to get."""
@@ -166,12 +162,18 @@ class Participant:
         return message
 
     def clear(self) -> None:
-        """Drop the pending message and the queue."""
+        """Drop the pending message, which does not count as used, and the queue."""
         while self.outgoing:
             self.dequeue()
         if self.pending is not None:
-            self.consume()
+            self._take()
         self.on_message = self.on_room = _nothing
+
+    def _take(self) -> PendingMessage:
+        pending, self.pending = self.pending, None
+        assert pending is not None
+        self._memory.add("pending", -pending.data.nbytes)
+        return pending
 
 
 def _nothing(_: Participant) -> None:

@@ -76,7 +76,7 @@ class CollectiveShell:
             await self._warm_up(request.what.dtype)
         participant = self.engine.open(request, message, header, payload, self._loop.time())
         stream = self._streams[participant] = CollectiveStream(self, participant)
-        self._set_timer(participant.deadline_s)
+        self._set_timer(self.engine.next_s() if request.gives_up else participant.deadline_s)
         self._wake()
         return stream
 
@@ -279,6 +279,7 @@ def _request_from_proto(begin: CollectiveBegin) -> OperationRequest:
         stripes=begin.stripes,
         what=what,
         owners=tuple(begin.owners),
+        gives_up=begin.gives_up,
         input_counts=tuple(begin.input_counts),
         output_counts=tuple(begin.output_counts),
     )

@@ -89,7 +89,7 @@ class Envelope(_message.Message):
     def __init__(self, receive: bool = ..., peer: _Optional[int] = ..., tag: _Optional[int] = ..., dtype: _Optional[_Union[_common_pb2.DType, str]] = ..., numel: _Optional[int] = ..., closes: bool = ...) -> None: ...
 
 class CollectiveBegin(_message.Message):
-    __slots__ = ("context", "group", "position", "ranks", "members", "timeout_s", "stripe", "stripes", "call", "envelope", "input_counts", "output_counts", "owners")
+    __slots__ = ("context", "group", "position", "ranks", "members", "timeout_s", "stripe", "stripes", "call", "envelope", "input_counts", "output_counts", "owners", "gives_up")
     CONTEXT_FIELD_NUMBER: _ClassVar[int]
     GROUP_FIELD_NUMBER: _ClassVar[int]
     POSITION_FIELD_NUMBER: _ClassVar[int]
@@ -103,6 +103,7 @@ class CollectiveBegin(_message.Message):
     INPUT_COUNTS_FIELD_NUMBER: _ClassVar[int]
     OUTPUT_COUNTS_FIELD_NUMBER: _ClassVar[int]
     OWNERS_FIELD_NUMBER: _ClassVar[int]
+    GIVES_UP_FIELD_NUMBER: _ClassVar[int]
     context: _common_pb2.CallContext
     group: str
     position: int
@@ -116,7 +117,8 @@ class CollectiveBegin(_message.Message):
     input_counts: _containers.RepeatedScalarFieldContainer[int]
     output_counts: _containers.RepeatedScalarFieldContainer[int]
     owners: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, context: _Optional[_Union[_common_pb2.CallContext, _Mapping]] = ..., group: _Optional[str] = ..., position: _Optional[int] = ..., ranks: _Optional[_Iterable[int]] = ..., members: _Optional[_Iterable[str]] = ..., timeout_s: _Optional[float] = ..., stripe: _Optional[int] = ..., stripes: _Optional[int] = ..., call: _Optional[_Union[Call, _Mapping]] = ..., envelope: _Optional[_Union[Envelope, _Mapping]] = ..., input_counts: _Optional[_Iterable[int]] = ..., output_counts: _Optional[_Iterable[int]] = ..., owners: _Optional[_Iterable[int]] = ...) -> None: ...
+    gives_up: bool
+    def __init__(self, context: _Optional[_Union[_common_pb2.CallContext, _Mapping]] = ..., group: _Optional[str] = ..., position: _Optional[int] = ..., ranks: _Optional[_Iterable[int]] = ..., members: _Optional[_Iterable[str]] = ..., timeout_s: _Optional[float] = ..., stripe: _Optional[int] = ..., stripes: _Optional[int] = ..., call: _Optional[_Union[Call, _Mapping]] = ..., envelope: _Optional[_Union[Envelope, _Mapping]] = ..., input_counts: _Optional[_Iterable[int]] = ..., output_counts: _Optional[_Iterable[int]] = ..., owners: _Optional[_Iterable[int]] = ..., gives_up: bool = ...) -> None: ...
 
 class CollectiveChunk(_message.Message):
     __slots__ = ("begin", "matched", "source", "partition", "offset", "ended", "payload")
