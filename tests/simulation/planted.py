@@ -92,7 +92,7 @@ PLANTS: Final = (
     Plant(
         "a shard server that was lost holds its slices after other steps, too",
         _REGISTRATION,
-        "now = p.initialized and self._lost_at == (p.epoch, version)",
+        "now = p.initialized and p.lost_version == version",
         "now = p.initialized",
     ),
     Plant(
@@ -240,9 +240,65 @@ PLANTS: Final = (
     Plant(
         "a corrupt slice is lost though another copy comes back",
         _REGISTRATION,
-        "            for index in set(held) & self._corrupt.keys():",
+        "            for index in [i for i in held if p.corrupt.get(i, shard.rank) != shard.rank]:",
         "            for index in ():",
         real="a job waited for a restore, since the other copy's connection had been reset",
+    ),
+    Plant(
+        "a server that comes back with its corrupt slice gives it up",
+        _REGISTRATION,
+        "            for index in [i for i in held if p.corrupt.get(i, shard.rank) != shard.rank]:",
+        "            for index in set(held) & p.corrupt.keys():",
+        real="the coordinator failed at every join: a slice had no server at all",
+    ),
+    Plant(
+        "a server that comes back is taken to hold what it has lost",
+        _REGISTRATION,
+        "held = tuple(i for i in complete if p.corrupt.get(i) != rank)",
+        "held = tuple(complete)",
+        real="a job waited for ever: a server that had lost a slice was to sum it, and nobody copied it to it",
+    ),
+    Plant(
+        "a coordinator that is started again has forgotten what lost servers hold",
+        "coordinator/core/records.py",
+        "lost={incarnation: tuple(slices.numbers) for incarnation, slices in message.lost.items()}",
+        "lost={}",
+        real="a job waited for a restore, since a connection had been reset just before the coordinator was killed",
+    ),
+    # ------------------------------------------------------------------ collectives
+    Plant(
+        "data of a rank that broke off counts as added",
+        "aggregation/core/participants.py",
+        "        if self.pending is not None:\n            self._take()\n",
+        "        if self.pending is not None:\n            self.consume()\n",
+        real="an all-reduce lacked what a rank had sent that broke off before it was added, and nobody was told",
+    ),
+    Plant(
+        "a rank that breaks off says nothing",
+        "aggregation/client/client.py",
+        "        except Broken:\n            task",
+        "        except ZeroDivisionError:\n            task",
+        real="the others waited until their deadline, when its connection broke before its first message had come",
+    ),
+    Plant(
+        "what a broken stream has left goes on",
+        "aggregation/core/operations.py",
+        "            self._suspects[rank] = now_s + GRACE_S\n",
+        "            pass\n",
+    ),
+    Plant(
+        "a deadline that ends nothing is due again and again",
+        "aggregation/core/operations.py",
+        "*(p.deadline_s for p in self._awaited())]",
+        "*(p.deadline_s for p in self._participants.values() if not p.left)]",
+        real="a shard server did nothing else any more, while ranks waited at a stripe that decides nothing",
+    ),
+    Plant(
+        "a shard server that leaves closes what is under way",
+        "aggregation/client/client.py",
+        "            if self._peers.closed:\n",
+        "            if True:\n",
+        real="a rank was told that it had cancelled a collective itself",
     ),
     # ------------------------------------------------------------------ the members' sessions and steps
     Plant(
@@ -272,6 +328,12 @@ PLANTS: Final = (
         "        await self._calls.run(\n            lambda _: self._shards.upload(",
         "        await (lambda run: run(None))(\n            lambda _: self._shards.upload(",
         real="a worker that was given up while it uploaded first values said so after five minutes",
+    ),
+    Plant(
+        "a coordinator without its state is taken for the one of before",
+        _DELIVERY,
+        'if self._state_id not in ("", event.state_id):',
+        "if False:",
     ),
     Plant(
         "a Join that is late is a member's fault",

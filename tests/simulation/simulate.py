@@ -151,6 +151,7 @@ class Faults:
         if not (role.startswith("shard") and role in self._job.names and self._may_lose(role)):
             return
         if (flip := flip_in(self._job.slices_of(role), self._rng)) is not None:
+            self._network.struck()
             self._network.note(f"{self._job.names[role]}: {flip}")
 
     def _slow(self, one: str, other: str) -> None:

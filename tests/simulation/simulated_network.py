@@ -100,7 +100,7 @@ class Network:
 
     def reset(self, one: str, other: str) -> None:
         """All calls between two processes break."""
-        self._struck()
+        self.struck()
         link = frozenset((one, other))
         for call in self._of(lambda c: c.link == link):
             call.broken(f"the connection of {one} and {other} was reset")
@@ -111,14 +111,15 @@ class Network:
 
     def died(self, name: str) -> None:
         """A process was killed: its addresses are free, and its peers find out."""
-        self._struck()
+        self.struck()
         for address, server in list(in_process._servers.items()):
             if getattr(server, "process", "") == name:
                 in_process._servers.pop(address, None)
         for call in self._of(lambda c: name in (c.client, c.server)):
             self.loop.later(DELAY_S, lambda call=call: call.broken(f"{name} died"))
 
-    def _struck(self) -> None:
+    def struck(self) -> None:
+        """Something has happened to a process."""
         self.struck_s = max(self.struck_s, self.loop.time())
 
     def _break(self, link: Link) -> None:

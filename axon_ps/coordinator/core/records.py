@@ -61,6 +61,9 @@ class ParameterState:
         copied: the newest version of this epoch that took another model's values; 0 = none.
         placement: where its slices are; None until it is registered.
         replaced: whether its values were ever others than a worker's first ones and what steps made of those.
+        lost: by incarnation of a lost shard server, the slices that it held.
+        lost_version: the version that they are of.
+        corrupt: by slice that nobody else has, the shard server whose memory failed.
     """
 
     epoch: int = 0
@@ -72,6 +75,9 @@ class ParameterState:
     copied: int = 0
     placement: Placement | None = None
     replaced: bool = False
+    lost: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    lost_version: int = 0
+    corrupt: dict[int, int] = field(default_factory=dict)
 
 
 @dataclass
@@ -154,6 +160,9 @@ def parameters_record(model: int, parameters: ParameterState) -> Record:
         failure=parameters.failure,
         copied=parameters.copied,
         replaced=parameters.replaced,
+        lost={incarnation: state_pb2.Slices(numbers=slices) for incarnation, slices in parameters.lost.items()},
+        lost_version=parameters.lost_version,
+        corrupt=parameters.corrupt,
         placement=None if parameters.placement is None else codec.placement_to_proto(parameters.placement),
     )
     return _record(_of(model, "parameters"), message)
@@ -322,6 +331,9 @@ def _parameters(message: state_pb2.ParametersRecord) -> ParameterState:
         failure=message.failure,
         copied=message.copied,
         replaced=message.replaced,
+        lost={incarnation: tuple(slices.numbers) for incarnation, slices in message.lost.items()},
+        lost_version=message.lost_version,
+        corrupt=dict(message.corrupt),
         placement=codec.placement_from_proto(message.placement) if message.HasField("placement") else None,
     )
 

@@ -60,9 +60,6 @@ class Registration:
         self.parameters = parameters
         self.num_shards = num_shards
         self._copying_since: dict[tuple[int, int], int] = {}  # by slice and server: number of the placement
-        self._lost: dict[str, tuple[int, ...]] = {}  # by incarnation of a lost server, the slices that it held
-        self._lost_at = (0, 0)  # epoch and version of those slices
-        self._corrupt: dict[int, int] = {}  # by slice that nobody else has, the server whose memory failed
         self.owners: tuple[int, ...] = ()
         """Shard servers that hold trainable slices: those a step waits for."""
         self.no_room: dict[int, str] = {}  # by rank, why a shard server cannot hold what it is to hold
@@ -165,7 +162,7 @@ class Registration:
     def corrupted(self, rank: int, index: int) -> bool:
         """A server has lost a slice, and gets it again; False if nobody else has it. One who was lost may be back."""
         if len(self.placement.holders[index].complete) == 1:
-            self._corrupt[index] = rank
+            self.parameters.corrupt[index] = rank
             return False
         self.change_placement(self.placement.corrupted(index, rank))
         return True
@@ -186,11 +183,12 @@ class Registration:
         p = self.parameters
         self.no_room.pop(rank, None)
         if p.initialized and p.placement is not None and rank in p.placement.servers:
-            if self._lost_at != (p.epoch, version):
-                self._lost, self._lost_at = {}, (p.epoch, version)
+            if p.lost_version != version:
+                p.lost, p.lost_version = {}, version
             if (incarnation := p.holders.get(rank)) is not None:
-                held = tuple(i for i, h in enumerate(p.placement.holders) if rank in h.complete)
-                self._lost[incarnation] = held
+                complete = (i for i, h in enumerate(p.placement.holders) if rank in h.complete)
+                held = tuple(i for i in complete if p.corrupt.get(i) != rank)
+                p.lost[incarnation] = held
             self.change_placement(p.placement.without(rank))
             if rank not in self.placement.servers:
                 p.holders.pop(rank, None)
@@ -198,21 +196,23 @@ class Registration:
     def still_held_by(self, incarnation: str, version: int) -> tuple[int, ...]:
         """What a lost server held, while the job is at the `version` of then. See Note: [A connection that broke]."""
         p = self.parameters
-        now = p.initialized and self._lost_at == (p.epoch, version)
-        return self._lost.get(incarnation, ()) if now else ()
+        now = p.initialized and p.lost_version == version
+        return p.lost.get(incarnation, ()) if now else ()
 
     def take_back(self, shard: Member, shards: Sequence[Member], version: int) -> None:
         """A server has joined, the job being at `version`: what it still holds is its own again."""
+        p = self.parameters
         if held := self.still_held_by(shard.incarnation, version):
             present = {s.rank for s in shards if self.is_loaded(s)}
             after = self.placement.taken_back(held, shard.rank, present)
-            for index in set(held) & self._corrupt.keys():  # that of the one who was alone with it
-                after = after.corrupted(index, self._corrupt.pop(index))
-                self.parameters.failure = self.parameters.failure if self._corrupt else ""
+            for index in [i for i in held if p.corrupt.get(i, shard.rank) != shard.rank]:  # another was alone with it
+                if (other := p.corrupt.pop(index)) in present:
+                    after = after.corrupted(index, other)
+                p.failure = p.failure if p.corrupt else ""
             if after.holders != self.placement.holders:
                 self.change_placement(after)
-            self.parameters.holders[shard.rank] = shard.incarnation
-        self._lost.pop(shard.incarnation, None)
+            p.holders[shard.rank] = shard.incarnation
+        p.lost.pop(shard.incarnation, None)
 
     def cancel_copies(self, rank: int) -> bool:
         """The session of a server was broken: what it was getting is begun anew later. Returns whether it was any."""
@@ -333,7 +333,6 @@ class Registration:
         )
         self.parameters = ParameterState(epoch=order.epoch, restore=order, replaced=p.replaced or uri != FIRST_VALUES)
         self.no_room.clear()
-        self._corrupt.clear()
         self.place(placement)
         return order
 

@@ -51,7 +51,7 @@ class ModelsRecord(_message.Message):
     def __init__(self, names: _Optional[_Mapping[int, str]] = ..., next: _Optional[int] = ...) -> None: ...
 
 class ParametersRecord(_message.Message):
-    __slots__ = ("epoch", "initialized", "holders", "uploader", "restore", "failure", "placement", "copied", "replaced")
+    __slots__ = ("epoch", "initialized", "holders", "uploader", "restore", "failure", "placement", "copied", "replaced", "lost", "lost_version", "corrupt")
     class HoldersEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -59,6 +59,20 @@ class ParametersRecord(_message.Message):
         key: int
         value: str
         def __init__(self, key: _Optional[int] = ..., value: _Optional[str] = ...) -> None: ...
+    class LostEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: Slices
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[_Union[Slices, _Mapping]] = ...) -> None: ...
+    class CorruptEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: int
+        value: int
+        def __init__(self, key: _Optional[int] = ..., value: _Optional[int] = ...) -> None: ...
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     INITIALIZED_FIELD_NUMBER: _ClassVar[int]
     HOLDERS_FIELD_NUMBER: _ClassVar[int]
@@ -68,6 +82,9 @@ class ParametersRecord(_message.Message):
     PLACEMENT_FIELD_NUMBER: _ClassVar[int]
     COPIED_FIELD_NUMBER: _ClassVar[int]
     REPLACED_FIELD_NUMBER: _ClassVar[int]
+    LOST_FIELD_NUMBER: _ClassVar[int]
+    LOST_VERSION_FIELD_NUMBER: _ClassVar[int]
+    CORRUPT_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     initialized: bool
     holders: _containers.ScalarMap[int, str]
@@ -77,7 +94,16 @@ class ParametersRecord(_message.Message):
     placement: _placement_pb2.Placement
     copied: int
     replaced: bool
-    def __init__(self, epoch: _Optional[int] = ..., initialized: bool = ..., holders: _Optional[_Mapping[int, str]] = ..., uploader: _Optional[str] = ..., restore: _Optional[_Union[_checkpoint_pb2.RestoreOrder, _Mapping]] = ..., failure: _Optional[str] = ..., placement: _Optional[_Union[_placement_pb2.Placement, _Mapping]] = ..., copied: _Optional[int] = ..., replaced: bool = ...) -> None: ...
+    lost: _containers.MessageMap[str, Slices]
+    lost_version: int
+    corrupt: _containers.ScalarMap[int, int]
+    def __init__(self, epoch: _Optional[int] = ..., initialized: bool = ..., holders: _Optional[_Mapping[int, str]] = ..., uploader: _Optional[str] = ..., restore: _Optional[_Union[_checkpoint_pb2.RestoreOrder, _Mapping]] = ..., failure: _Optional[str] = ..., placement: _Optional[_Union[_placement_pb2.Placement, _Mapping]] = ..., copied: _Optional[int] = ..., replaced: bool = ..., lost: _Optional[_Mapping[str, Slices]] = ..., lost_version: _Optional[int] = ..., corrupt: _Optional[_Mapping[int, int]] = ...) -> None: ...
+
+class Slices(_message.Message):
+    __slots__ = ("numbers",)
+    NUMBERS_FIELD_NUMBER: _ClassVar[int]
+    numbers: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, numbers: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class CommittedRecord(_message.Message):
     __slots__ = ("values",)

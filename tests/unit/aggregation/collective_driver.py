@@ -144,6 +144,7 @@ class Servers:
         self.now_s += seconds
         for engine in self.engines:
             engine.tick(self.now_s)
+            assert engine.next_s() > self.now_s, "a timer that is due again at once, and again"
 
     def run(self, streams: Sequence[tuple[RankStream, int]], choose: Callable[[int], int] = lambda n: 0) -> None:
         """Steps of streams, the choice among those that can being the caller's, until nothing moves."""
