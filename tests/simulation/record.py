@@ -63,6 +63,10 @@ def several(first: int) -> tuple[Counter[str], dict[int, str]]:
     return counted, failed
 
 
+def _git(*args: str) -> str:
+    return subprocess.run(["git", *args], cwd=ROOT, capture_output=True, text=True).stdout.strip()
+
+
 def main() -> int:
     """See the module."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -81,8 +85,9 @@ def main() -> int:
         about = {"commit": commit, "python": platform.python_version(), "first": options.first}
         return {**about, **total, "failed": len(failed), "failures": said}
 
-    commit = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True).stdout
-    commit = commit.strip() or "unknown"
+    commit = _git("describe", "--always") or "unknown"
+    if _git("status", "--porcelain", "--", "axon_ps", "tests"):
+        commit += " and changes"
     with ProcessPoolExecutor() as pool:
         running: set[Future[tuple[Counter[str], dict[int, str]]]] = set()
         while running or time.monotonic() < end_s:
