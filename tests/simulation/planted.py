@@ -240,23 +240,17 @@ PLANTS: Final = (
     Plant(
         "a corrupt slice is lost though another copy comes back",
         _REGISTRATION,
-        "            for index in [i for i in held if p.corrupt.get(i, shard.rank) != shard.rank]:",
+        "            for index in set(held) & p.corrupt.keys():",
         "            for index in ():",
         real="a job waited for a restore, since the other copy's connection had been reset",
     ),
     Plant(
-        "a server that comes back with its corrupt slice gives it up",
-        _REGISTRATION,
-        "            for index in [i for i in held if p.corrupt.get(i, shard.rank) != shard.rank]:",
-        "            for index in set(held) & p.corrupt.keys():",
-        real="the coordinator failed at every join: a slice had no server at all",
-    ),
-    Plant(
         "a server that comes back is taken to hold what it has lost",
         _REGISTRATION,
-        "held = tuple(i for i in complete if p.corrupt.get(i) != rank)",
+        "held = tuple(i for i in complete if p.corrupt.get(i) != incarnation)",
         "held = tuple(complete)",
-        real="a job waited for ever: a server that had lost a slice was to sum it, and nobody copied it to it",
+        real="a server that had lost a slice was to sum it, and nobody copied it to it: the job waited for ever; or the "
+        "coordinator failed at every join, since the slice had no server at all",
     ),
     Plant(
         "a coordinator that is started again has forgotten what lost servers hold",

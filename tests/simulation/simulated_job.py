@@ -422,11 +422,11 @@ class Job:
         members = durable.membership.shards
         if len(members) != len(shards) or not all(m.incarnation in present for m in members):
             return False
+        if any(is_changed(owned) for role in shards for owned in self.slices_of(role) if not owned.copying):
+            return False
         if not (durable.models[0].version or durable.models[0].parameters.initialized):
             return True
         placement = durable.models[0].parameters.placement
-        if any(is_changed(owned) for role in shards for owned in self.slices_of(role) if not owned.copying):
-            return False
         return placement is not None and all(len(h.complete) > 1 and not h.copying for h in placement.holders)
 
     def slices_of(self, role: str) -> list[OwnedSlice]:

@@ -63,7 +63,7 @@ class ParameterState:
         replaced: whether its values were ever others than a worker's first ones and what steps made of those.
         lost: by incarnation of a lost shard server, the slices that it held.
         lost_version: the version that they are of.
-        corrupt: by slice that nobody else has, the shard server whose memory failed.
+        corrupt: by slice that nobody else has, the incarnation of the shard server whose memory failed.
     """
 
     epoch: int = 0
@@ -77,7 +77,7 @@ class ParameterState:
     replaced: bool = False
     lost: dict[str, tuple[int, ...]] = field(default_factory=dict)
     lost_version: int = 0
-    corrupt: dict[int, int] = field(default_factory=dict)
+    corrupt: dict[int, str] = field(default_factory=dict)
 
 
 @dataclass

@@ -162,7 +162,7 @@ class Registration:
     def corrupted(self, rank: int, index: int) -> bool:
         """A server has lost a slice, and gets it again; False if nobody else has it. One who was lost may be back."""
         if len(self.placement.holders[index].complete) == 1:
-            self.parameters.corrupt[index] = rank
+            self.parameters.corrupt[index] = self.parameters.holders[rank]
             return False
         self.change_placement(self.placement.corrupted(index, rank))
         return True
@@ -187,7 +187,7 @@ class Registration:
                 p.lost, p.lost_version = {}, version
             if (incarnation := p.holders.get(rank)) is not None:
                 complete = (i for i, h in enumerate(p.placement.holders) if rank in h.complete)
-                held = tuple(i for i in complete if p.corrupt.get(i) != rank)
+                held = tuple(i for i in complete if p.corrupt.get(i) != incarnation)
                 p.lost[incarnation] = held
             self.change_placement(p.placement.without(rank))
             if rank not in self.placement.servers:
@@ -203,11 +203,11 @@ class Registration:
         """A server has joined, the job being at `version`: what it still holds is its own again."""
         p = self.parameters
         if held := self.still_held_by(shard.incarnation, version):
-            present = {s.rank for s in shards if self.is_loaded(s)}
-            after = self.placement.taken_back(held, shard.rank, present)
-            for index in [i for i in held if p.corrupt.get(i, shard.rank) != shard.rank]:  # another was alone with it
-                if (other := p.corrupt.pop(index)) in present:
-                    after = after.corrupted(index, other)
+            present = {s.incarnation: s.rank for s in shards if self.is_loaded(s)}
+            after = self.placement.taken_back(held, shard.rank, present.values())
+            for index in set(held) & p.corrupt.keys():  # another was alone with it
+                if (rank := present.get(p.corrupt.pop(index))) is not None:
+                    after = after.corrupted(index, rank)
                 p.failure = p.failure if p.corrupt else ""
             if after.holders != self.placement.holders:
                 self.change_placement(after)

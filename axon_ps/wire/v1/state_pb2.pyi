@@ -71,8 +71,8 @@ class ParametersRecord(_message.Message):
         KEY_FIELD_NUMBER: _ClassVar[int]
         VALUE_FIELD_NUMBER: _ClassVar[int]
         key: int
-        value: int
-        def __init__(self, key: _Optional[int] = ..., value: _Optional[int] = ...) -> None: ...
+        value: str
+        def __init__(self, key: _Optional[int] = ..., value: _Optional[str] = ...) -> None: ...
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     INITIALIZED_FIELD_NUMBER: _ClassVar[int]
     HOLDERS_FIELD_NUMBER: _ClassVar[int]
@@ -96,8 +96,8 @@ class ParametersRecord(_message.Message):
     replaced: bool
     lost: _containers.MessageMap[str, Slices]
     lost_version: int
-    corrupt: _containers.ScalarMap[int, int]
-    def __init__(self, epoch: _Optional[int] = ..., initialized: bool = ..., holders: _Optional[_Mapping[int, str]] = ..., uploader: _Optional[str] = ..., restore: _Optional[_Union[_checkpoint_pb2.RestoreOrder, _Mapping]] = ..., failure: _Optional[str] = ..., placement: _Optional[_Union[_placement_pb2.Placement, _Mapping]] = ..., copied: _Optional[int] = ..., replaced: bool = ..., lost: _Optional[_Mapping[str, Slices]] = ..., lost_version: _Optional[int] = ..., corrupt: _Optional[_Mapping[int, int]] = ...) -> None: ...
+    corrupt: _containers.ScalarMap[int, str]
+    def __init__(self, epoch: _Optional[int] = ..., initialized: bool = ..., holders: _Optional[_Mapping[int, str]] = ..., uploader: _Optional[str] = ..., restore: _Optional[_Union[_checkpoint_pb2.RestoreOrder, _Mapping]] = ..., failure: _Optional[str] = ..., placement: _Optional[_Union[_placement_pb2.Placement, _Mapping]] = ..., copied: _Optional[int] = ..., replaced: bool = ..., lost: _Optional[_Mapping[str, Slices]] = ..., lost_version: _Optional[int] = ..., corrupt: _Optional[_Mapping[int, str]] = ...) -> None: ...
 
 class Slices(_message.Message):
     __slots__ = ("numbers",)

@@ -593,7 +593,8 @@ def test_both_copies_of_a_slice_corrupt_are_one_too_many() -> None:
     assert "no other shard server holds that slice" in workers[0].membership.waiting_for
 
 
-def test_a_server_that_comes_back_with_the_other_copy_ends_that() -> None:
+@pytest.mark.parametrize("restarted", [False, True])
+def test_a_server_that_comes_back_with_the_other_copy_ends_that(restarted: bool) -> None:
     d, workers, servers = job(2)
     rank = primary_of(d, 0)
     other = servers[1 - rank]
@@ -601,19 +602,53 @@ def test_a_server_that_comes_back_with_the_other_copy_ends_that() -> None:
     for number in (0, 1):
         corrupted(d, servers[rank], number)
     assert "no other shard server holds that slice" in servers[rank].membership.waiting_for
-    d.restart()
-    for p in (*workers, servers[rank]):
-        p.join()
+    if restarted:
+        d.restart()
+        for p in (*workers, servers[rank]):
+            p.join()
     assert "no other shard server holds that slice" in servers[rank].membership.waiting_for
-    d, workers, servers = job(2)
-    other = servers[1 - rank]
-    other.lose()
-    for number in (0, 1):
-        corrupted(d, servers[rank], number)
     other.join()
     assert [h.copying for h in placement(d).holders[:2]] == [(rank,), (rank,)]
     assert workers[0].membership.complete
     servers[rank].copied()
+    assert step(workers, servers).outcome is Outcome.COMMIT
+
+
+def test_a_server_that_comes_back_with_a_slice_that_it_alone_has_and_has_lost_still_waits() -> None:
+    d, workers, servers = job(2)
+    rank = primary_of(d, 0)
+    servers[1 - rank].lose()
+    corrupted(d, servers[rank], 0)
+    servers[rank].lose()
+    servers[rank].join()
+    assert "no other shard server holds that slice" in servers[rank].membership.waiting_for
+    servers[1 - rank].join()
+    servers[rank].copied()
+    assert step(workers, servers).outcome is Outcome.COMMIT
+    assert set(placement(d).holders[0].complete) == {0, 1}
+
+
+def test_a_server_that_is_away_when_the_other_copy_comes_back_gets_its_slice_again() -> None:
+    d, workers, servers = job(2)
+    rank = primary_of(d, 0)
+    servers[1 - rank].lose()
+    corrupted(d, servers[rank], 0)
+    servers[rank].lose()
+    servers[1 - rank].join()
+    servers[rank].join()
+    assert placement(d).holders[0] == Holders((1 - rank,), (rank,)), "not taken to hold what it has lost"
+    servers[rank].copied()
+    assert step(workers, servers).outcome is Outcome.COMMIT
+
+
+def test_what_a_lost_server_holds_is_known_after_a_restart() -> None:
+    d, workers, servers = job(2)
+    for server in servers:
+        server.lose()  # its connection broke
+    d.restart()
+    for p in (*workers, *servers):
+        p.join()
+    assert all(set(h.complete) == {0, 1} for h in placement(d).holders)
     assert step(workers, servers).outcome is Outcome.COMMIT
 
 
