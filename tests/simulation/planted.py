@@ -234,8 +234,15 @@ PLANTS: Final = (
     Plant(
         "that a slice is corrupt is said once",
         _DELIVERY,
-        "        reports += [message for model in models for message in model.corrupted.values()]\n",
-        "",
+        "            reports += [*model.corrupted.values(), *model.corrupted_sums.values()]\n",
+        "            reports += model.corrupted_sums.values()\n",
+    ),
+    Plant(
+        "that a sum is corrupt is said once",
+        _DELIVERY,
+        "            reports += [*model.corrupted.values(), *model.corrupted_sums.values()]\n",
+        "            reports += model.corrupted.values()\n",
+        real="a step was never decided: the coordinator had been killed before it was told",
     ),
     Plant(
         "a corrupt slice is lost though another copy comes back",

@@ -45,6 +45,7 @@ class _ModelDelivery:
         restore_report: our newest report that we could not restore it.
         no_room: our newest report that we cannot hold it.
         corrupted: by slice, our newest report that its values are lost.
+        corrupted_sums: by slice, our newest report that a sum of the step under way is lost.
         messages: our newest vote or report, by replica; None: of all replicas together.
         step: the newest decided.
         epoch: of the newest restore order.
@@ -56,6 +57,7 @@ class _ModelDelivery:
         self.restore_report: session_pb2.SessionRequest | None = None
         self.no_room: session_pb2.SessionRequest | None = None
         self.corrupted: dict[int, session_pb2.SessionRequest] = {}
+        self.corrupted_sums: dict[int, session_pb2.SessionRequest] = {}
         self.messages: dict[int | None, Vote | Ready] = {}
         self.step = -1
         self.epoch = 0
@@ -134,9 +136,10 @@ class Delivery:
         self._of(message.no_room.model).no_room = message
 
     def record_corrupted(self, message: session_pb2.SessionRequest) -> None:
-        """Record our report that memory of a slice failed; if values are lost, they are until they are copied."""
-        if message.corrupted.lost:
-            self._of(message.corrupted.model).corrupted[message.corrupted.slice] = message
+        """Record our report that memory of a slice failed: values are lost until they are copied, sums of one step."""
+        model = self._of(message.corrupted.model)
+        reports = model.corrupted if message.corrupted.lost else model.corrupted_sums
+        reports[message.corrupted.slice] = message
 
     def record_copied(self, message: session_pb2.SessionRequest) -> None:
         """Record our report that slices have come; if it is lost, they are copied again."""
@@ -158,7 +161,8 @@ class Delivery:
         reports = [
             m for model in models for m in (model.initialized, model.restore_report, model.no_room) if m is not None
         ]
-        reports += [message for model in models for message in model.corrupted.values()]
+        for model in models:
+            reports += [*model.corrupted.values(), *model.corrupted_sums.values()]
         return [*reports, *(step_message_to_proto(message) for model in models for message in model.messages.values())]
 
     def _receive_membership(self, event: Membership) -> list[Event]:
@@ -175,6 +179,9 @@ class Delivery:
 
     def _settle_model(self, number: int, membership: Membership) -> list[Event]:
         model, (first_step, version) = self._models[number], membership.progress(number)
+        for index, report in list(model.corrupted_sums.items()):
+            if report.corrupted.generation < membership.generation:
+                del model.corrupted_sums[index]
         aborts: list[Event] = []
         for replica, message in list(model.messages.items()):
             if message.generation >= membership.generation:
@@ -202,6 +209,7 @@ class Delivery:
         """Drop the messages that a decision settles."""
         model = self._of(decision.model)
         model.step = decision.step
+        model.corrupted_sums.clear()
         turn = decision.turn
         for replica, message in list(model.messages.items()):
             if replica is None:

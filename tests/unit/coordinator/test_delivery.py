@@ -7,10 +7,17 @@ import dataclasses
 import pytest
 
 from axon_ps.coordinator.client.delivery import Delivery
-from axon_ps.coordinator.core.events import JobState, Ready, RestoreOrder, SnapshotOrder, Vote, Welcome
-from axon_ps.coordinator.messages import initialized_to_proto, ready_to_proto, vote_to_proto
+from axon_ps.coordinator.core.events import Copied, Corrupted, JobState, Ready, RestoreOrder, SnapshotOrder, Vote, Welcome
+from axon_ps.coordinator.messages import (
+    copied_to_proto,
+    corrupted_to_proto,
+    initialized_to_proto,
+    ready_to_proto,
+    vote_to_proto,
+)
 from axon_ps.errors import InternalError
 from axon_ps.types import Decision, Membership, ModelProgress, Outcome
+from axon_ps.wire.v1.session_pb2 import SessionRequest
 
 WELCOME = Welcome(rank=0, lease_s=5.0, world_size=1, num_shards=1, state_id="a")
 MEMBERS = Membership(
@@ -149,3 +156,23 @@ def test_a_coordinator_without_its_state_is_found_out() -> None:
         m.receive(dataclasses.replace(WELCOME, state_id="b"))
     with pytest.raises(InternalError, match="generation 2 after 3"):
         m.receive(dataclasses.replace(MEMBERS, generation=2))
+
+
+def test_that_a_sum_is_corrupt_is_resent_until_the_step_is_over() -> None:
+    def corrupted(*, lost: bool) -> SessionRequest:
+        return corrupted_to_proto(
+            Corrupted(
+                model=0, epoch=0, slice=7, placement=1, generation=3, lost=lost, version=4, blocks=(("gradient", 0, 8),)
+            )
+        )
+
+    for over in (next_generation(), COMMIT):
+        m = Delivery()
+        m.receive(MEMBERS)
+        m.record_corrupted(corrupted(lost=False))
+        m.record_corrupted(corrupted(lost=True))
+        assert m.to_resend() == [corrupted(lost=True), corrupted(lost=False)]
+        m.receive(over)
+        assert m.to_resend() == [corrupted(lost=True)], "the values are lost until they are copied"
+        m.record_copied(copied_to_proto(Copied(model=0, epoch=0, slices=(7,), placement=2)))
+        assert m.to_resend() == []
