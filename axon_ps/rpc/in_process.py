@@ -14,7 +14,6 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import uuid
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Sequence

@@ -200,7 +200,7 @@ class Grower:
         """What a checkpoint may be called here: in our directory, or nowhere."""
         d = self.facts.directory
         known = (f"{d}/a", f"{d}/b", f"{d}/../{d.rpartition('/')[2]}/c", d, f"file://{d}/a") if d else ()
-        return (*known, "", "nowhere://x", "memory://fuzz/a", "\0", "http://127.0.0.1:1/x", "uploaded")
+        return (*known, "", "nowhere://x", "memory://fuzz/a", "\0", "http://127.0.0.1:1/x")
 
     def _bytes(self, entropy: Entropy) -> bytes:
         size = entropy.pick((0, 1, 4, 8, 16, 24, 32, 64, 128, 256, 1024, BIG_BYTES if entropy.once_in(30) else 12))

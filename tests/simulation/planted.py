@@ -256,8 +256,8 @@ PLANTS: Final = (
         _REGISTRATION,
         "held = tuple(i for i in complete if p.corrupt.get(i) != incarnation)",
         "held = tuple(complete)",
-        real="a server that had lost a slice was to sum it, and nobody copied it to it: the job waited for ever; or the "
-        "coordinator failed at every join, since the slice had no server at all",
+        real="a server that had lost a slice was to sum it, and nobody copied it to it; or the slice had no server at "
+        "all, and the coordinator failed at every join",
     ),
     Plant(
         "a coordinator that is started again has forgotten what lost servers hold",

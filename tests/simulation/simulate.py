@@ -273,7 +273,8 @@ def shortest(seed: int, error: Exception) -> tuple[int, Exception]:
 
 async def _simulated(loop: VirtualLoop, network: Network, rng: random.Random, only: Collection[int] | None) -> None:
     steps, faults_s = rng.choice(LENGTHS)
-    job = Job(loop, network, workers=rng.choice((1, 2, 3)), shards=rng.choice((2, 3)), steps=steps, collectives=rng.random() < 0.4)
+    workers, shards, collectives = rng.choice((1, 2, 3)), rng.choice((2, 3)), rng.random() < 0.4
+    job = Job(loop, network, workers=workers, shards=shards, steps=steps, collectives=collectives)
     found: list[BaseException] = []
     loop.set_exception_handler(
         lambda _, context: found.append(context.get("exception") or Violation(context["message"]))

@@ -88,7 +88,9 @@ class Collectives:
         except (Broken, MemberLost, GenerationChanged, Timeout) as error:
             if isinstance(error, Timeout) and self._timeout_s(step) == TIMEOUT_S:
                 return f"a collective did not end: {error!r}"
-            return "" if self._may_fail() or self._timeout_s(step) == SHORT_TIMEOUT_S else f"a collective failed, and nothing had happened: {error!r}"
+            if self._may_fail() or self._timeout_s(step) == SHORT_TIMEOUT_S:
+                return ""
+            return f"a collective failed, and nothing had happened: {error!r}"
         except AxonError as error:
             return f"a collective failed: {error!r}"
         return "" if np.array_equal(got, wanted) else f"a collective gave {got.tolist()}, not {wanted.tolist()}"
@@ -106,9 +108,7 @@ class Collectives:
 
     async def _reduce(self, group: GroupHandle, step: int) -> tuple[Array, Array]:
         data = data_of(group.rank, step)
-        call = Call(
-            sequence=step, operation=Operation.ALL_REDUCE, dtype=DType.F32, counts=(NUMEL,), op=ReduceOp.SUM
-        )
+        call = Call(sequence=step, operation=Operation.ALL_REDUCE, dtype=DType.F32, counts=(NUMEL,), op=ReduceOp.SUM)
         await self._run(group, Request(call=call, data=data))
         return data, sum(data_of(rank, step) for rank in range(len(group.ranks)))
 
@@ -127,9 +127,7 @@ class Collectives:
         output = np.full(sum(counts), np.nan, np.float32)
         call = Call(sequence=step, operation=Operation.ALL_TO_ALL, dtype=DType.F32)
         data = data_of(mine, step, sum(counts))
-        await self._run(
-            group, Request(call=call, data=data, output=output, input_counts=counts, output_counts=counts)
-        )
+        await self._run(group, Request(call=call, data=data, output=output, input_counts=counts, output_counts=counts))
         parts = [data_of(rank, step, sum(counts))[mine * counts[0] : (mine + 1) * counts[0]] for rank in range(ranks)]
         return output, np.concatenate(parts)
 

@@ -284,9 +284,10 @@ class Worker:
 
     async def _collective(self, membership: Membership, step: int) -> None:
         me = self.view.member_in(membership)
-        if self._job.collectives and me is not None and len(membership.workers) > 1:
-            if wrong := await self._collectives.perform(group_of(membership, me.id), step):
-                raise Violation(f"{self._name}, step {step}: {wrong}")
+        if not self._job.collectives or me is None or len(membership.workers) == 1:
+            return
+        if wrong := await self._collectives.perform(group_of(membership, me.id), step):
+            raise Violation(f"{self._name}, step {step}: {wrong}")
 
     async def _gather(self, unit: int, out: Array) -> None:
         steps, view = self.steps, self.steps.view

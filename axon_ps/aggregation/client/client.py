@@ -152,9 +152,7 @@ class CollectiveClient:
         flow_control = _FlowControl(plans)
         first = group.rank + 1  # ranks begin with different servers: no network card gets the first segments of all
         order = sorted(range(len(plans)), key=lambda stripe: (servers[stripe] - first) % len(servers))
-        await together(
-            [self._run_stripe(group, plans[s], servers[s], buffers, flow_control, deadline) for s in order]
-        )
+        await together([self._run_stripe(group, plans[s], servers[s], buffers, flow_control, deadline) for s in order])
 
     async def _plans(
         self, group: GroupHandle, call: Call, buffers: Buffers, deadline: Deadline

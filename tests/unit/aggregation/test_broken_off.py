@@ -51,7 +51,9 @@ def test_a_rank_that_gives_up_before_it_has_come_ends_the_others_wait(stripe: in
     waits = servers.join(0, CALL, data(0), stripe=stripe)
     gives_up = servers.join(1, CALL, data(1)[:0], stripe=stripe, gives_up=True)
     servers.run([(waits, stripe), (gives_up, stripe)])
-    assert gives_up.over and gives_up.error is None and not waits.over
+    assert gives_up.over
+    assert gives_up.error is None
+    assert not waits.over
     servers.tick(GRACE_S)
     servers.run([(waits, stripe)])
     assert "rank 1 broke off" in str(waits.error)
@@ -89,7 +91,8 @@ def test_what_a_rank_has_done_already_it_does_not_give_up() -> None:
     servers.run([(servers.join(1, CALL, data(1)[:0], gives_up=True), 0)])
     servers.tick(GRACE_S)
     servers.run([(streams[0], 0)])
-    assert streams[0].error is None and streams[0].received[0][1].tolist() == [11.0] * 4
+    assert streams[0].error is None
+    assert streams[0].received[0][1].tolist() == [11.0] * 4
     servers.assert_nothing_left()
 
 

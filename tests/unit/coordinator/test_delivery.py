@@ -7,7 +7,16 @@ import dataclasses
 import pytest
 
 from axon_ps.coordinator.client.delivery import Delivery
-from axon_ps.coordinator.core.events import Copied, Corrupted, JobState, Ready, RestoreOrder, SnapshotOrder, Vote, Welcome
+from axon_ps.coordinator.core.events import (
+    Copied,
+    Corrupted,
+    JobState,
+    Ready,
+    RestoreOrder,
+    SnapshotOrder,
+    Vote,
+    Welcome,
+)
 from axon_ps.coordinator.messages import (
     copied_to_proto,
     corrupted_to_proto,
