@@ -185,7 +185,7 @@ class CollectiveClient:
         Until it is done or nobody waits any more; nobody waits for us.
         """
 
-        async def tell(plan: StripePlan, server: int) -> None:
+        async def report(plan: StripePlan, server: int) -> None:
             begin = self._begin_stripe(group, plan, buffers, deadline)
             begin.gives_up = True
             async with await self._stream(server, deadline) as stream:
@@ -194,11 +194,11 @@ class CollectiveClient:
 
         with contextlib.suppress(AxonError):
             plans, servers = await self._plans(group, call, buffers, deadline)
-            told = (
-                retry(partial(tell, plan, server), until=deadline, on=(Broken, Closed))
+            reports = (
+                retry(partial(report, plan, server), until=deadline, on=(Broken, Closed))
                 for plan, server in zip(plans, servers, strict=True)
             )
-            await asyncio.gather(*told, return_exceptions=True)
+            await asyncio.gather(*reports, return_exceptions=True)
 
     async def _run_stripe(
         self,
