@@ -309,7 +309,12 @@ def test_a_checkpoint_that_is_not_there_truncated_or_of_another_model(cluster: L
         assert [p.name for p in tmp_path.iterdir()] == ["one"]
 
 
-def test_a_restore_of_a_cut_checkpoint_overwrites_nothing_on_servers_whose_files_are_right(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "damage", [lambda content: content[:-1], lambda content: content[:-1] + bytes([content[-1] ^ 1])]
+)
+def test_a_restore_of_a_damaged_checkpoint_overwrites_nothing_on_servers_whose_files_are_right(
+    damage: Callable[[bytes], bytes], tmp_path: Path
+) -> None:
     with LocalCluster(shards=2, world_size=1, replication=1) as running, World.init(config(running)) as world:
         model, optimizer = wrapped(world, numel=256)
         info = world.save_checkpoint(str(tmp_path / "one"))
@@ -317,7 +322,7 @@ def test_a_restore_of_a_cut_checkpoint_overwrites_nothing_on_servers_whose_files
         assert optimizer.step().version == 1
         now = model.state_dict()["weight"]
         first, *_ = sorted(Path(info.uri).glob("*.safetensors"))
-        first.write_bytes(first.read_bytes()[:-1])
+        first.write_bytes(damage(first.read_bytes()))
         with pytest.raises(errors.CheckpointCorrupt, match=first.name):
             world.restore_checkpoint(info.uri)
         assert torch.equal(model.state_dict()["weight"], now)

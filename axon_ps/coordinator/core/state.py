@@ -479,6 +479,12 @@ class CoordinatorState:
         return " and ".join(prefix + loss for prefix, loss in losses if loss)
 
     @property
+    def has_values(self) -> bool:
+        """Whether the shard servers that are there hold all parameters of some model."""
+        shards = self._assembly.shards()
+        return any(model.state(shards).initialized for model in self._models.registered)
+
+    @property
     def lost_everything(self) -> bool:
         """Whether no shard server has parameters of any model any more."""
         shards, models = self._assembly.shards(), [model.registration for model in self._models.registered]

@@ -80,20 +80,24 @@ def find(uri: str, specs: Mapping[str, JobSpec], wanted: Sequence[str] = ()) -> 
     return Found(resumes=tuple(resumes), info=dataclasses.replace(info, version=resumes[0].version) if wanted else info)
 
 
-def find_complete(uri: str, specs: Mapping[str, JobSpec], wanted: Sequence[str] = ()) -> Found:
+def find_complete(uri: str, specs: Mapping[str, JobSpec], wanted: Sequence[str] = (), *, read: bool = False) -> Found:
     """Like `find`, and every file is there and as long as the manifest says: servers overwrite what they have with it.
 
-    What a file contains each server checks that needs it.
+    What a file contains each server checks that needs it; but others may have overwritten their part by then. With
+    `read` all files are read here before.
 
     Raises:
         CheckpointNotFound: there is none.
-        CheckpointCorrupt: it is not a manifest of ours, or a file is missing or truncated.
+        CheckpointCorrupt: it is not a manifest of ours, or a file is missing, truncated or, if it was read, altered.
         InvalidRequest: it was saved from other models.
     """
-    from axon_ps.storage.manifest import check_sizes, read_manifest
+    from axon_ps.storage.manifest import check_sizes, read_manifest, verify
 
     found = find(uri, specs, wanted)
-    check_sizes(read_manifest(found.info.uri))
+    if read:
+        verify(found.info.uri)
+    else:
+        check_sizes(read_manifest(found.info.uri))
     return found
 
 

@@ -317,7 +317,10 @@ class CoordinatorServicer:
     async def restore_checkpoint(
         self, request: coordinator_pb2.RestoreCheckpointRequest, context: Any
     ) -> coordinator_pb2.CheckpointReply:
-        """Read the manifest, look for its files, then have the servers load their slices, or take what is uploaded."""
+        """Read the manifest, check its files, then have the servers load their slices, or take what is uploaded.
+
+        Where the job has values that would be lost with a damaged checkpoint, all of it is read here first.
+        """
         state = self._shell.state
         state.callers.check_takes_away(self._caller(request.context))
         uri = codec.name_from_proto(request.uri, "the checkpoint's URI")
@@ -328,7 +331,10 @@ class CoordinatorServicer:
                 raise InvalidRequest(f"one model is replaced at a time, by its name; {len(request.models)} are named")
             name = request.models[0]
             return _checkpoint(await self._shell.call(lambda call: state.replace(call, self._shell.now(), name)))
-        found = await asyncio.to_thread(manifests.find_complete, uri, state.specs, tuple(request.models))
+        with self._shell.checkpoints.doing(f"checking {uri}"):
+            found = await asyncio.to_thread(
+                manifests.find_complete, uri, state.specs, tuple(request.models), read=state.has_values
+            )
         await self._shell.call(lambda call: state.restore(call, found.resumes, self._shell.now()))
         return _checkpoint(found.info)
 
