@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import hashlib
 import json
 import os
 import signal
@@ -464,7 +465,9 @@ def answer_orders(shard: Member, *, error: AxonError | None = None) -> Callable[
                 name = f"shard-00000-of-00001-{order.id}.safetensors"
                 Path(order.uri).mkdir(parents=True, exist_ok=True)
                 (Path(order.uri) / name).write_bytes(bytes(100))
-                shard.snapshot_report(order.id, (SnapshotFile(name=name, sha256="0" * 64, bytes=100),))
+                shard.snapshot_report(
+                    order.id, (SnapshotFile(name=name, sha256=hashlib.sha256(bytes(100)).hexdigest(), bytes=100),)
+                )
         for restore in shard.received(RestoreOrder)[answered[1] :]:
             answered[1] += 1
             if error is not None:
