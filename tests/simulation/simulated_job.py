@@ -423,12 +423,18 @@ class Job:
         members = durable.membership.shards
         if len(members) != len(shards) or not all(m.incarnation in present for m in members):
             return False
-        if any(is_changed(owned) for role in shards for owned in self.slices_of(role) if not owned.copying):
+        if self.is_changed:
             return False
         if not (durable.models[0].version or durable.models[0].parameters.initialized):
             return True
         placement = durable.models[0].parameters.placement
         return placement is not None and all(len(h.complete) > 1 and not h.copying for h in placement.holders)
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether memory of a shard server holds something else than was written to it."""
+        held = (owned for role in self._roles if role.startswith("shard") for owned in self.slices_of(role))
+        return any(is_changed(owned) for owned in held if not owned.copying)
 
     def slices_of(self, role: str) -> list[OwnedSlice]:
         """Those that a shard server holds."""
