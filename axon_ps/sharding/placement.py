@@ -114,13 +114,16 @@ class Placement:
         """A server begins to get a slice."""
         return self._map([index], lambda h: replace(h, copying=(*h.copying, rank)))
 
-    def copied(self, indexes: Iterable[int], rank: int) -> Placement:
-        """A server has got slices completely; those that it was not to get are ignored."""
+    def copied(self, indexes: Iterable[int], rank: int, present: Container[int]) -> Placement:
+        """A server has got slices completely; those that it was not to get are ignored.
+
+        `present` are the holders that are there: one who is not was named as the only holder, and is none any more.
+        """
 
         def complete(h: Holders) -> Holders:
             if rank not in h.copying:
                 return h
-            return Holders((*h.complete, rank), tuple(r for r in h.copying if r != rank))
+            return Holders((*(r for r in h.complete if r in present), rank), tuple(r for r in h.copying if r != rank))
 
         return self._map([i for i in indexes if i < len(self.holders)], complete)
 

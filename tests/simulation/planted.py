@@ -266,6 +266,13 @@ PLANTS: Final = (
         "lost={}",
         real="a job waited for a restore, since a connection had been reset just before the coordinator was killed",
     ),
+    Plant(
+        "a copy that is complete when its source is dead is a second one",
+        "sharding/placement.py",
+        "return Holders((*(r for r in h.complete if r in present), rank),",
+        "return Holders((*h.complete, rank),",
+        real="workers waited for another server of the dead one's rank, which had nothing",
+    ),
     # ------------------------------------------------------------------ collectives
     Plant(
         "data of a rank that broke off counts as added",

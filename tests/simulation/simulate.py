@@ -8,10 +8,13 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import datetime
 import gc
 import logging
 import random
 import sys
+import tempfile
+import threading
 import time
 import uuid
 from collections.abc import Collection, Iterator
@@ -27,7 +30,8 @@ if __name__ == "__main__" and "--plant" in sys.argv:
 
     planted.plant(planted.PLANTS[int(sys.argv[sys.argv.index("--plant") + 1])])
 
-from axon_ps.host import memory  # noqa: E402
+from axon_ps.coordinator.server import automatic, manifests  # noqa: E402
+from axon_ps.host import memory, priority  # noqa: E402
 from axon_ps.rpc import deadlines  # noqa: E402
 from axon_ps.shard.server import apply, room, shell  # noqa: E402
 from axon_ps.shard.server import server as shard_server  # noqa: E402
@@ -36,11 +40,14 @@ from axon_ps.testing.faults.bit_flips import flip_in  # noqa: E402
 from simulated_collectives import small  # noqa: E402
 from simulated_job import Job, Violation  # noqa: E402
 from simulated_network import DELAY_S, Network  # noqa: E402
-from virtual_loop import LoopExecutor, VirtualLoop, process  # noqa: E402
+from virtual_loop import LoopExecutor, VirtualCondition, VirtualLoop, process  # noqa: E402
 
 LENGTHS: Final = (*((4, 3.5),) * 60, *((8, 6.0),) * 8, (20, 12.0), (20, 12.0), (60, 40.0))
 """Versions to commit, and how long there are faults; then everything is started, healed and quick. Mostly short ones:
 what is found is found soon, if at all, and the more seeds the more beginnings."""
+
+MEMORY: Final = "/dev/shm" if Path("/dev/shm").is_dir() else None
+"""Where checkpoints are written."""
 
 END_S: Final = 600.0
 """How long the job may take in all."""
@@ -121,7 +128,9 @@ class Faults:
         self._later(self._rng.choice((0.2, 3.0, 10.0)), lambda: self._job.start(role))
 
     def _may_lose(self, role: str) -> bool:
-        """Whether a shard server may be lost: no other one is cut off."""
+        """Whether a shard server may be lost: no other one is cut off, or there are checkpoints."""
+        if self._job.directory:
+            return True
         return self._job.is_safe and not {r for link in self._cuts for r in link if r.startswith("shard")} - {role}
 
     def _pair(self) -> tuple[str, str]:
@@ -144,7 +153,7 @@ class Faults:
         self._later(self._rng.choice((1.0, 8.0, 25.0)), heal)
 
     def _reset(self, one: str, other: str) -> None:
-        if "coordinator" in (one, other) and self._job.is_changed:
+        if "coordinator" in (one, other) and self._job.is_changed and not self._job.directory:
             return  # a step may be committed before it is back, and then nobody else has it
         self._network.note(f"reset {one} {other}")
         self._network.reset(one, other)
@@ -177,6 +186,9 @@ def virtual(loop: VirtualLoop, network: Network, rng: random.Random) -> Iterator
         made = network.shells[process.get()] = ShardShell(*args)
         return made
 
+    def condition() -> VirtualCondition:
+        return VirtualCondition(loop)
+
     def seeded(seed: Any = None) -> random.Random:
         return random.Random(ids.random() if seed is None else seed)
 
@@ -192,6 +204,10 @@ def virtual(loop: VirtualLoop, network: Network, rng: random.Random) -> Iterator
             mock.patch.object(memory, "_pools", return_value=[("of the simulation", 1 << 40)]),
             mock.patch.object(shell, "process_measures", return_value={}),
             mock.patch.object(room, "resident_bytes", return_value=1 << 30),
+            mock.patch.object(priority.Throttle, "rest"),
+            mock.patch.object(apply, "threading", SimpleNamespace(Condition=condition, Lock=threading.Lock)),
+            mock.patch.object(manifests, "datetime", _virtual_date(loop)),
+            mock.patch.object(automatic, "datetime", _virtual_date(loop)),
             network.installed(),
             small(),
         ):
@@ -273,17 +289,37 @@ def shortest(seed: int, error: Exception) -> tuple[int, Exception]:
     return len(kept), error
 
 
+def _virtual_date(loop: VirtualLoop) -> Any:
+    """In place of the module `datetime`, for checkpoints."""
+
+    class Now(datetime.datetime):
+        @classmethod
+        def now(cls, tz: datetime.tzinfo | None = None) -> datetime.datetime:
+            return cls.fromtimestamp(loop.time(), tz)
+
+    return SimpleNamespace(datetime=Now, UTC=datetime.UTC)
+
+
 async def _simulated(loop: VirtualLoop, network: Network, rng: random.Random, only: Collection[int] | None) -> None:
     steps, faults_s = rng.choice(LENGTHS)
     workers, shards, collectives = rng.choice((1, 2, 3)), rng.choice((2, 3)), rng.random() < 0.4
-    job = Job(loop, network, workers=workers, shards=shards, steps=steps, collectives=collectives)
+    with tempfile.TemporaryDirectory(dir=MEMORY) if rng.random() < 0.15 else contextlib.nullcontext("") as directory:
+        loop.threads = bool(directory)
+        job = Job(
+            loop, network, workers=workers, shards=shards, steps=steps, collectives=collectives, directory=directory
+        )
+        await _run(loop, network, job, Faults(job, network, rng, faults_s, only))
+
+
+async def _run(loop: VirtualLoop, network: Network, job: Job, random_faults: Faults) -> None:
+    """Until its workers have made all steps, after the last fault."""
     found: list[BaseException] = []
     loop.set_exception_handler(
         lambda _, context: found.append(context.get("exception") or Violation(context["message"]))
     )
     for role in job.roles:
         job.start(role)
-    faults = loop.create_task(Faults(job, network, rng, faults_s, only).run())
+    faults = loop.create_task(random_faults.run())
     end_s = loop.time() + END_S
     while True:
         await asyncio.sleep(0.5)
@@ -298,10 +334,23 @@ async def _simulated(loop: VirtualLoop, network: Network, rng: random.Random, on
                 network.note(f"{name} was given up: {error}")
                 job.kill(role)
                 job.start(role)
+        if faults.done() and job.is_stuck:
+            network.note("somebody starts the job anew")
+            for role in job.roles:
+                if role in job.names:
+                    job.kill(role)
+            job.lose_disk()
+            for role in job.roles:
+                job.start(role)
+            continue
+        if job.begins_again and faults.done() and "worker-0" in job.names and not job.ends:
+            network.note("somebody starts a worker again")
+            job.kill("worker-0")
+            job.start("worker-0")
         if faults.done() and all(job.tasks[r].done() for r in job.names if r.startswith("worker")):
             return
         if loop.time() > end_s:
-            raise Violation(f"the job did not end: {job.committed} steps of {steps}")
+            raise Violation(f"the job did not end: {job.committed} steps of {job.steps}")
 
 
 def in_words(faults: int, error: Exception) -> str:

@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import itertools
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -23,7 +24,11 @@ import numpy as np
 from axon_ps.aggregation.client.client import CollectiveClient
 from axon_ps.coordinator.client.session import CoordinatorClient, Decision, Membership, SessionLost
 from axon_ps.coordinator.core import records
+from axon_ps.coordinator.core.checkpoints.schedule import CheckpointPolicy
 from axon_ps.coordinator.core.config import CoordinatorConfig
+from axon_ps.coordinator.core.events import FIRST_VALUES
+from axon_ps.coordinator.core.records import Record
+from axon_ps.coordinator.server import retention
 from axon_ps.coordinator.server import server as coordinator_server
 from axon_ps.errors import GenerationChanged, InternalError, MemberLost, StepAborted
 from axon_ps.rpc.in_process import PORT, SUFFIX
@@ -38,6 +43,7 @@ from axon_ps.sharding.plan import PlanOptions
 from axon_ps.storage.state_store import MemoryStateStore
 from axon_ps.testing.faults.bit_flips import is_changed
 from axon_ps.types import Array, DType, OptimizerSpec, Outcome, Role
+from axon_ps.wire.v1 import state_pb2
 from axon_ps.worker.job_view import JobView
 from axon_ps.worker.steps.client import StepClient
 from simulated_collectives import Collectives, group_of
@@ -70,9 +76,9 @@ class Violation(AssertionError):
 class Store(MemoryStateStore):
     """The coordinator's disk, which outlives it. What a dead coordinator writes does not reach it."""
 
-    def __init__(self, disk: MemoryStateStore, alive: Callable[[], bool]) -> None:
+    def __init__(self, disk: MemoryStateStore, alive: Callable[[], bool], written: Callable[[Any], None]) -> None:
         super().__init__()
-        self._disk, self._alive = disk, alive
+        self._disk, self._alive, self._written = disk, alive, written
 
     def load(self) -> Any:
         """See `StateStore`."""
@@ -82,6 +88,7 @@ class Store(MemoryStateStore):
         """See `StateStore`."""
         if self._alive():
             self._disk.apply(records)
+            self._written(records)
 
 
 class Truth:
@@ -89,13 +96,28 @@ class Truth:
 
     Args:
         job: id of the coordinator's state: another one is of another job.
+        saved: returns the values that any job has had at a version.
+
+    Attributes:
+        values: of every element, by epoch and version.
     """
 
-    def __init__(self, job: str) -> None:
-        self._job = job
+    def __init__(self, job: str, saved: Callable[[int], Collection[float]]) -> None:
         self.generations: dict[int, tuple[str, ...]] = {}
         self.decisions: dict[int, tuple[Any, ...]] = {}
-        self.values: dict[int, float] = {0: 0.0}
+        self.values: dict[tuple[int, int], float] = {(0, 0): 0.0}
+        self._job, self._saved = job, saved
+        self._epoch = 0
+        self._epochs: dict[int, int] = {}  # by generation
+        self._restored: set[int] = set()  # epochs of which the first values are known
+
+    def written(self, written: Sequence[Record]) -> None:
+        """The coordinator has stored these: how often the parameters had been replaced when a generation began."""
+        values = {record.key: record.value for record in written}
+        if value := values.get("parameters"):
+            self._epoch = state_pb2.ParametersRecord.FromString(value).epoch
+        if value := values.get("members"):
+            self._epochs.setdefault(state_pb2.MembersRecord.FromString(value).membership.generation, self._epoch)
 
     def membership(self, m: Membership) -> None:
         """A member has been told of a generation."""
@@ -111,20 +133,26 @@ class Truth:
         if self.decisions.setdefault(d.step, said) != said:
             raise Violation(f"step {d.step} was decided as {self.decisions[d.step]} and as {said}")
         if d.outcome is Outcome.COMMIT:
+            epoch = self._epochs.get(d.generation, 0)
             ranks = [int(w.split()[0]) for w in self.generations[d.generation]]
-            value = self.values[d.version - 1] - sum(gradient(r, d.version - 1) for r in ranks)
-            if self.values.setdefault(d.version, value) != value:
+            value = self.values[epoch, d.version - 1] - sum(gradient(r, d.version - 1) for r in ranks)
+            if self.values.setdefault((epoch, d.version), value) != value:
                 raise Violation(f"version {d.version} was committed twice, with other gradients")
 
-    def gathered(self, version: int, out: Array, who: str, disk: Callable[[], Any]) -> None:
+    def gathered(self, epoch: int, version: int, out: Array, who: str, disk: Callable[[], Any]) -> None:
         """A worker has gathered a version; what no member was told of yet is on the coordinator's disk."""
-        if version not in self.values and (durable := records.load(disk())) and durable.state_id == self._job:
+        if (epoch, version) not in self.values and epoch not in self._restored and epoch > 0:
+            self._restored.add(epoch)
+            if (value := float(out[0])) in self._saved(version):
+                self.values[epoch, version] = value
+        if (epoch, version) not in self.values and (durable := records.load(disk())) and durable.state_id == self._job:
             for decision in durable.models[0].decisions:
                 self.decision(decision)
-        if version not in self.values:
-            raise Violation(f"{who} gathered version {version}, of which nobody has heard")
-        if not (out == self.values[version]).all():
-            raise Violation(f"{who} gathered {sorted(set(out.tolist()))} as version {version}: {self.values[version]}")
+        if (epoch, version) not in self.values:
+            raise Violation(f"{who} gathered version {version} of epoch {epoch}, of which nobody has heard")
+        if not (out == self.values[epoch, version]).all():
+            wanted = self.values[epoch, version]
+            raise Violation(f"{who} gathered {sorted(set(out.tolist()))} as version {version}: {wanted}")
 
 
 def gradient(rank: int, version: int) -> int:
@@ -316,7 +344,7 @@ class Worker:
                 if asyncio.current_task().cancelling():  # type: ignore[union-attr]
                     raise
                 continue  # the parameters are of another epoch
-            self._job.truth(self.client.state_id).gathered(got, out, self._name, self._job.disk.load)
+            self._job.truth(self.client.state_id).gathered(epoch, got, out, self._name, self._job.disk.load)
             return
 
     async def _push(self, unit: int, grad: Array, ticket: Any) -> None:
@@ -336,6 +364,7 @@ class Job:
         shards: likewise.
         steps: versions to be committed.
         collectives: whether workers perform collectives.
+        directory: where checkpoints are written; empty = none is.
 
     Attributes:
         disk: what the coordinator has written.
@@ -344,14 +373,29 @@ class Job:
     """
 
     def __init__(
-        self, loop: VirtualLoop, network: Network, *, workers: int, shards: int, steps: int, collectives: bool
+        self,
+        loop: VirtualLoop,
+        network: Network,
+        *,
+        workers: int,
+        shards: int,
+        steps: int,
+        collectives: bool,
+        directory: str = "",
     ) -> None:
         self.loop, self.network, self.steps, self.collectives = loop, network, steps, collectives
         self.coordinator = f"coordinator{SUFFIX}:{PORT}"
         self.names: dict[str, str] = {}
         self.tasks: dict[str, asyncio.Task[Any]] = {}
         self.workers: dict[str, Worker] = {}
-        self._config = CoordinatorConfig(job=JOB, world_size=workers, num_shards=shards, in_worker=True)
+        self.directory = directory
+        self._config = CoordinatorConfig(
+            job=JOB,
+            world_size=workers,
+            num_shards=shards,
+            in_worker=True,
+            checkpoints=CheckpointPolicy(directory=directory, every_steps=bool(directory), limit=2),
+        )
         self.disk = MemoryStateStore()
         self._truths: dict[str, Truth] = {}
         self._lives = itertools.count(1)
@@ -375,12 +419,40 @@ class Job:
 
     def truth(self, job: str) -> Truth:
         """Of the job whose state has this id."""
-        return self._truths.setdefault(job, Truth(job))
+        if job not in self._truths:
+            self._truths[job] = Truth(job, self._values)
+        return self._truths[job]
+
+    def _values(self, version: int) -> set[float]:
+        found = {value for truth in self._truths.values() for (_, v), value in truth.values.items() if v == version}
+        return found | ({0.0} if version == 0 else set())
+
+    def _written(self, written: Sequence[Record]) -> None:
+        if self.directory and (durable := records.load(self.disk.load())) is not None:
+            self.truth(durable.state_id).written(written)
 
     @property
     def committed(self) -> int:
         """The latest version that a member was told of."""
-        return max((version for truth in self._truths.values() for version in truth.values), default=0)
+        return max((version for truth in self._truths.values() for _, version in truth.values), default=0)
+
+    @property
+    def is_stuck(self) -> bool:
+        """Whether parameters are lost before there was a checkpoint, and not all of them: somebody has to see that."""
+        if not self.directory or (durable := records.load(self.disk.load())) is None:
+            return False
+        return "restore a checkpoint" in durable.membership.waiting_for and retention.newest(self.directory) is None
+
+    @property
+    def begins_again(self) -> bool:
+        """Whether it has lost everything, and waits for a worker that is started: somebody has to see that."""
+        if not self.directory or (durable := records.load(self.disk.load())) is None:
+            return False
+        parameters = durable.models[0].parameters
+        uploads = parameters.uploader and any(
+            w.client.incarnation == parameters.uploader for w in self.workers.values()
+        )
+        return parameters.restore is not None and parameters.restore.uri == FIRST_VALUES and not uploads
 
     def lose_disk(self) -> None:
         """What the coordinator has written is lost; it is not there."""
@@ -443,11 +515,11 @@ class Job:
 
     async def _life(self, role: str, name: str) -> None:
         if role == "coordinator":
-            store = Store(self.disk, lambda: self.loop.lives(name))
-            host = f"coordinator{SUFFIX}"
-            await coordinator_server.serve(
-                self._config, host, PORT, Security(), store, lambda port: None, asyncio.Event()
-            )
+            store = Store(self.disk, lambda: self.loop.lives(name), self._written)
+            host, config = f"coordinator{SUFFIX}", self._config
+            if self.directory and not self.disk.load() and (newest := retention.newest(self.directory)) is not None:
+                config = dataclasses.replace(config, resume=newest.uri)
+            await coordinator_server.serve(config, host, PORT, Security(), store, lambda port: None, asyncio.Event())
         elif role.startswith("shard"):
             host = f"{role}{SUFFIX}"
             config = ShardConfig(

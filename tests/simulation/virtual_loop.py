@@ -1,15 +1,18 @@
 """An event loop whose time is virtual: it passes only when nothing is left to do, and then at once.
 
-Everything that runs on it is deterministic: there are no sockets and no threads, what would run in a thread runs on the
-loop a little later, and every choice and delay comes from one seeded generator. Each task belongs to a *process*, the
-one in which it was made; a process that is killed does nothing any more.
+Everything that runs on it is deterministic: there are no sockets, what would run in a thread runs on the loop a little
+later, and every choice and delay comes from one seeded generator. Where what runs in threads waits for each other, they
+are real ones, of which one runs at a time, and the loop while none does. Each task belongs to a *process*, the one in
+which it was made; a process that is killed does nothing any more.
 """
 
 from __future__ import annotations
 
 import asyncio
 import heapq
+import math
 import random
+import threading
 import weakref
 from collections.abc import Callable
 from contextvars import Context, ContextVar, copy_context
@@ -36,6 +39,92 @@ class TimeStandsStillError(AssertionError):
     """Somebody is always busy: a loop that does not end."""
 
 
+class _Killed(BaseException):
+    """A thread's process was killed; or the simulation is over."""
+
+
+class _Thread:
+    """Something that runs in a thread, while the loop stands still, until it ends or waits for another one."""
+
+    current = threading.local()
+
+    def __init__(self, run: Callable[[], object]) -> None:
+        self._run = run
+        self._turn, self._over = threading.Semaphore(0), threading.Semaphore(0)
+        self._killed = False
+        self._thread = threading.Thread(target=copy_context().run, args=(self._main,), daemon=True)
+        self._thread.start()
+
+    def resume(self) -> None:
+        """Let it run; returns when it has ended or waits."""
+        self._turn.release()
+        self._over.acquire()
+
+    def wait(self) -> None:
+        """Called in it: returns when it is resumed."""
+        self._over.release()
+        self._turn.acquire()
+        if self._killed:
+            raise _Killed
+
+    def kill(self) -> None:
+        """End it where it waits."""
+        self._killed = True
+        if self._thread.is_alive():
+            self.resume()
+        self._thread.join()
+
+    def _main(self) -> None:
+        self._turn.acquire()
+        self.current.thread = self
+        try:
+            if not self._killed:
+                self._run()
+        except _Killed:
+            pass
+        finally:
+            self._over.release()
+
+
+class VirtualCondition:
+    """In place of `threading.Condition`, between threads of which one runs at a time.
+
+    Args:
+        loop: that runs while they wait.
+    """
+
+    def __init__(self, loop: VirtualLoop) -> None:
+        self._loop = loop
+        self._waiting: list[_Thread] = []
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def wait_for(self, predicate: Callable[[], bool], timeout: float | None = None) -> bool:
+        """See `threading.Condition`."""
+        end_s = math.inf if timeout is None else self._loop.time() + timeout
+        while not predicate() and self._loop.time() < end_s:
+            thread: _Thread = _Thread.current.thread
+            self._waiting.append(thread)
+            if end_s < math.inf:
+                self._loop.call_at(end_s, self._resume, thread)
+            thread.wait()
+        return predicate()
+
+    def notify_all(self) -> None:
+        """See `threading.Condition`."""
+        for thread in self._waiting:
+            self._loop.later(THREAD_S, lambda thread=thread: self._resume(thread))  # type: ignore[misc]
+
+    def _resume(self, thread: _Thread) -> None:
+        if thread in self._waiting:
+            self._waiting.remove(thread)
+            thread.resume()
+
+
 class _Task(asyncio.Task):  # type: ignore[type-arg]
     """A task with the number in which it was made: sets of tasks have no order of their own."""
 
@@ -50,11 +139,14 @@ class VirtualLoop(asyncio.BaseEventLoop):
 
     Attributes:
         now_s: the time.
+        threads: whether what runs in threads has any, since it waits for each other.
     """
 
     def __init__(self, rng: random.Random) -> None:
         self.now_s = BEGAN_S
         self.rng = rng
+        self.threads = False
+        self._began: list[_Thread] = []
         self._dead: set[str] = set()
         self._killed: list[asyncio.Task[Any]] = []
         self._count = 0
@@ -147,6 +239,8 @@ class VirtualLoop(asyncio.BaseEventLoop):
         def run() -> None:
             try:
                 result = func(*args)
+            except _Killed:
+                raise
             except BaseException as error:
                 if not future.done():
                     future.set_exception(error)
@@ -154,8 +248,23 @@ class VirtualLoop(asyncio.BaseEventLoop):
                 if not future.done():
                     future.set_result(result)
 
-        self.later(THREAD_S, run)
+        self.later(THREAD_S, lambda: self.in_thread(run))
         return future
+
+    def in_thread(self, run: Callable[[], object]) -> None:
+        """Do what a thread would do."""
+        if not self.threads:
+            run()
+            return
+        thread = _Thread(run)
+        self._began.append(thread)
+        thread.resume()
+
+    def close(self) -> None:
+        """See `asyncio`; threads that wait end, too."""
+        for thread in self._began:
+            thread.kill()
+        super().close()
 
 
 class LoopExecutor:
@@ -168,7 +277,7 @@ class LoopExecutor:
         """Run it on the loop, later."""
         loop = asyncio.get_running_loop()
         assert isinstance(loop, VirtualLoop)
-        loop.later(THREAD_S, lambda: run(*args))
+        loop.later(THREAD_S, lambda: loop.in_thread(lambda: run(*args)))
 
     def shutdown(self, **_: object) -> None:
         """There is nothing to end."""

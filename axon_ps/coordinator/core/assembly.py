@@ -219,6 +219,12 @@ class Assembly:
         """Whether the job waits for shard servers."""
         return bool(self._missing(self.shards()))
 
+    @property
+    def may_go_on(self) -> bool:
+        """Whether the membership is not complete, and another one of the same members would be."""
+        workers = len(self.roster.of_role(Role.WORKER))
+        return not self.membership.complete and not self._waiting_for(workers, self.shards())
+
     def job_record(self) -> Record:
         """The name of the job and how many members it starts with, for the store."""
         return records.job_record(self.state_id, self._config.job, self.world_size, self._config.num_shards)

@@ -29,7 +29,7 @@ from axon_ps.coordinator.core.assembly import Assembly
 from axon_ps.coordinator.core.barriers import Barriers
 from axon_ps.coordinator.core.checkpoints.snapshots import Snapshots
 from axon_ps.coordinator.core.config import CoordinatorConfig
-from axon_ps.coordinator.core.events import Corrupted, JoinRequest
+from axon_ps.coordinator.core.events import Copied, Corrupted, JoinRequest
 from axon_ps.coordinator.core.models import Model, Models
 from axon_ps.coordinator.core.placement.handover import Handover, Joining
 from axon_ps.coordinator.core.placement.placements import Placements
@@ -201,6 +201,12 @@ class Members:
             self.placements.plan(now)
             self._find_empty(now)
         return sum(len(m.registration.placement.slices_of(rank)) for m in self._models.registered)
+
+    def copied(self, entry: RosterEntry, report: Copied, now: float) -> None:
+        """A shard server has got slices; if the one that it got them from has died meanwhile, the job goes on."""
+        self.placements.copied(entry, report, now)
+        if self._assembly.may_go_on:
+            self.change(f"{entry.name} has got what the job waited for", now=now)
 
     def corrupted(self, entry: RosterEntry, report: Corrupted, now: float) -> None:
         """Memory of a slice failed: another holder goes on with it, and the server gets it again.

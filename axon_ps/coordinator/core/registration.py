@@ -133,13 +133,13 @@ class Registration:
                     self._copying_since[index, rank] = number
         self.place(replace(placement, number=number))
 
-    def copied(self, shard: Member, report: Copied) -> bool:
+    def copied(self, shard: Member, report: Copied, shards: Sequence[Member]) -> bool:
         """A server has got slices; returns whether that is new."""
         p = self.parameters
         if p.placement is None or report.epoch != p.epoch:
             return False
         indexes = [i for i in report.slices if self._copying_since.get((i, shard.rank), math.inf) <= report.placement]
-        after = p.placement.copied(indexes, shard.rank)
+        after = p.placement.copied(indexes, shard.rank, {s.rank for s in shards if self.is_loaded(s)})
         if after.holders == p.placement.holders:
             return False
         p.holders[shard.rank] = shard.incarnation

@@ -301,7 +301,7 @@ class CoordinatorState:
         """
         if (entry := self._entry(session, now)) is not None:
             check_role(entry, Role.SHARD, "reports slices")
-            self._members.placements.copied(entry, report, now)
+            self._members.copied(entry, report, now)
             self._members.settle(now)
         return self._out.take()
 

@@ -517,6 +517,25 @@ def test_a_digest_that_one_server_lacks_is_no_damage() -> None:
     assert workers[0].last(Decision).version == 2
 
 
+@pytest.mark.parametrize("another", [False, True])
+def test_a_copy_that_is_complete_when_its_source_is_dead_takes_its_place(another: bool) -> None:
+    d, workers, servers = job(2)
+    source = servers[primary_of(d, 0)]
+    servers[1 - primary_of(d, 0)].lose()
+    copy = d.shard()
+    step(workers, [source])  # then it is let in
+    assert copy.copying()
+    source.lose()
+    others = [d.shard()] if another else []  # of the same rank, with nothing
+    assert not workers[0].membership.complete
+    copy.copied()
+    assert workers[0].membership.complete
+    assert {h.primary for h in placement(d).holders} == {copy.given_rank}
+    for other in others:
+        other.copied()
+    assert step(workers, [copy, *others]).outcome is Outcome.COMMIT
+
+
 def corrupted(d: Driver, server: Peer, number: int, *, lost: bool = True, **changes: Any) -> None:
     """A server reports that memory of a slice failed."""
     fields = {

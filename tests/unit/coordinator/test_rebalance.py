@@ -115,7 +115,7 @@ class World:
     def complete_copies(self, fraction: float) -> None:
         for index, rank in self.copying():
             if self.random.random() < fraction:
-                self.placement = self.placement.copied([index], rank)
+                self.placement = self.placement.copied([index], rank, range(99))
 
     def settle(self) -> int:
         """Until nothing is left to do; how many rounds that takes."""
@@ -268,13 +268,13 @@ def test_slices_move_to_a_server_that_was_added() -> None:
     assert next_moves() == [Copy(0, 2), Copy(1, 2)], "one of every server at a time"
     placement = placement.copying(0, 2).copying(1, 2)
     assert next_moves() == []
-    placement = placement.copied([0], 2)
+    placement = placement.copied([0], 2, range(99))
     assert next_moves() == [Promote(0, 2)]
     placement = placement.promoted(0, 2)
     assert next_moves() == [Drop(0, 0)]
     placement = placement.dropped(0, 0)
     assert next_moves() == [], "no other moves before these have"
-    placement = placement.copied([1], 2).promoted(1, 2).dropped(1, 1)
+    placement = placement.copied([1], 2, range(99)).promoted(1, 2).dropped(1, 1)
     assert next_moves() == [Copy(2, 2), Copy(3, 2)]
 
 
@@ -311,7 +311,7 @@ def rest(
             placement = apply(placement, move)
             if isinstance(move, Copy):
                 copied += 1
-                placement = placement.copied([move.index], move.rank)
+                placement = placement.copied([move.index], move.rank, range(99))
     return placement, copied, calls
 
 

@@ -98,13 +98,13 @@ def test_a_copy_is_begun_and_completed() -> None:
     assert placement.holders[0] == Holders((1,), (2,))
     assert placement.holders[0].followers == (2,)
     assert placement.holders[0].servers == (1, 2)
-    done = placement.copied([0, 1, 7], 2)  # 1 it has already, 7 is none
+    done = placement.copied([0, 1, 7], 2, range(99))  # 1 it has already, 7 is none
     assert done.holders == (Holders((1, 2)), Holders((1, 2)), Holders((3,), (2,)))
-    assert done.copied([0, 2], 5).holders == done.holders
+    assert done.copied([0, 2], 5, range(99)).holders == done.holders
 
 
 def test_of_two_copies_under_way_one_completes() -> None:
-    placement = Placement((Holders((1,), (2, 3)),), num_cuts=3).copied([0], 3)
+    placement = Placement((Holders((1,), (2, 3)),), num_cuts=3).copied([0], 3, range(99))
     assert placement.holders == (Holders((1, 3), (2,)),)
     assert placement.holders[0].followers == (3, 2)
 

@@ -72,7 +72,7 @@ class Placements:
     def copied(self, entry: RosterEntry, report: Copied, now: float) -> None:
         """A shard server has got slices."""
         model = self._models.get(report.model)
-        if model is not None and model.registration.copied(entry.member, report):
+        if model is not None and model.registration.copied(entry.member, report, self._assembly.shards()):
             self._assembly.counters["slices_copied"] += len(report.slices)
             self.changed(model)
             if not self._under_way() and now > self._began:
