@@ -16,7 +16,7 @@ import contextlib
 import dataclasses
 import itertools
 import uuid
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -111,9 +111,8 @@ class Truth:
         self._epochs: dict[int, int] = {}  # by generation
         self._restored: set[int] = set()  # epochs of which the first values are known
 
-    def written(self, written: Sequence[Record]) -> None:
+    def written(self, values: Mapping[str, bytes]) -> None:
         """The coordinator has stored these: how often the parameters had been replaced when a generation began."""
-        values = {record.key: record.value for record in written}
         if value := values.get("parameters"):
             self._epoch = state_pb2.ParametersRecord.FromString(value).epoch
         if value := values.get("members"):
@@ -398,6 +397,7 @@ class Job:
         )
         self.disk = MemoryStateStore()
         self._truths: dict[str, Truth] = {}
+        self._stored = ""  # id of the state that is on the disk
         self._lives = itertools.count(1)
         self._lost_disk = 0  # the lives before that one are of the job before
         self._roles = ["coordinator", *(f"shard-{i}" for i in range(shards)), *(f"worker-{i}" for i in range(workers))]
@@ -428,8 +428,10 @@ class Job:
         return found | ({0.0} if version == 0 else set())
 
     def _written(self, written: Sequence[Record]) -> None:
-        if self.directory and (durable := records.load(self.disk.load())) is not None:
-            self.truth(durable.state_id).written(written)
+        values = {record.key: record.value for record in written if record.value}
+        if value := values.get("job"):
+            self._stored = state_pb2.JobRecord.FromString(value).state_id
+        self.truth(self._stored).written(values)
 
     @property
     def committed(self) -> int:
