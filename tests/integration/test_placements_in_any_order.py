@@ -90,7 +90,7 @@ class Coordinator:
                 copied = reports.copied_slices.pop(0)
                 wanted = [i for i in copied.slices if reports.rank in self.placement.holders[i].copying]
                 if wanted:
-                    self.place(self.placement.copied(wanted, reports.rank))
+                    self.place(self.placement.copied(wanted, reports.rank, range(99)))
 
     @property
     def ready(self) -> bool:

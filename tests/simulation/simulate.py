@@ -11,6 +11,7 @@ import contextlib
 import datetime
 import gc
 import logging
+import os
 import random
 import sys
 import tempfile
@@ -42,12 +43,12 @@ from simulated_job import Job, Violation  # noqa: E402
 from simulated_network import DELAY_S, Network  # noqa: E402
 from virtual_loop import LoopExecutor, VirtualCondition, VirtualLoop, process  # noqa: E402
 
-LENGTHS: Final = (*((4, 3.5),) * 60, *((8, 6.0),) * 8, (20, 12.0), (20, 12.0), (60, 40.0))
+LENGTHS: Final = (*((4, 3.5),) * 60, *((8, 6.0),) * 8, (20, 12.0), (20, 12.0))
 """Versions to commit, and how long there are faults; then everything is started, healed and quick. Mostly short ones:
 what is found is found soon, if at all, and the more seeds the more beginnings."""
 
-MEMORY: Final = "/dev/shm" if Path("/dev/shm").is_dir() else None
-"""Where checkpoints are written."""
+CHECKPOINTS: Final = 0.1
+"""In how many jobs checkpoints are written."""
 
 END_S: Final = 600.0
 """How long the job may take in all."""
@@ -205,6 +206,7 @@ def virtual(loop: VirtualLoop, network: Network, rng: random.Random) -> Iterator
             mock.patch.object(shell, "process_measures", return_value={}),
             mock.patch.object(room, "resident_bytes", return_value=1 << 30),
             mock.patch.object(priority.Throttle, "rest"),
+            mock.patch.object(os, "fsync"),
             mock.patch.object(apply, "threading", SimpleNamespace(Condition=condition, Lock=threading.Lock)),
             mock.patch.object(manifests, "datetime", _virtual_date(loop)),
             mock.patch.object(automatic, "datetime", _virtual_date(loop)),
@@ -303,7 +305,7 @@ def _virtual_date(loop: VirtualLoop) -> Any:
 async def _simulated(loop: VirtualLoop, network: Network, rng: random.Random, only: Collection[int] | None) -> None:
     steps, faults_s = rng.choice(LENGTHS)
     workers, shards, collectives = rng.choice((1, 2, 3)), rng.choice((2, 3)), rng.random() < 0.4
-    with tempfile.TemporaryDirectory(dir=MEMORY) if rng.random() < 0.15 else contextlib.nullcontext("") as directory:
+    with tempfile.TemporaryDirectory() if rng.random() < CHECKPOINTS else contextlib.nullcontext("") as directory:
         loop.threads = bool(directory)
         job = Job(
             loop, network, workers=workers, shards=shards, steps=steps, collectives=collectives, directory=directory

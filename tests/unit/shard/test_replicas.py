@@ -380,7 +380,7 @@ def copy_slices(made: Replicated, rank: int) -> None:
         frames = source.wire.frames if source.wire.compressed else ()
         updates = source.master.parameter_updates()
         engine.copied(owned, moments, updates, source.changed, source.copied, frames)
-    made.place(made.placement.copied(range(len(made.placement.holders)), rank))
+    made.place(made.placement.copied(range(len(made.placement.holders)), rank, range(99)))
 
 
 @pytest.mark.parametrize("param", [None, Int8(16)], ids=["plain", "int8"])
