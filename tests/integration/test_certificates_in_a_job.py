@@ -50,9 +50,21 @@ def until(condition: Callable[[], Any]) -> Any:
     return found
 
 
-def serial_at(address: str, secret: str) -> int:
-    """The serial number of the certificate that a server shows to a new connection, before it asks for ours."""
-    context = ssl.create_default_context(cadata=authority_of(secret).certificate.decode())
+def observer(secret: str, directory: Path) -> ssl.SSLContext:
+    """What connects to servers of the job. With a certificate: gRPC (1.85) can crash in handshakes that it refuses."""
+    authority = authority_of(secret)
+    made = authority.issue(Identity(Principal.OBSERVER, "test"), 600.0)
+    file = directory / "observer.pem"
+    file.touch(mode=0o600)
+    file.write_bytes(made.chain + made.key)
+    context = ssl.create_default_context(cadata=authority.certificate.decode())
+    context.load_cert_chain(file)
+    context.set_alpn_protocols(["h2"])
+    return context
+
+
+def serial_at(address: str, context: ssl.SSLContext) -> int:
+    """The serial number of the certificate that a server shows to a new connection."""
     host, _, port = address.rpartition(":")
     with (
         socket.create_connection((host, int(port)), timeout=5) as plain_socket,
@@ -72,12 +84,12 @@ def test_certificates_are_renewed_and_nobody_notices(tmp_path: Path, record_prop
     with LocalCluster(shards=2, world_size=2, security=security) as cluster:
         workers = cluster.start_workers(train, args=(tmp_path,), env=OVER_GRPC)
         until(lambda: steps(tmp_path, 0))
-        places = [cluster.address, *shards_of(cluster)]
+        places, context = [cluster.address, *shards_of(cluster)], observer(cluster.token, tmp_path)
         seen: dict[str, set[int]] = {place: set() for place in places}
         generation = cluster.status().membership.generation
         while any(len(serials) <= RENEWALS for serials in seen.values()):
             for place in places:
-                seen[place].add(serial_at(place, cluster.token))
+                seen[place].add(serial_at(place, context))
             assert workers[0].process.exit_code is None, workers[0].process.output
             time.sleep(0.3)
         assert cluster.status().membership.generation == generation
