@@ -345,7 +345,7 @@ async def _run(loop: VirtualLoop, network: Network, job: Job, random_faults: Fau
             for role in job.roles:
                 job.start(role)
             continue
-        if job.begins_again and faults.done() and "worker-0" in job.names and not job.ends:
+        if faults.done() and "worker-0" in job.names and not job.ends and job.begins_again:
             network.note("somebody starts a worker again")
             job.kill("worker-0")
             job.start("worker-0")

@@ -102,7 +102,7 @@ class Assembly:
 
         See Note: [A generation is immutable].
         """
-        initialized = self._initialized()
+        initialized = self.initialized()
         if joined is not None and joined.role is Role.WORKER and not self.membership.workers:
             self._finished, self._vacant = [], 0  # the job starts over
         numbers = {model.number: model.registration.placement_number for model in self._models}
@@ -128,7 +128,7 @@ class Assembly:
         self.was_complete = self.was_complete or self.membership.complete
         self.stepping.begin(self.membership)
         self._out.persist(self.records())
-        now_initialized = self._initialized()
+        now_initialized = self.initialized()
         for model in self._models:
             moved = model.registration.placement_number != numbers[model.number]
             if moved:
@@ -176,7 +176,7 @@ class Assembly:
             sessions = [s.session for s in self.roster.of_role(role)]
             self._out.push(sessions, model.state(self.shards(), full=with_layout))
 
-    def _initialized(self) -> dict[int, bool]:
+    def initialized(self) -> dict[int, bool]:
         """Per model, whether the servers hold its parameters."""
         shards = self.shards()
         return {model.number: model.state(shards).initialized for model in self._models}

@@ -481,8 +481,7 @@ class CoordinatorState:
     @property
     def has_values(self) -> bool:
         """Whether the shard servers that are there hold all parameters of some model."""
-        shards = self._assembly.shards()
-        return any(model.state(shards).initialized for model in self._models.registered)
+        return any(self._assembly.initialized().values())
 
     @property
     def lost_everything(self) -> bool:

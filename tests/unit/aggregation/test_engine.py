@@ -249,6 +249,7 @@ def test_ranks_that_see_other_servers_get_an_error() -> None:
     data = np.zeros(4, np.float32)
     streams = [servers.join(rank, call, data, (0, 0), owners=(0, 1 - rank)) for rank in range(2)]
     servers.run([(stream, 0) for stream in streams])
+    assert all(isinstance(stream.error, Broken) for stream in streams)
     assert all("while shard servers came or went" in str(stream.error) for stream in streams)
     with pytest.raises(InvalidRequest, match="owners"):
         servers.join(0, call_of(Operation.ALL_GATHER, counts=(4, 4)), data, (0, 0), owners=(0, 2))

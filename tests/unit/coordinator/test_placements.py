@@ -633,12 +633,18 @@ def test_a_server_that_comes_back_with_the_other_copy_ends_that(restarted: bool)
     assert step(workers, servers).outcome is Outcome.COMMIT
 
 
-def test_a_server_that_comes_back_with_a_slice_that_it_alone_has_and_has_lost_still_waits() -> None:
+def job_without_a_slice() -> tuple[Driver, list[Peer], list[Peer], int]:
+    """One server was lost; then the other's memory of slice 0 failed, and it was lost, too. The last is its rank."""
     d, workers, servers = job(2)
     rank = primary_of(d, 0)
     servers[1 - rank].lose()
     corrupted(d, servers[rank], 0)
     servers[rank].lose()
+    return d, workers, servers, rank
+
+
+def test_a_server_that_comes_back_with_a_slice_that_it_alone_has_and_has_lost_still_waits() -> None:
+    d, workers, servers, rank = job_without_a_slice()
     servers[rank].join()
     assert "no other shard server holds that slice" in servers[rank].membership.waiting_for
     servers[1 - rank].join()
@@ -648,11 +654,7 @@ def test_a_server_that_comes_back_with_a_slice_that_it_alone_has_and_has_lost_st
 
 
 def test_a_server_that_is_away_when_the_other_copy_comes_back_gets_its_slice_again() -> None:
-    d, workers, servers = job(2)
-    rank = primary_of(d, 0)
-    servers[1 - rank].lose()
-    corrupted(d, servers[rank], 0)
-    servers[rank].lose()
+    d, workers, servers, rank = job_without_a_slice()
     servers[1 - rank].join()
     servers[rank].join()
     assert len(placement(d).holders[0].complete) == len(placement(d).holders[0].copying) == 1
