@@ -182,6 +182,7 @@ class Membership:
         finished: workers that left because they had finished, the newest last: what they sent is still delivered.
         models: where every model but the first is; one that is not named has made no step.
         by_node: whether replicas are numbered as if a node were one; models may differ in that (`numbered`).
+        is_over: whether the job is: the last of its workers left because it had finished.
     """
 
     generation: int
@@ -195,11 +196,7 @@ class Membership:
     finished: tuple[Member, ...] = ()
     models: tuple[ModelProgress, ...] = ()
     by_node: bool = False
-
-    @property
-    def is_over(self) -> bool:
-        """Whether the job is over: its workers have finished and left."""
-        return bool(self.finished) and not self.workers
+    is_over: bool = False
 
     def progress(self, model: int) -> tuple[int, int]:
         """(step, version) with which a model begins this generation."""

@@ -189,6 +189,7 @@ def membership_to_proto(membership: Membership) -> membership_pb2.MembershipEven
         finished=[member_to_proto(m) for m in membership.finished],
         models=map(progress_to_proto, membership.models),
         by_node=membership.by_node,
+        is_over=membership.is_over,
     )
 
 
@@ -210,6 +211,7 @@ def membership_from_proto(message: membership_pb2.MembershipEvent) -> Membership
         finished=tuple(member_from_proto(m) for m in message.finished),
         models=tuple(map(progress_from_proto, message.models)),
         by_node=message.by_node,
+        is_over=message.is_over,
     )
 
 

@@ -7,7 +7,8 @@ a free rank below the world size, so it has none until the job has lost a worker
 Note: [Workers that join in vain]
     A worker that joins a job that trains and leaves before a step has counted costs the others two steps. Whoever does
     that often is made to wait before it joins again, with the reason. A worker that took part in a step, as one on a
-    preemptible machine has, is not counted, nor one that leaves while the others train nothing.
+    preemptible machine has, is not counted, nor one that leaves while the others train nothing. And nobody waits who is
+    needed: a job that makes no step without another worker takes it, however often connections have broken.
 """
 
 from __future__ import annotations

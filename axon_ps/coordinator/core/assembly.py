@@ -103,7 +103,7 @@ class Assembly:
         See Note: [A generation is immutable].
         """
         initialized = self.initialized()
-        if joined is not None and joined.role is Role.WORKER and not self.membership.workers:
+        if joined is not None and joined.role is Role.WORKER and self.membership.is_over:
             self._finished, self._vacant = [], 0  # the job starts over
         numbers = {model.number: model.registration.placement_number for model in self._models}
         for entry in lost:
@@ -114,7 +114,7 @@ class Assembly:
                     model.registration.lose(entry.member.rank, model.version)
         if finished:
             self._finished = [*self._finished, *(s.member for s in lost)][-MAX_FINISHED:]
-            self._vacant += len(lost)
+            self._vacant += len(lost) if self.roster.of_role(Role.WORKER) else self.world_size  # the job is over
         self.stepping.abort_all(reason)
         if joined is not None:
             member = dataclasses.replace(joined, joined=self.generation + 1)
@@ -252,6 +252,7 @@ class Assembly:
             finished=tuple(self._finished),
             models=tuple(ModelProgress(model=n, step=s, version=v) for n, (s, v) in sorted(began.items()) if n),
             by_node=by_node,
+            is_over=bool(self._finished) and not workers and not self.needed_workers,
         )
 
     def _waiting_for(self, workers: int, shards: Sequence[Member]) -> str:

@@ -4,7 +4,8 @@ Note: [Finished]
     A worker that leaves as *finished* is not one that died. It needs no replacement: the job needs one worker less
     (see `Assembly.needed_workers`). Barriers of all workers go on without it. Later memberships name it, so that the
     messages it sent before are still delivered. A synchronous step that the others are in does abort, since its average
-    would be of other replicas than those that pushed.
+    would be of other replicas than those that pushed. When the last worker has finished, the job is over, and workers
+    that join begin it anew; when the last one died, one that takes its place goes on.
 
 Note: [Stragglers]
     A member may live and yet take no part in a step that the others are in. It is *set aside* when that has gone on for
@@ -354,7 +355,7 @@ class Members:
     def _admit(self, session: int, role: Role, request: JoinRequest, now: float) -> RosterEntry:
         """Admit a process that is new, or was lost before."""
         a = self._assembly
-        if role is Role.WORKER:
+        if role is Role.WORKER and a.membership.complete:
             self._churn.check(request.node, now)
         admission = admit(self._config, a, self._models, role, request, now)
         if role is Role.WORKER and not a.world_size:

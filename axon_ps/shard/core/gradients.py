@@ -120,6 +120,7 @@ class GradientSums:
         Raises:
             Misuse: the layout is not known, or the unit is frozen.
             InvalidRequest: unit, offset, replica, dtype or length is wrong.
+            SliceMoved: this server is not, or no longer, its primary.
             StepAborted: the step ended without a commit.
         """
         owned = self._slices.of(unit, offset)
@@ -137,7 +138,7 @@ class GradientSums:
         if step != attempt.step:
             return self._other_step(step, attempt)
         if not owned.primary:
-            raise InvalidRequest(
+            raise SliceMoved(
                 f"this shard server is a backup of unit {unit} from element {owned.chunks.begin} on; push to the "
                 "primary"
             )

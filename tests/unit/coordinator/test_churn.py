@@ -61,3 +61,14 @@ def test_nothing_counts_while_nobody_trains() -> None:
     d.worker()
     for _ in range(2 * MAX_OF_NODE):
         d.worker(node="b").lose()
+
+
+def test_a_worker_that_is_needed_is_let_in_however_often_its_connection_broke() -> None:
+    d = Driver(world_size=2)
+    [first, again], (server,) = d.assembled()
+    trained(d, [first, again], server)
+    for _ in range(2 * MAX_OF_NODE):
+        again.lose()
+        again = d.worker(node="b")
+        assert first.membership.complete
+    trained(d, [first, again], server)

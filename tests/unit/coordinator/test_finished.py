@@ -162,3 +162,33 @@ def test_barriers_go_on_without_it() -> None:
     later = arrive(a, "later")
     d.call(lambda call: d.state.restore(call, [Resume(uri="/c", version=0)], d.clock()))
     assert isinstance(d.replies[later], GenerationChanged)  # type: ignore[index]
+
+
+def test_the_last_worker_that_dies_is_replaced_by_one_and_the_job_is_not_over() -> None:
+    d = Driver(world_size=3)
+    [a, b, c], servers = d.assembled(workers=3)
+    step([a, b, c], servers)
+    b.leave(finished=True)
+    c.leave(finished=True)
+    a.lose()
+    m = d.state.status().membership
+    assert (m.waiting_for, m.is_over) == ("1 of 1 workers", False)
+    d.restart()
+    servers[0].join()
+    again = d.worker()
+    assert again.membership.complete
+    assert len(again.membership.finished) == 2
+    assert step([again], servers).version == 2
+    again.leave(finished=True)
+    assert d.state.status().membership.is_over
+
+
+def test_a_job_is_over_when_the_last_has_finished_though_others_died_before() -> None:
+    d = Driver(world_size=3, min_workers=2)
+    [a, b, c], _ = d.assembled(workers=3)
+    a.lose()
+    b.leave(finished=True)
+    c.leave(finished=True)
+    m = d.state.status().membership
+    assert (m.waiting_for, m.is_over) == ("new workers, since all have finished", True)
+    assert not d.worker().membership.complete, "another script's workers are waited for as ever"

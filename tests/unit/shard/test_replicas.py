@@ -279,7 +279,7 @@ def test_workers_push_to_the_primary_and_the_primary_forwards_to_backups() -> No
     owned = primary.slices[number]
     begin, end = owned.chunks.bounds[0]
     unit, ones = owned.chunks.unit, np.ones(end - begin, np.float32)
-    with pytest.raises(InvalidRequest, match="a backup of unit 0 .*push to the primary"):
+    with pytest.raises(SliceMoved, match="a backup of unit 0 .*push to the primary"):
         backup.gradients.push(1, unit, begin, 0, DType.F32, ones)
     with pytest.raises(SliceMoved, match="forwarded to the primary of its slice"):
         primary.gradients.push_sum(1, unit, begin, 0, ones)
