@@ -25,8 +25,17 @@ WORKER = Member(role=Role.WORKER, rank=0, node="n", address="", incarnation="0" 
 
 
 def status(finished: bool = False, **counters: float) -> Status:
-    members = {"finished": (WORKER,), "workers": ()} if finished else {"workers": (WORKER,)}
-    membership = Membership(generation=1, step=4, version=3, num_replicas=1, shards=(), complete=True, **members)  # type: ignore[arg-type]
+    membership = Membership(
+        generation=1,
+        step=4,
+        version=3,
+        num_replicas=1,
+        shards=(),
+        complete=True,
+        workers=() if finished else (WORKER,),
+        finished=(WORKER,) if finished else (),
+        is_over=finished,
+    )
     return Status(
         job="j", membership=membership, version=3, step=4, registered=True, initialized=True, parameters=10,
         lease_s=5.0, counters=counters, pending=(),
