@@ -66,12 +66,6 @@ PLANTS: Final = (
         "all(w in self.votes for w in workers)",
     ),
     Plant(
-        "a report counts after slices have moved",
-        _STEPPING,
-        "if model is None or ready.placement != model.registration.placement_number:",
-        "if model is None:",
-    ),
-    Plant(
         "the version is not written with the decision",
         _STEPPING,
         "self._out.persist([records.decision_record(decision), records.progress_record(model.progress)])",
@@ -114,15 +108,6 @@ PLANTS: Final = (
         "model.registration.take_back(member, self.shards(), model.version)",
         "pass",
         real="parameters were lost although a server was back after 30 ms: the other holder was dead, and not missed",
-    ),
-    Plant(
-        "a server that reports first values again is not heard",
-        _REGISTRATION,
-        "        p.holders[shard.rank] = shard.incarnation\n"
-        "        self.no_room.pop(shard.rank, None)\n        return True",
-        "        known = p.holders.get(shard.rank) == shard.incarnation\n"
-        "        p.holders[shard.rank] = shard.incarnation\n        return not known",
-        real="the job waited for first values for ever, when a server was away while the others reported theirs",
     ),
     Plant(
         "first values are awaited from a server that is gone",

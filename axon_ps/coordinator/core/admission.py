@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import Final, TypeAlias
 
 from axon_ps.coordinator.core.assembly import Assembly
 from axon_ps.coordinator.core.config import CoordinatorConfig
@@ -35,12 +35,15 @@ MAX_OF_JOB: Final = 128
 """Likewise of the job, since a node is called what its worker says."""
 
 
+Displaced: TypeAlias = tuple[tuple[RosterEntry, str], ...]
+
+
 @dataclass(frozen=True)
 class Admission:
-    """The member that the joiner becomes, and the one that it displaces, if any."""
+    """The member that the joiner becomes, and those that it displaces, with the reason."""
 
     member: Member
-    displaced: RosterEntry | None = None
+    displaced: Displaced
 
 
 def admit(
@@ -50,25 +53,56 @@ def admit(
 
     Raises:
         InvalidRequest: its rank is taken, or its world size is not the job's.
-        Busy: there is no free rank, or it is not known yet whether there is one.
+        Busy: there is no free rank, or it is not known yet whether there is one; or another member has its address.
     """
-    displaced = None
-    if role is Role.WORKER:
-        _check_world_size(assembly, request)
-        if request.standby and not assembly.was_complete:
-            raise Busy("the job still assembles; a standby replaces a worker that it loses later")
-        more = assembly.was_complete and not request.standby
-        ranks = MAX_MEMBERS if more else assembly.world_size or request.world_size
-        rank = assembly.roster.choose_rank(role, request, ranks, now, config.lease_s)
-    elif (held := models.rank_held_by(request.incarnation)) is not None:
-        rank, displaced = held, assembly.roster.at(role, held)  # the present holder has none of its parameters
-    else:
-        if models.still_held_by(request.incarnation) and assembly.roster.at(role, request.requested_rank) is not None:
-            request = replace(request, requested_rank=-1)  # its rank was given to another; what it holds is wanted
-        ranks = MAX_MEMBERS if models.registered else config.num_shards
-        rank = assembly.roster.choose_rank(role, request, ranks, now, config.lease_s)
+    rank, displaced = (_worker if role is Role.WORKER else _shard)(config, assembly, models, request, now)
     member = Member(role=role, rank=rank, incarnation=request.incarnation, node=request.node, address=request.address)
     return Admission(member, displaced)
+
+
+def _worker(
+    config: CoordinatorConfig, assembly: Assembly, models: Models, request: JoinRequest, now: float
+) -> tuple[int, Displaced]:
+    """The rank of a worker, which displaces nobody."""
+    _check_world_size(assembly, request)
+    if request.standby and not assembly.was_complete:
+        raise Busy("the job still assembles; a standby replaces a worker that it loses later")
+    more = assembly.was_complete and not request.standby
+    ranks = MAX_MEMBERS if more else assembly.world_size or request.world_size
+    return assembly.roster.choose_rank(Role.WORKER, request, ranks, now, config.lease_s), ()
+
+
+def _shard(
+    config: CoordinatorConfig, assembly: Assembly, models: Models, request: JoinRequest, now: float
+) -> tuple[int, Displaced]:
+    """The rank of a shard server, and whom it displaces."""
+    displaced = []
+    if (before := _at_address(assembly, request, config.lease_s)) is not None:
+        displaced.append((before, f"another shard server is at {request.address} now"))
+    if (held := models.rank_held_by(request.incarnation)) is not None:
+        present = assembly.roster.at(Role.SHARD, held)
+        if present is not None and present is not before:  # it has none of the parameters of the rank
+            displaced.append((present, f"the shard server that holds the parameters of rank {held} is back"))
+        return held, tuple(displaced)
+    if models.still_held_by(request.incarnation) and assembly.roster.at(Role.SHARD, request.requested_rank) is not None:
+        request = replace(request, requested_rank=-1)  # its rank was given to another; what it holds is wanted
+    ranks = MAX_MEMBERS if models.registered else config.num_shards
+    return assembly.roster.choose_rank(Role.SHARD, request, ranks, now, config.lease_s, before), tuple(displaced)
+
+
+def _at_address(assembly: Assembly, request: JoinRequest, lease_s: float) -> RosterEntry | None:
+    """The shard server that was at a joiner's address: it is dead, if its session has not come back.
+
+    Raises:
+        Busy: it has a session.
+    """
+    before = assembly.roster.at_address(request.address)
+    if before is not None and before.session is not None:
+        raise Busy(
+            f"{before.name} is at {request.address} already; if it is dead, that shows within {lease_s:g} s, and else "
+            "one of the two needs another address (--advertise)"
+        )
+    return before
 
 
 def _check_world_size(assembly: Assembly, request: JoinRequest) -> None:

@@ -105,7 +105,12 @@ class Members:
         for old in self._handover.waiting(request.incarnation):
             self._out.close(old, replaced)
             self.forget(old)
-        waits = role is Role.SHARD and self._can_wait() and not self._models.still_held_by(request.incarnation)
+        waits = (
+            role is Role.SHARD
+            and self._can_wait()
+            and not self._models.still_held_by(request.incarnation)
+            and a.roster.at_address(request.address) is None
+        )
         if entry is None and waits:
             admit(self._config, a, self._models, role, request, now)  # refused now, or let in later
             self._handover.joining[session] = Joining(session, request, now)
@@ -360,10 +365,9 @@ class Members:
         admission = admit(self._config, a, self._models, role, request, now)
         if role is Role.WORKER and not a.world_size:
             a.set_world_size(request.world_size)
-        displaced = [] if admission.displaced is None else [admission.displaced]
-        for entry in displaced:
-            back = f"the shard server that holds the parameters of rank {admission.member.rank} is back"
-            self._out.close(entry.session, Broken(back))
+        for entry, why in admission.displaced:
+            self._out.close(entry.session, Broken(why))
+        displaced = [entry for entry, _ in admission.displaced]
         a.counters["joins"] += 1
         reason = f"{name_of(admission.member)} joined"
         self.change(reason, lost=displaced, joined=admission.member, session=session, now=now)

@@ -111,20 +111,32 @@ class Roster:
         """The entry of a rank, if any."""
         return next((s for s in self._entries.values() if s.member.role is role and s.member.rank == rank), None)
 
+    def at_address(self, address: str) -> RosterEntry | None:
+        """The shard server that others reach at an address, if any."""
+        return next((s for s in self.of_role(Role.SHARD) if s.member.address == address), None)
+
     def sessions(self) -> list[int]:
         """Every session, workers and shard servers in rank order."""
         entries = [*self.of_role(Role.SHARD), *self.of_role(Role.WORKER)]
         return [s.session for s in entries if s.session is not None]
 
-    def choose_rank(self, role: Role, request: JoinRequest, ranks: int, now: float, lease_s: float) -> int:
-        """The rank a joiner gets: the one it wants, or the lowest free one below `ranks`.
+    def choose_rank(
+        self,
+        role: Role,
+        request: JoinRequest,
+        ranks: int,
+        now: float,
+        lease_s: float,
+        displaced: RosterEntry | None = None,
+    ) -> int:
+        """The rank a joiner gets: the one it wants, or the lowest free one below `ranks`; that of `displaced` is free.
 
         Raises:
             InvalidRequest: a live member has the one it wants, or there is no such rank.
             Busy: none is free, or the member that has the one it wants may be dead: the replacement of a killed process
                 may join before its loss is noticed, and before a restarted coordinator has received its first message.
         """
-        held = {s.member.rank: s for s in self.of_role(role)}
+        held = {s.member.rank: s for s in self.of_role(role) if s is not displaced}
         wanted = request.requested_rank
         if wanted >= 0:
             if (holder := held.get(wanted)) is not None:

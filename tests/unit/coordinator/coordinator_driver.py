@@ -49,6 +49,7 @@ class Peer:
     def __init__(self, driver: Driver, role: Role, node: str, rank: int) -> None:
         self.driver, self.role, self.node = driver, role, node
         self.incarnation = uuid.UUID(int=next_id()).hex
+        self.address = f"127.0.0.1:{next_id()}"
         self.rank = rank
         self.session = -1
         self.inbox: list[Any] = []
@@ -92,7 +93,7 @@ class Peer:
             job=job,
             incarnation=self.incarnation,
             node=self.node,
-            address="127.0.0.1:1" if self.role is Role.SHARD else "",
+            address=self.address if self.role is Role.SHARD else "",
             requested_rank=self.rank if rank is None else rank,
             world_size=world_size,
             standby=standby,

@@ -317,6 +317,35 @@ def test_a_shard_server_that_comes_back_to_its_parameters_displaces_an_empty_one
     assert [s.incarnation for s in w.membership.shards] == [shard.incarnation]
 
 
+def test_a_shard_server_started_again_while_the_coordinator_was_away_takes_its_predecessors_place() -> None:
+    """Two members at one address would get each other's calls."""
+    d = Driver(num_shards=2)
+    _, (first, second) = d.assembled(shards=2)
+    d.restart()
+    second.join()
+    again = d.peer(Role.SHARD)
+    again.address = first.address
+    again.join()
+    shards = again.membership.shards
+    assert [(s.rank, s.address, s.incarnation) for s in shards] == [
+        (0, first.address, again.incarnation),
+        (1, second.address, second.incarnation),
+    ]
+    assert again.membership.complete, "the second holds everything, too"
+
+
+def test_two_shard_servers_cannot_have_one_address() -> None:
+    d = Driver(num_shards=1)
+    _, (shard,) = d.assembled()
+    other = d.peer(Role.SHARD)
+    other.address = shard.address
+    with pytest.raises(Busy, match=rf"shard server 0 \(node .\) is at {shard.address} already; .* 5 s, .*--advertise"):
+        other.join()
+    assert shard.open
+    shard.lose()
+    assert other.join().membership.shards[0].incarnation == other.incarnation
+
+
 def test_a_config_that_cannot_work_is_refused() -> None:
     for wrong in (
         {"world_size": -1},

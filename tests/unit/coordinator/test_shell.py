@@ -206,7 +206,7 @@ def test_a_member_that_does_not_read_loses_its_session(monkeypatch: pytest.Monke
         store.gate.release(1000)
         session = join(shell)
         for i in range(4):
-            request = JoinRequest(job="job", incarnation=f"{i:032x}", node="n", address="h:1")
+            request = JoinRequest(job="job", incarnation=f"{i:032x}", node="n", address=f"h:{i}")
             shell.perform(shell.state.join(shell.open_session().number, Role.SHARD, request, shell.now()))
             await put(shell, f"written {i}")
         assert isinstance(session.error, Broken)

@@ -45,7 +45,7 @@ function each(parent, items, keyOf, create, update) {
 
 // ---------------------------------------------------------------- the job
 
-const over = () => (model.membership.finished ?? []).length > 0 && !(model.membership.workers ?? []).length;
+const over = () => Boolean(model.membership.is_over);
 
 function newest(name) {
   const curve = model.curves.get(name);
