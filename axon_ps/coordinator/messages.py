@@ -96,6 +96,7 @@ def join_to_proto(request: JoinRequest, role: Role) -> session_pb2.SessionReques
             optimizers=() if known is None else sorted(known.optimizers),
             compressors=() if known is None else sorted(known.compressors),
             memory=None if request.memory is None else memory_pb2.Memory(**vars(request.memory)),
+            state_id=request.state_id,
         )
     )
 
@@ -119,6 +120,7 @@ def join_from_proto(message: session_pb2.Join) -> tuple[Role, JoinRequest]:
         standby=message.standby,
         known=_known_from_proto(message) if message.optimizers or message.compressors else None,
         memory=_memory_from_proto(message.memory) if message.HasField("memory") else None,
+        state_id=codec.name_from_proto(message.state_id, "the state's id", empty=True),
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -25,6 +26,9 @@ OPTIMIZER = OptimizerSpec(name="sgd", groups=({"lr": 0.1},), group_of=(0,))
 SOON_S = 10.0
 """How long anything may take that should take milliseconds: tests wait for events, never for time."""
 
+_ports = itertools.count(1)
+"""Where shard servers say that they listen; no two the same."""
+
 
 class Member(CoordinatorClient):
     """A client with a memory."""
@@ -34,7 +38,7 @@ class Member(CoordinatorClient):
         self._news = asyncio.Event()
         options = {"job": "job", "node": "node-a", "security": Security(), **options}
         if role is Role.SHARD:
-            options.setdefault("listen_address", "127.0.0.1:1")
+            options.setdefault("listen_address", f"127.0.0.1:{next(_ports)}")
         super().__init__(address, role=role, on_event=self._remember, **options)
 
     def _remember(self, event: Event) -> None:

@@ -616,10 +616,11 @@ def test_a_coordinator_that_lost_its_state_ends_the_session_for_good(tmp_path: P
         os.remove(c.path)
         await c.start()
         lost = await workers[0].until(lambda: [e for e in workers[0].received(SessionLost) if e.final])
-        assert isinstance(lost[0].error, InternalError)
+        assert isinstance(lost[0].error, MemberLost)
         assert "without the state it had" in str(lost[0].error)
-        with pytest.raises(InternalError):
+        with pytest.raises(MemberLost):
             await workers[0].kv_get("k")
+        assert (await c.operator().status(SOON_S)).membership.generation == 0, "it was no member of another job's"
 
     run(tmp_path, test, min_workers=1)
 

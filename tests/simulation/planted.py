@@ -324,8 +324,8 @@ PLANTS: Final = (
     ),
     Plant(
         "a coordinator without its state is taken for the one of before",
-        _DELIVERY,
-        'if self._state_id not in ("", event.state_id):',
+        "coordinator/core/state.py",
+        'if request.state_id not in ("", self.id):',
         "if False:",
     ),
     Plant(

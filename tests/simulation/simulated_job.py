@@ -30,7 +30,7 @@ from axon_ps.coordinator.core.events import FIRST_VALUES
 from axon_ps.coordinator.core.records import Record
 from axon_ps.coordinator.server import retention
 from axon_ps.coordinator.server import server as coordinator_server
-from axon_ps.errors import GenerationChanged, InternalError, MemberLost, StepAborted
+from axon_ps.errors import GenerationChanged, MemberLost, StepAborted
 from axon_ps.rpc.in_process import PORT, SUFFIX
 from axon_ps.rpc.security import Security
 from axon_ps.shard.client.client import ShardGroup
@@ -463,7 +463,7 @@ class Job:
 
     def may_end(self, name: str, error: BaseException) -> bool:
         """Whether a member ends rightly, and is started again."""
-        if isinstance(error, InternalError) and "without the state it had" in str(error):
+        if isinstance(error, MemberLost) and "without the state it had" in str(error):
             return int(name.partition("#")[2]) < self._lost_disk
         return isinstance(error, MemberLost)
 

@@ -74,7 +74,6 @@ class Delivery:
         self.membership: Membership | None = None
         self._models: dict[int, _ModelDelivery] = {}
         self._released: set[int] = set()
-        self._state_id = ""
         self._snapshot_id = 0
 
     def _of(self, model: int) -> _ModelDelivery:
@@ -89,7 +88,7 @@ class Delivery:
         """Take an event; returns what is new in it, in order.
 
         Raises:
-            InternalError: the coordinator has lost its state.
+            InternalError: the coordinator has announced a later generation before.
         """
         if isinstance(event, Membership):
             return self._receive_membership(event)
@@ -115,12 +114,6 @@ class Delivery:
             is_new, model.epoch = event.epoch > model.epoch, max(event.epoch, model.epoch)
         else:
             assert isinstance(event, Welcome)
-            if self._state_id not in ("", event.state_id):
-                raise InternalError(
-                    "the coordinator came back without the state it had, so the job cannot go on with it (was it "
-                    "restarted with another state file, or with none?)"
-                )
-            self._state_id = event.state_id
             gone = [JobState(model=number, released=True) for number in event.released]
             return [each for state in gone for each in self.receive(state)]
         return [event] if is_new else []

@@ -420,8 +420,8 @@ class CoordinatorClient(Calls):
                 await asyncio.sleep(min(self._random.uniform(wait_s / 2, wait_s), deadline.remaining()))
                 longest_s = FAILOVER_S if len(self._addresses) > 1 else STANDBY_S if self._standby else 2.0
                 wait_s = min(wait_s * 2, longest_s, self.lease_s / 4)
-        except InvalidRequest as error:  # of a member: its rank was given to another
-            was_member = self.membership is not None
+        except InvalidRequest as error:  # of a member: its rank was given to another, or the job is another one
+            was_member = self.state_id != ""
             reason = (
                 f"the coordinator gave up this {self.role.value}, rank {self.rank}, and does not take it back: {error}"
             )
@@ -611,6 +611,7 @@ def _join_request(client: CoordinatorClient) -> JoinRequest:
         standby=client._standby and client.membership is None,
         known=client._known,
         memory=client.memory(),
+        state_id=client.state_id,
     )
 
 

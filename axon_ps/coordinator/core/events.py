@@ -182,6 +182,7 @@ class JoinRequest:
         standby: worker: only to replace one that the job has lost.
         known: shard server: what it can make; None = it does not list it, and nothing is checked.
         memory: shard server: what it has for parameters; None = it does not say, and nothing is checked.
+        state_id: of the durable state in which it was a member; empty = in none.
         credentials: ids of the certificate and token that it has shown; by one of these it would be revoked.
         makes_itself: whether it holds the job's secret, and so can make itself other credentials.
     """
@@ -195,6 +196,7 @@ class JoinRequest:
     standby: bool = False
     known: KnownNames | None = None
     memory: ServerMemory | None = None
+    state_id: str = ""
     credentials: tuple[str, ...] = ()
     makes_itself: bool = False
 

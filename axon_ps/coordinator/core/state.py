@@ -112,12 +112,17 @@ class CoordinatorState:
 
         Raises:
             PermissionDenied: it wants another job.
-            InvalidRequest: its rank is taken, its world size is not the job's, or a shard server does not know an
-                optimizer or a compressor of the job.
+            InvalidRequest: it was a member in another state than ours; its rank is taken, its world size is not the
+                job's, or a shard server does not know an optimizer or a compressor of the job.
             Busy: the job has no rank for it.
         """
         if request.job != self.config.job:
             raise PermissionDenied(f"this coordinator runs job {self.config.job!r}, not {request.job!r}")
+        if request.state_id not in ("", self.id):
+            raise InvalidRequest(
+                "the coordinator came back without the state it had, so the job cannot go on with this process (was "
+                "the coordinator restarted with another state file, or with none?)"
+            )
         self._members.join(session, role, request, now)
         return self._out.take()
 

@@ -57,6 +57,7 @@ class Peer:
         self.open = False
         self.known: KnownNames | None = None
         self.memory: ServerMemory | None = None
+        self.state_id = ""
         self.placements: dict[int, Placement] = {}  # the newest one received, by model
         self.given_rank = -1  # in the newest Welcome
 
@@ -99,6 +100,7 @@ class Peer:
             standby=standby,
             known=self.known,
             memory=self.memory,
+            state_id=self.state_id,
         )
         actions = d.state.join(session, self.role, request, d.clock())
         self.session, self.open, self.error = session, True, None
@@ -165,7 +167,7 @@ class Driver:
         self.replies: dict[int, Any] = {}
         self.performed: list[Action] = []
         self._number = 0
-        self.state = CoordinatorState(self.config, self.clock())
+        self.state = CoordinatorState(self.config, self.clock(), new_id=uuid.UUID(int=next_id()).hex)
 
     def restart(self, **config: Any) -> None:
         """The coordinator dies and comes back with what is in the store; every session is gone."""
@@ -174,7 +176,7 @@ class Driver:
         self.peers.clear()
         self.replies.clear()
         self.config = CoordinatorConfig(**{**vars(self.config), **config})
-        self.state = CoordinatorState(self.config, self.clock(), self.store.load())
+        self.state = CoordinatorState(self.config, self.clock(), self.store.load(), new_id=uuid.UUID(int=next_id()).hex)
 
     def next_session(self) -> int:
         self._number += 1

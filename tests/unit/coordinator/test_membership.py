@@ -16,6 +16,7 @@ from axon_ps.errors import (
     Timeout,
 )
 from axon_ps.sharding.job import JobSpec
+from axon_ps.storage.state_store import MemoryStateStore
 from axon_ps.types import Decision, Membership, Outcome, Role
 from coordinator_driver import SPEC, Driver
 
@@ -24,7 +25,7 @@ def test_a_joiner_gets_the_welcome_then_the_job_then_the_members() -> None:
     d = Driver()
     w = d.worker()
     assert [type(e) for e in w.inbox] == [Welcome, JobState, Membership]
-    assert w.last(Welcome) == Welcome(rank=0, lease_s=5.0, world_size=2, num_shards=1)
+    assert w.last(Welcome) == Welcome(rank=0, lease_s=5.0, world_size=2, num_shards=1, state_id=d.state.id)
     assert w.membership.generation == 1
     assert not w.membership.complete
     assert w.membership.waiting_for == "1 of 2 workers and shard server 0 of 1"
@@ -332,6 +333,23 @@ def test_a_shard_server_started_again_while_the_coordinator_was_away_takes_its_p
         (1, second.address, second.incarnation),
     ]
     assert again.membership.complete, "the second holds everything, too"
+
+
+def test_a_member_of_another_state_is_refused_and_never_becomes_a_member() -> None:
+    """Others would reach it, while it does not know yet that it has to end."""
+    d = Driver()
+    (w, _), (shard,) = d.assembled()
+    w.state_id = shard.state_id = d.state.id
+    d.store = MemoryStateStore()
+    d.restart()
+    for peer in (w, shard):
+        with pytest.raises(InvalidRequest, match="came back without the state it had"):
+            peer.join()
+    assert d.state.status().membership.generation == 0
+    newcomer = d.worker()
+    newcomer.state_id = newcomer.last(Welcome).state_id
+    newcomer.lose()
+    assert newcomer.join().membership.workers[0].incarnation == newcomer.incarnation
 
 
 def test_two_shard_servers_cannot_have_one_address() -> None:
