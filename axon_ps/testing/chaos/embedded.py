@@ -78,6 +78,7 @@ class EmbeddedJob:
         self._workers: list[WorkerProcess] = []  # the oldest first
         self._started = 0
         self._offsets: dict[Path, int] = {}
+        self._numbers: dict[WorkerProcess, int] = {}
         self._commits: dict[tuple[int, int], float] = {}
         self._newest = 0.0
         self._killed: set[str] = set()  # incarnations of shard servers
@@ -153,8 +154,10 @@ class EmbeddedJob:
         """A worker with a rank, or, with -1, a standby."""
         self._started += 1
         environment = {"AXON_PS_NODE": f"worker-{self._started}"} | ({"AXON_PS_STANDBY": "1"} if rank < 0 else {})
-        arguments = (str(self._notes), self._recipe)
-        self._workers.append(self._cluster.start_worker(rank, training.worker, args=arguments, env=environment))
+        arguments = (str(self._notes), self._started, self._recipe)
+        worker = self._cluster.start_worker(rank, training.worker, args=arguments, env=environment)
+        self._workers.append(worker)
+        self._numbers[worker] = self._started
 
     # ------------------------------------------------------------------ what happens
 
@@ -177,15 +180,19 @@ class EmbeddedJob:
         """Read what workers have written since the last look, and replace those that have ended."""
         for worker in list(self._workers):
             has_ended = worker.process.exit_code is not None
-            self._read(worker.process.pid)
+            self._read(worker)
             if has_ended:
                 self._replace(worker)
 
-    def _read(self, process: int) -> None:
-        path = self._notes / f"{training.NOTES}{process}"
+    def _read(self, worker: WorkerProcess) -> None:
+        path = self._path(training.NOTES, worker)
         if path.exists():
             for line in self._new_lines(path):
-                self._take(process, json.loads(line))
+                self._take(self._numbers[worker], json.loads(line))
+
+    def _path(self, kind: str, worker: WorkerProcess) -> Path:
+        """A file of a worker's, by its number: process ids come again."""
+        return self._notes / f"{kind}{self._numbers[worker]}"
 
     def _new_lines(self, path: Path) -> list[bytes]:
         with open(path, "rb") as file:
@@ -225,7 +232,7 @@ class EmbeddedJob:
         self._start_worker(-1)
 
     def _is_working(self, worker: WorkerProcess) -> bool:
-        return (self._notes / f"{training.NOTES}{worker.process.pid}").exists()
+        return self._path(training.NOTES, worker).exists()
 
     @property
     def newest(self) -> float:
@@ -236,7 +243,7 @@ class EmbeddedJob:
         """Whether the job has all members and copies, and standbys wait."""
         options = self._options
         working = [w for w in self._workers if self._is_working(w)]
-        ready = [w for w in self._workers if (self._notes / f"{training.WAITING}{w.process.pid}").exists()]
+        ready = [w for w in self._workers if self._path(training.WAITING, w).exists()]
         if len(working) != options.workers or len(ready) != options.workers + options.standbys:
             return False
         status = self.observer.status()
@@ -402,7 +409,7 @@ class EmbeddedJob:
         working = [w for w in self._workers if self._is_working(w)]
         results = [worker.result(_END_S) for worker in working]
         for worker in working:
-            self._read(worker.process.pid)
+            self._read(worker)
             self._workers.remove(worker)
         if failed := [result.error for result in results if result.error]:
             raise AxonError(f"a worker did not end well: {failed[0].strip().splitlines()[-1]}")

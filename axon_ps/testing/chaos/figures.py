@@ -82,7 +82,7 @@ class Attempt:
     """A step that a worker has tried; of several at the same version in the same generation, the last.
 
     Attributes:
-        process: the worker's process.
+        process: which of the workers' processes, counted as they were started.
         version: that it began at.
         generation: in which.
         epoch: of the data.

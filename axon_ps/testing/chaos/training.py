@@ -7,7 +7,6 @@ attempt has committed, whatever became of the worker.
 from __future__ import annotations
 
 import json
-import os
 import threading
 import time
 from collections.abc import Callable
@@ -80,11 +79,11 @@ def data_of(recipe: Recipe) -> TensorDataset:
     return TensorDataset(inputs, torch.randn(recipe.samples, 1, generator=generator))
 
 
-def worker(directory: str, recipe: Recipe) -> Values:
+def worker(directory: str, number: int, recipe: Recipe) -> Values:
     """A process: join the job, perhaps in the place of one that was lost, and train until it is asked to end."""
     folder = Path(directory)
-    (folder / f"{WAITING}{os.getpid()}").touch()
-    with World.init(timeout_s=60.0) as world, open(folder / f"{NOTES}{os.getpid()}", "w", encoding="utf-8") as file:
+    (folder / f"{WAITING}{number}").touch()
+    with World.init(timeout_s=60.0) as world, open(folder / f"{NOTES}{number}", "w", encoding="utf-8") as file:
 
         def note(**content: Any) -> None:
             file.write(json.dumps(content) + "\n")

@@ -157,7 +157,9 @@ def _serve(directory: Path) -> None:
 
     OwnedSlice._begin = noted  # type: ignore[method-assign, assignment]
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    listener.bind(str(_path(directory, os.getpid())))
+    place = _path(directory, os.getpid())
+    place.unlink(missing_ok=True)  # of an earlier process: ids come again
+    listener.bind(str(place))
     listener.listen()
 
     def serve() -> None:
