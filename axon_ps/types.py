@@ -183,6 +183,7 @@ class Membership:
         models: where every model but the first is; one that is not named has made no step.
         by_node: whether replicas are numbered as if a node were one; models may differ in that (`numbered`).
         is_over: whether the job is: the last of its workers left because it had finished.
+        state_id: of the job's durable state; another one numbers its generations anew.
     """
 
     generation: int
@@ -197,6 +198,7 @@ class Membership:
     models: tuple[ModelProgress, ...] = ()
     by_node: bool = False
     is_over: bool = False
+    state_id: str = ""
 
     def progress(self, model: int) -> tuple[int, int]:
         """(step, version) with which a model begins this generation."""

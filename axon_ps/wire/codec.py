@@ -190,6 +190,7 @@ def membership_to_proto(membership: Membership) -> membership_pb2.MembershipEven
         models=map(progress_to_proto, membership.models),
         by_node=membership.by_node,
         is_over=membership.is_over,
+        state_id=membership.state_id,
     )
 
 
@@ -212,6 +213,7 @@ def membership_from_proto(message: membership_pb2.MembershipEvent) -> Membership
         models=tuple(map(progress_from_proto, message.models)),
         by_node=message.by_node,
         is_over=message.is_over,
+        state_id=message.state_id,
     )
 
 

@@ -21,6 +21,7 @@ from axon_ps.wire.calls import MAX_NUMEL, MAX_RANKS, call_from_proto
 from axon_ps.wire.codec import dtype_from_proto, name_from_proto
 from axon_ps.wire.frames import decode_bulk
 from axon_ps.wire.v1.collective_pb2 import CollectiveBegin, CollectiveChunk
+from axon_ps.wire.v1.common_pb2 import CallContext
 
 
 class CollectiveShell:
@@ -37,7 +38,7 @@ class CollectiveShell:
         self.engine = CollectiveEngine()
         self._job = job
         self._loop = asyncio.get_running_loop()
-        self._generation = 0
+        self._generation, self._state_id = 0, ""
         self._workers: dict[str, Member] = {}
         self._membership_waiters: list[asyncio.Future[None]] = []
         self._streams: dict[Participant, CollectiveStream] = {}
@@ -52,7 +53,7 @@ class CollectiveShell:
 
     def on_membership(self, membership: Membership) -> None:
         """Set the job's members."""
-        self._generation = membership.generation
+        self._generation, self._state_id = membership.generation, membership.state_id
         self._workers = {m.incarnation: m for m in membership.workers}
         self.engine.set_workers({m.id for m in membership.workers}, {m.id for m in membership.finished})
         _wake_all(self._membership_waiters)
@@ -106,6 +107,7 @@ class CollectiveShell:
         context = begin.context
         if context.job != self._job:
             raise PermissionDenied(f"this server serves job {self._job!r}, not {context.job!r}")
+        check_state(context, self._state_id)
         if self._generation < context.generation:
             await self._catch_up(context.generation)
         if context.incarnation not in self._workers:
@@ -243,6 +245,22 @@ class CollectiveStream:
         future: asyncio.Future[None] = self._shell._loop.create_future()
         self._waiting.append(future)
         await future
+
+
+def check_state(context: CallContext, state_id: str) -> None:
+    """Refuse, for the present, a caller whose generation is of another durable state of the job than ours.
+
+    The coordinator has lost that state, and numbers its generations anew: one of the two is about to learn that it has
+    to end.
+
+    Raises:
+        Broken: it is.
+    """
+    if context.state_id and state_id and context.state_id != state_id:
+        raise Broken(
+            f"generation {context.generation} of the caller is of another state of the job than this server's: the "
+            "coordinator came back without the state it had, which one of the two has not heard of yet"
+        )
 
 
 def _request_from_proto(begin: CollectiveBegin) -> OperationRequest:

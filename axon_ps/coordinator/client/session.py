@@ -283,6 +283,7 @@ class CoordinatorClient(Calls):
             job=self.job,
             generation=membership.generation if membership is not None else 0,
             incarnation=self.incarnation,
+            state_id=self.state_id,
         )
 
     # ------------------------------------------------------------------ votes and reports

@@ -253,6 +253,7 @@ class Assembly:
             models=tuple(ModelProgress(model=n, step=s, version=v) for n, (s, v) in sorted(began.items()) if n),
             by_node=by_node,
             is_over=bool(self._finished) and not workers and not self.needed_workers,
+            state_id=self.state_id,
         )
 
     def _waiting_for(self, workers: int, shards: Sequence[Member]) -> str:

@@ -27,11 +27,11 @@ class Links:
         self._same_host = SameHostServers(node)
         self._job = job
         self._incarnation = incarnation
-        self._generation = 0
+        self._generation, self._state_id = 0, ""
 
     def set_members(self, membership: Membership) -> None:
         """Set the current members."""
-        self._generation = membership.generation
+        self._generation, self._state_id = membership.generation, membership.state_id
         me = next((m.id for m in membership.shards if m.incarnation == self._incarnation), "")
         self._peers.set_members(membership)
         self._same_host.set_members(membership, me)
@@ -44,6 +44,7 @@ class Links:
             incarnation=self._incarnation,
             model=model,
             placement=placement,
+            state_id=self._state_id,
         )
 
     async def stub(self, rank: int) -> Stub:

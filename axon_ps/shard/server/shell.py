@@ -17,7 +17,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from axon_ps.aggregation.server.shell import CollectiveShell
+from axon_ps.aggregation.server.shell import CollectiveShell, check_state
 from axon_ps.coordinator.core.events import Event, JobState, RestoreOrder, SessionLost, SnapshotFile, SnapshotOrder
 from axon_ps.errors import (
     AxonError,
@@ -367,6 +367,7 @@ class ShardShell:
     async def _fence(self, context: CallContext) -> ModelShell:
         if context.job != self.job:
             raise PermissionDenied(f"this server serves job {self.job!r}, not {context.job!r}")
+        check_state(context, "" if self._membership is None else self._membership.state_id)
         if not self._can_answer(context):
             await self._catch_up(context)
         self._check_not_released(context.model)

@@ -54,20 +54,22 @@ POLICY_KIND_BOUNDED_STALENESS: PolicyKind
 POLICY_KIND_LOCAL_STEPS: PolicyKind
 
 class CallContext(_message.Message):
-    __slots__ = ("job", "generation", "incarnation", "model", "placement", "traceparent")
+    __slots__ = ("job", "generation", "incarnation", "model", "placement", "traceparent", "state_id")
     JOB_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     PLACEMENT_FIELD_NUMBER: _ClassVar[int]
     TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
+    STATE_ID_FIELD_NUMBER: _ClassVar[int]
     job: str
     generation: int
     incarnation: str
     model: int
     placement: int
     traceparent: str
-    def __init__(self, job: _Optional[str] = ..., generation: _Optional[int] = ..., incarnation: _Optional[str] = ..., model: _Optional[int] = ..., placement: _Optional[int] = ..., traceparent: _Optional[str] = ...) -> None: ...
+    state_id: str
+    def __init__(self, job: _Optional[str] = ..., generation: _Optional[int] = ..., incarnation: _Optional[str] = ..., model: _Optional[int] = ..., placement: _Optional[int] = ..., traceparent: _Optional[str] = ..., state_id: _Optional[str] = ...) -> None: ...
 
 class Parameter(_message.Message):
     __slots__ = ("name", "shape", "offset", "dtype", "aliases")

@@ -29,7 +29,7 @@ class Member(_message.Message):
     def __init__(self, role: _Optional[_Union[_common_pb2.Role, str]] = ..., rank: _Optional[int] = ..., incarnation: _Optional[str] = ..., node: _Optional[str] = ..., address: _Optional[str] = ..., local_rank: _Optional[int] = ..., replica: _Optional[int] = ..., joined: _Optional[int] = ...) -> None: ...
 
 class MembershipEvent(_message.Message):
-    __slots__ = ("generation", "workers", "shards", "num_replicas", "step", "version", "complete", "waiting_for", "finished", "models", "by_node", "is_over")
+    __slots__ = ("generation", "workers", "shards", "num_replicas", "step", "version", "complete", "waiting_for", "finished", "models", "by_node", "is_over", "state_id")
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     WORKERS_FIELD_NUMBER: _ClassVar[int]
     SHARDS_FIELD_NUMBER: _ClassVar[int]
@@ -42,6 +42,7 @@ class MembershipEvent(_message.Message):
     MODELS_FIELD_NUMBER: _ClassVar[int]
     BY_NODE_FIELD_NUMBER: _ClassVar[int]
     IS_OVER_FIELD_NUMBER: _ClassVar[int]
+    STATE_ID_FIELD_NUMBER: _ClassVar[int]
     generation: int
     workers: _containers.RepeatedCompositeFieldContainer[Member]
     shards: _containers.RepeatedCompositeFieldContainer[Member]
@@ -54,7 +55,8 @@ class MembershipEvent(_message.Message):
     models: _containers.RepeatedCompositeFieldContainer[ModelProgress]
     by_node: bool
     is_over: bool
-    def __init__(self, generation: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., shards: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., num_replicas: _Optional[int] = ..., step: _Optional[int] = ..., version: _Optional[int] = ..., complete: bool = ..., waiting_for: _Optional[str] = ..., finished: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., models: _Optional[_Iterable[_Union[ModelProgress, _Mapping]]] = ..., by_node: bool = ..., is_over: bool = ...) -> None: ...
+    state_id: str
+    def __init__(self, generation: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., shards: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., num_replicas: _Optional[int] = ..., step: _Optional[int] = ..., version: _Optional[int] = ..., complete: bool = ..., waiting_for: _Optional[str] = ..., finished: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., models: _Optional[_Iterable[_Union[ModelProgress, _Mapping]]] = ..., by_node: bool = ..., is_over: bool = ..., state_id: _Optional[str] = ...) -> None: ...
 
 class ModelProgress(_message.Message):
     __slots__ = ("model", "step", "version")
