@@ -33,6 +33,7 @@ class Coordinator:
         self.placement = placements.place(SPEC.plan(SERVERS), [placements.Server(r) for r in range(SERVERS)], 2)
         self.known = [0] * WORKERS
         """The version that each worker knows to be committed."""
+        self._copying_since: dict[tuple[int, int], int] = {}  # by slice and server: number of the placement
         self._queues: list[asyncio.Queue[Event]] = []
         self._tasks = [
             asyncio.create_task(self._deliver(get))
@@ -78,17 +79,23 @@ class Coordinator:
             self.place(placement)
 
     def place(self, placement: placements.Placement) -> None:
-        self.placement = placements.Placement(
-            placement.holders, placement.num_cuts, self.placement.number + 1, placement.replication
-        )
+        number, before = self.placement.number + 1, self.placement.holders
+        self.placement = placements.Placement(placement.holders, placement.num_cuts, number, placement.replication)
+        for index, h in enumerate(placement.holders):
+            self._copying_since |= {(index, rank): number for rank in h.copying if rank not in before[index].copying}
         self.send(JobState(initialized=True, version=self.made.version, placement=self.placement))
 
     def take_copied(self) -> None:
-        """What servers have got they hold from the next placement on."""
+        """What servers have got they hold from the next placement on; not what they have dropped, and get again."""
         for reports in self.made.reports:
             while reports.copied_slices:
                 copied = reports.copied_slices.pop(0)
-                wanted = [i for i in copied.slices if reports.rank in self.placement.holders[i].copying]
+                wanted = [
+                    i
+                    for i in copied.slices
+                    if reports.rank in self.placement.holders[i].copying
+                    and self._copying_since[i, reports.rank] <= copied.placement
+                ]
                 if wanted:
                     self.place(self.placement.copied(wanted, reports.rank, range(99)))
 
