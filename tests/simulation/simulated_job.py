@@ -463,9 +463,9 @@ class Job:
 
     def may_end(self, name: str, error: BaseException) -> bool:
         """Whether a member ends rightly, and is started again."""
-        if isinstance(error, MemberLost) and "without the state it had" in str(error):
-            return int(name.partition("#")[2]) < self._lost_disk
-        return isinstance(error, MemberLost)
+        if not isinstance(error, MemberLost):
+            return False
+        return "without the state it had" not in str(error) or int(name.partition("#")[2]) < self._lost_disk
 
     def start(self, role: str) -> None:
         """Begin a life of a process."""

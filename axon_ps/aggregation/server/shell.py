@@ -105,9 +105,7 @@ class CollectiveShell:
         A caller may know an older membership than we do: a group does not depend on who else joins the job.
         """
         context = begin.context
-        if context.job != self._job:
-            raise PermissionDenied(f"this server serves job {self._job!r}, not {context.job!r}")
-        check_state(context, self._state_id)
+        check_job(context, self._job, self._state_id)
         if self._generation < context.generation:
             await self._catch_up(context.generation)
         if context.incarnation not in self._workers:
@@ -247,15 +245,18 @@ class CollectiveStream:
         await future
 
 
-def check_state(context: CallContext, state_id: str) -> None:
-    """Refuse, for the present, a caller whose generation is of another durable state of the job than ours.
+def check_job(context: CallContext, job: str, state_id: str = "") -> None:
+    """Refuse a caller of another job than ours, and, for the present, one of another durable state of it.
 
     The coordinator has lost that state, and numbers its generations anew: one of the two is about to learn that it has
     to end.
 
     Raises:
-        Broken: it is.
+        PermissionDenied: another job.
+        Broken: the caller's generation is of another state than `state_id`, if both are known.
     """
+    if context.job != job:
+        raise PermissionDenied(f"this server serves job {job!r}, not {context.job!r}")
     if context.state_id and state_id and context.state_id != state_id:
         raise Broken(
             f"generation {context.generation} of the caller is of another state of the job than this server's: the "

@@ -55,27 +55,28 @@ def admit(
         InvalidRequest: its rank is taken, or its world size is not the job's.
         Busy: there is no free rank, or it is not known yet whether there is one; or another member has its address.
     """
-    rank, displaced = (_worker if role is Role.WORKER else _shard)(config, assembly, models, request, now)
+    displaced: Displaced = ()
+    if role is Role.WORKER:
+        rank = _rank_of_worker(config, assembly, request, now)
+    else:
+        rank, displaced = _rank_of_shard(config, assembly, models, request, now)
     member = Member(role=role, rank=rank, incarnation=request.incarnation, node=request.node, address=request.address)
     return Admission(member, displaced)
 
 
-def _worker(
-    config: CoordinatorConfig, assembly: Assembly, models: Models, request: JoinRequest, now: float
-) -> tuple[int, Displaced]:
-    """The rank of a worker, which displaces nobody."""
+def _rank_of_worker(config: CoordinatorConfig, assembly: Assembly, request: JoinRequest, now: float) -> int:
     _check_world_size(assembly, request)
     if request.standby and not assembly.was_complete:
         raise Busy("the job still assembles; a standby replaces a worker that it loses later")
     more = assembly.was_complete and not request.standby
     ranks = MAX_MEMBERS if more else assembly.world_size or request.world_size
-    return assembly.roster.choose_rank(Role.WORKER, request, ranks, now, config.lease_s), ()
+    return assembly.roster.choose_rank(Role.WORKER, request, ranks, now, config.lease_s)
 
 
-def _shard(
+def _rank_of_shard(
     config: CoordinatorConfig, assembly: Assembly, models: Models, request: JoinRequest, now: float
 ) -> tuple[int, Displaced]:
-    """The rank of a shard server, and whom it displaces."""
+    """The rank, and whom it displaces."""
     displaced = []
     if (before := _at_address(assembly, request, config.lease_s)) is not None:
         displaced.append((before, f"another shard server is at {request.address} now"))

@@ -16,8 +16,9 @@ from typing import Any
 import numpy as np
 
 from axon_ps.aggregation.server import servicer
+from axon_ps.aggregation.server.shell import check_job
 from axon_ps.compress import cast
-from axon_ps.errors import InvalidRequest, PermissionDenied
+from axon_ps.errors import InvalidRequest
 from axon_ps.host.host_peer import HostPeer
 from axon_ps.host.leases import ReadLease
 from axon_ps.observe.tracing.span import Span, Value
@@ -258,8 +259,7 @@ class ShardServicer:
 
     async def stats(self, request: shard_pb2.StatsRequest, context: Any) -> shard_pb2.StatsReply:
         """Counters of this server. An operator may ask, who is no worker."""
-        if request.context.job != self._shell.job:
-            raise PermissionDenied(f"this server serves job {self._shell.job!r}, not {request.context.job!r}")
+        check_job(request.context, self._shell.job)
         return shard_pb2.StatsReply(values=self._shell.statistics() | self._shell.collectives.engine.statistics())
 
     def _about(self, shell: ModelShell, member: Member, unit: int) -> dict[str, Value]:

@@ -17,7 +17,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from axon_ps.aggregation.server.shell import CollectiveShell, check_state
+from axon_ps.aggregation.server.shell import CollectiveShell, check_job
 from axon_ps.coordinator.core.events import Event, JobState, RestoreOrder, SessionLost, SnapshotFile, SnapshotOrder
 from axon_ps.errors import (
     AxonError,
@@ -351,8 +351,7 @@ class ShardShell:
             Misuse: the model was released.
             Busy: this server does not know the model yet.
         """
-        if context.job != self.job:
-            raise PermissionDenied(f"this server serves job {self.job!r}, not {context.job!r}")
+        check_job(context, self.job)
         self._check_not_released(context.model)
         model = self._models.get(context.model)
         if model is None or not model.engine.configured:
@@ -365,9 +364,7 @@ class ShardShell:
             raise Misuse(f"model {name!r} was released: its parameters are on the shard servers no more")
 
     async def _fence(self, context: CallContext) -> ModelShell:
-        if context.job != self.job:
-            raise PermissionDenied(f"this server serves job {self.job!r}, not {context.job!r}")
-        check_state(context, "" if self._membership is None else self._membership.state_id)
+        check_job(context, self.job, "" if self._membership is None else self._membership.state_id)
         if not self._can_answer(context):
             await self._catch_up(context)
         self._check_not_released(context.model)

@@ -75,10 +75,9 @@ class EmbeddedJob:
         self._options = options = campaign.embedded
         self._recipe = training.Recipe.of(options)
         self._stack = contextlib.ExitStack()
-        self._workers: list[WorkerProcess] = []  # the oldest first
+        self._workers: dict[WorkerProcess, int] = {}  # the oldest first, with their numbers
         self._started = 0
         self._offsets: dict[Path, int] = {}
-        self._numbers: dict[WorkerProcess, int] = {}
         self._commits: dict[tuple[int, int], float] = {}
         self._newest = 0.0
         self._killed: set[str] = set()  # incarnations of shard servers
@@ -156,8 +155,7 @@ class EmbeddedJob:
         environment = {"AXON_PS_NODE": f"worker-{self._started}"} | ({"AXON_PS_STANDBY": "1"} if rank < 0 else {})
         arguments = (str(self._notes), self._started, self._recipe)
         worker = self._cluster.start_worker(rank, training.worker, args=arguments, env=environment)
-        self._workers.append(worker)
-        self._numbers[worker] = self._started
+        self._workers[worker] = self._started
 
     # ------------------------------------------------------------------ what happens
 
@@ -188,11 +186,11 @@ class EmbeddedJob:
         path = self._path(training.NOTES, worker)
         if path.exists():
             for line in self._new_lines(path):
-                self._take(self._numbers[worker], json.loads(line))
+                self._take(self._workers[worker], json.loads(line))
 
     def _path(self, kind: str, worker: WorkerProcess) -> Path:
         """A file of a worker's, by its number: process ids come again."""
-        return self._notes / f"{kind}{self._numbers[worker]}"
+        return self._notes / f"{kind}{self._workers[worker]}"
 
     def _new_lines(self, path: Path) -> list[bytes]:
         with open(path, "rb") as file:
@@ -225,7 +223,7 @@ class EmbeddedJob:
         """A worker has ended, or was killed: a standby is started."""
         killed = worker.process.exit_code == -signal.SIGKILL
         result = worker.end()
-        self._workers.remove(worker)
+        del self._workers[worker]
         if not killed:
             last = result.error.strip().splitlines()[-1:] or ["it ended well"]
             self.events.ends.append(f"{worker.process.name} ({worker.process.pid}): {last[0][:300]}")
@@ -277,7 +275,7 @@ class EmbeddedJob:
     def _process(self, role: str, index: int) -> Child:
         if role != "worker":
             return self._cluster.process(role, index)
-        working = [w for w in self._workers if self._is_working(w)] or self._workers
+        working = [w for w in self._workers if self._is_working(w)] or list(self._workers)
         return working[index % len(working)].process
 
     def _moment(self, fault: Fault, process: Child) -> Hit | None:
@@ -410,7 +408,7 @@ class EmbeddedJob:
         results = [worker.result(_END_S) for worker in working]
         for worker in working:
             self._read(worker)
-            self._workers.remove(worker)
+            del self._workers[worker]
         if failed := [result.error for result in results if result.error]:
             raise AxonError(f"a worker did not end well: {failed[0].strip().splitlines()[-1]}")
         first = results[0].value
