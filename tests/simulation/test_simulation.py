@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+import threading
 from collections.abc import Iterator
 
 import pytest
@@ -81,3 +82,14 @@ def test_time_passes_only_when_nothing_is_left_to_do() -> None:
     loop.run_until_complete(asyncio.sleep(86_400.0))
     assert loop.time() - began_s == pytest.approx(86_400.0)
     loop.close()
+
+
+def test_a_loop_closes_while_a_thread_that_is_done_has_not_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seed 949706 of the record waited for ever so: for a turn of a thread that was between its work and its end."""
+    done: list[int] = []
+    loop = VirtualLoop(random.Random(0))
+    loop.threads = True
+    loop.in_thread(lambda: done.append(1))
+    monkeypatch.setattr(threading.Thread, "is_alive", lambda self: True)
+    loop.close()
+    assert done == [1]

@@ -51,7 +51,7 @@ class _Thread:
     def __init__(self, run: Callable[[], object]) -> None:
         self._run = run
         self._turn, self._over = threading.Semaphore(0), threading.Semaphore(0)
-        self._killed = False
+        self._killed = self._ended = False
         self._thread = threading.Thread(target=copy_context().run, args=(self._main,), daemon=True)
         self._thread.start()
 
@@ -70,7 +70,7 @@ class _Thread:
     def kill(self) -> None:
         """End it where it waits."""
         self._killed = True
-        if self._thread.is_alive():
+        if not self._ended:  # the thread itself lives a little longer than what it runs
             self.resume()
         self._thread.join()
 
@@ -83,6 +83,7 @@ class _Thread:
         except _Killed:
             pass
         finally:
+            self._ended = True
             self._over.release()
 
 
