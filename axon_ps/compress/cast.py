@@ -19,7 +19,7 @@ import numpy as np
 
 from axon_ps.errors import InvalidRequest
 from axon_ps.kernels import rounding
-from axon_ps.kernels.arrays import readonly
+from axon_ps.kernels.arrays import check_array, readonly
 from axon_ps.types import WIRE_DTYPES, Array, DType
 
 
@@ -69,7 +69,14 @@ def decode(src: Array, dst: Array, dtype: DType) -> None:
     rounding.convert(readonly(_checked("src", src, dtype, src.size)), _checked("dst", dst, DType.F32, src.size))
 
 
-def accumulate(acc: Array, chunk: Array, dtype: DType, first: bool) -> None:
+def accumulate(
+    acc: Array,
+    chunk: Array,
+    dtype: DType,
+    first: bool,
+    digests: Array | None = None,
+    block_numel: int = rounding.TILE_NUMEL,
+) -> None:
     """Adds one replica's gradient chunk to the running sum, in f32.
 
     Args:
@@ -77,15 +84,28 @@ def accumulate(acc: Array, chunk: Array, dtype: DType, first: bool) -> None:
         chunk: dtype.numpy[n]; may be read-only and unaligned, as cut from a received message.
         dtype: what `chunk` holds: F32, BF16 or F16.
         first: whether this is the first replica: then `acc` is overwritten, whatever it held.
+        digests: u64[2, blocks of acc]: to the first row is added what was read of `acc`, which is nothing for the first
+            replica, and to the second one what was written; see `kernels.digest`. None = nobody wants them.
+        block_numel: elements of a block, a multiple of TILE_NUMEL; the last one may have fewer.
 
     Raises:
         InvalidRequest: `dtype` is not a wire dtype, or an array has another element type, shape or layout than stated.
     """
-    acc = _checked("acc", acc, DType.F32, acc.size)
-    rounding.accumulate(acc, readonly(_checked("chunk", chunk, dtype, acc.size)), first)
+    acc, chunk = _checked("acc", acc, DType.F32, acc.size), readonly(_checked("chunk", chunk, dtype, acc.size))
+    _check_digests(digests, acc.size, block_numel)
+    rounding.accumulate(acc, chunk, first, digests, block_numel)
 
 
-def accumulate_last(acc: Array, chunk: Array, dtype: DType, first: bool) -> float:
+def accumulate_last(
+    acc: Array,
+    chunk: Array,
+    dtype: DType,
+    first: bool,
+    digests: Array | None = None,
+    block_numel: int = rounding.TILE_NUMEL,
+    *,
+    rounds: bool = False,
+) -> float:
     """`accumulate` for the last replica: returns `sum_of_squares(acc)` from the same pass, to the same bits.
 
     Args:
@@ -93,15 +113,20 @@ def accumulate_last(acc: Array, chunk: Array, dtype: DType, first: bool) -> floa
         chunk: dtype.numpy[n]; may be read-only and unaligned, as cut from a received message.
         dtype: what `chunk` holds: F32, BF16 or F16.
         first: whether this is the first replica too, that is, the only one.
+        digests: as of `accumulate`.
+        block_numel: as of `accumulate`.
+        rounds: whether `round_in_place(acc, dtype)` follows, in the same pass.
 
     Returns:
-        The sum of the squares of `acc` after the addition, in f64.
+        The sum of the squares of `acc` after the addition, before the rounding, in f64.
 
     Raises:
         InvalidRequest: `dtype` is not a wire dtype, or an array has another element type, shape or layout than stated.
     """
-    acc = _checked("acc", acc, DType.F32, acc.size)
-    return float(rounding.accumulate_last(acc, readonly(_checked("chunk", chunk, dtype, acc.size)), first))
+    acc, chunk = _checked("acc", acc, DType.F32, acc.size), readonly(_checked("chunk", chunk, dtype, acc.size))
+    _check_digests(digests, acc.size, block_numel)
+    like = _like(dtype) if rounds else None
+    return float(rounding.accumulate_last(acc, chunk, first, like, digests, block_numel))
 
 
 def sum_of_squares(acc: Array) -> float:
@@ -133,9 +158,9 @@ def round_in_place(acc: Array, dtype: DType) -> None:
     Raises:
         InvalidRequest: `dtype` is not a wire dtype, or `acc` is not a contiguous 1-D f32 array.
     """
-    like = np.empty(1, dtype.numpy)
-    if dtype is not DType.F32:
-        rounding.round_in_place(_checked("acc", acc, DType.F32, acc.size), _checked("like", like, dtype, 1))
+    like = _like(dtype)
+    if like is not None:
+        rounding.round_in_place(_checked("acc", acc, DType.F32, acc.size), like, None, 0)
 
 
 def warm_up(dtype: DType) -> None:
@@ -150,14 +175,29 @@ def warm_up(dtype: DType) -> None:
     decode(wire, acc, dtype)
     round_in_place(acc, dtype)
     for chunk in (wire, _received(dtype, offset=0), _received(dtype, offset=1)):
+        digests = np.zeros((2, 0), np.uint64)
         accumulate(acc, chunk, dtype, True)
-        accumulate_last(acc, chunk, dtype, True)
+        accumulate(acc, chunk, dtype, True, digests)
+        accumulate_last(acc, chunk, dtype, True, digests)
+        accumulate_last(acc, chunk, dtype, True, digests, rounds=True)
     sum_of_squares(acc)
 
 
 def _received(dtype: DType, offset: int) -> Array:
     """An empty array as it is in a message: read-only, and aligned or not. Loops are compiled for each."""
     return np.frombuffer(bytes(offset + dtype.itemsize), dtype.numpy, count=1, offset=offset)[:0]
+
+
+def _like(dtype: DType) -> Array | None:
+    """What a loop rounds to: an array of one element; None where nothing is rounded."""
+    return _checked("like", np.empty(1, dtype.numpy), dtype, 1) if dtype is not DType.F32 else None
+
+
+def _check_digests(digests: Array | None, numel: int, block_numel: int) -> None:
+    if digests is not None:
+        if block_numel <= 0 or block_numel % rounding.TILE_NUMEL:
+            raise InvalidRequest(f"a block has {block_numel} elements; it must be a multiple of {rounding.TILE_NUMEL}")
+        check_array("digests", digests, np.dtype(np.uint64), (2, -(-numel // block_numel)))
 
 
 def _checked(name: str, array: Array, dtype: DType, numel: int) -> Array:

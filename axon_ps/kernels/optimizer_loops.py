@@ -3,7 +3,7 @@
 Refuses: to check its arguments. `UpdateRule.apply` has done so; these loops write where they are told.
 
 Invariant: what a job does not use is passed as None, and numba compiles an optimizer's loop without it: no state array,
-no branch, no wire copy, no weight decay (an untaken branch in the loop cost SGD a twentieth).
+no branch, no wire copy, no digest, no weight decay (an untaken branch in the loop cost SGD a twentieth).
 
 Note: [NaN afterwards]
     Rounding to bf16 by adding carries some NaNs into infinity or zero, and looking for them at every element made SGD's
@@ -11,7 +11,9 @@ Note: [NaN afterwards]
     integers, and goes over its parameters again only when that was a NaN's.
 
 Shapes: every array is [n] and contiguous; all are f32 but `wire`, whose element type tells what it holds, as in
-`kernels.rounding`. Factors are f64 scalars, rounded to f32 once before the loop.
+`kernels.rounding`, and `digests`: u64[2, m], as `UpdateRule.apply` has them, with a column for each array of the loop;
+with them n is at most `kernels.digest.SUMMED_NUMEL`. What a loop sums of an array's old and new elements for them is
+called after its elements, `old_` and `new_`. Factors are f64 scalars, rounded to f32 once before the loop.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ import numpy as np
 from numba.extending import overload
 
 from axon_ps.kernels.compiled import compiled
+from axon_ps.kernels.digest import add_digests, none_summed, with_value
 from axon_ps.kernels.rounding import HALF, INFINITY32, MAGNITUDE32, U0, U16, round_to_bf16, store
 
 F32 = np.float32
@@ -91,6 +94,7 @@ def sgd(
     grad: Any,
     momentum_buffer: Any,
     wire: Any,
+    digests: Any,
     grad_scale: Any,
     weight_decay: Any,
     lr: Any,
@@ -105,21 +109,31 @@ def sgd(
     grad_scale, lr = F32(grad_scale), F32(lr)
     carry, intake = F32(carry), F32(intake)
     largest = U0
+    old_p = new_p = old_g = old_buffer = new_buffer = none_summed(digests)
     for i in range(param.size):
-        p = param[i]
-        g = grad[i] * grad_scale
+        p, g = param[i], grad[i]
+        old_p, old_g = with_value(old_p, p), with_value(old_g, g)
+        g = g * grad_scale
         if weight_decay is not None:
             g = g + F32(weight_decay) * p
         if momentum_buffer is not None:
-            buffer = momentum_buffer[i] * carry + intake * g
+            buffer = momentum_buffer[i]
+            old_buffer = with_value(old_buffer, buffer)
+            buffer = buffer * carry + intake * g
             momentum_buffer[i] = buffer
+            new_buffer = with_value(new_buffer, buffer)
             if nesterov is not None:
                 g = g + F32(nesterov) * buffer
             else:
                 g = buffer
         p = p - lr * g
         param[i] = p
+        new_p = with_value(new_p, p)
         largest = _store_wire(wire, i, p, largest)
+    add_digests(digests, 0, old_p, new_p)
+    if momentum_buffer is not None:
+        add_digests(digests, 1, old_buffer, new_buffer)
+    add_digests(digests, -1, old_g, none_summed(digests))
     _store_nans(wire, param, largest)
 
 
@@ -131,6 +145,7 @@ def adam(
     exp_avg_sq: Any,
     max_exp_avg_sq: Any,
     wire: Any,
+    digests: Any,
     grad_scale: Any,
     weight_decay: Any,
     decay: Any,
@@ -150,42 +165,65 @@ def adam(
     weight1, beta2, weight2 = F32(weight1), F32(beta2), F32(weight2)
     root2, eps, step_size = F32(root2), F32(eps), F32(step_size)
     largest = U0
+    old_p = new_p = old_g = old_m = new_m = old_v = new_v = old_peak = new_peak = none_summed(digests)
     for i in range(param.size):
-        p = param[i]
-        g = grad[i] * grad_scale
+        p, g = param[i], grad[i]
+        old_p, old_g = with_value(old_p, p), with_value(old_g, g)
+        g = g * grad_scale
         if weight_decay is not None:
             g = g + F32(weight_decay) * p
-        m = _lerp(exp_avg[i], g, weight1)
+        m, v = exp_avg[i], exp_avg_sq[i]
+        old_m, old_v = with_value(old_m, m), with_value(old_v, v)
+        m = _lerp(m, g, weight1)
         exp_avg[i] = m
-        v = exp_avg_sq[i] * beta2 + weight2 * g * g
+        v = v * beta2 + weight2 * g * g
         exp_avg_sq[i] = v
+        new_m, new_v = with_value(new_m, m), with_value(new_v, v)
         if max_exp_avg_sq is not None:
             peak = max_exp_avg_sq[i]
+            old_peak = with_value(old_peak, peak)
             v = peak if v <= peak else v  # a NaN stays one
             max_exp_avg_sq[i] = v
+            new_peak = with_value(new_peak, v)
         p = p * decay - step_size * m / (np.sqrt(v) / root2 + eps)
         param[i] = p
+        new_p = with_value(new_p, p)
         largest = _store_wire(wire, i, p, largest)
+    add_digests(digests, 0, old_p, new_p)
+    add_digests(digests, 1, old_m, new_m)
+    add_digests(digests, 2, old_v, new_v)
+    if max_exp_avg_sq is not None:
+        add_digests(digests, 3, old_peak, new_peak)
+    add_digests(digests, -1, old_g, none_summed(digests))
     _store_nans(wire, param, largest)
 
 
 @compiled
 def adagrad(
-    param: Any, grad: Any, total: Any, wire: Any, grad_scale: Any, weight_decay: Any, lr: Any, eps: Any
+    param: Any, grad: Any, total: Any, wire: Any, digests: Any, grad_scale: Any, weight_decay: Any, lr: Any, eps: Any
 ) -> None:
     """total += g²; p -= lr · g / (√total + eps)."""
     grad_scale, lr, eps = F32(grad_scale), F32(lr), F32(eps)
     largest = U0
+    old_p = new_p = old_g = old_s = new_s = none_summed(digests)
     for i in range(param.size):
-        p = param[i]
-        g = grad[i] * grad_scale
+        p, g = param[i], grad[i]
+        old_p, old_g = with_value(old_p, p), with_value(old_g, g)
+        g = g * grad_scale
         if weight_decay is not None:
             g = g + F32(weight_decay) * p
-        s = total[i] + g * g
+        s = total[i]
+        old_s = with_value(old_s, s)
+        s = s + g * g
         total[i] = s
+        new_s = with_value(new_s, s)
         p = p - lr * g / (np.sqrt(s) + eps)
         param[i] = p
+        new_p = with_value(new_p, p)
         largest = _store_wire(wire, i, p, largest)
+    add_digests(digests, 0, old_p, new_p)
+    add_digests(digests, 1, old_s, new_s)
+    add_digests(digests, -1, old_g, none_summed(digests))
     _store_nans(wire, param, largest)
 
 
@@ -197,6 +235,7 @@ def rmsprop(
     momentum_buffer: Any,
     grad_avg: Any,
     wire: Any,
+    digests: Any,
     grad_scale: Any,
     weight_decay: Any,
     lr: Any,
@@ -212,26 +251,45 @@ def rmsprop(
     grad_scale, lr = F32(grad_scale), F32(lr)
     alpha, weight, momentum, eps = F32(alpha), F32(weight), F32(momentum), F32(eps)
     largest = U0
+    old_p = new_p = old_g = old_s = new_s = old_buffer = new_buffer = old_a = new_a = none_summed(digests)
     for i in range(param.size):
-        p = param[i]
-        g = grad[i] * grad_scale
+        p, g = param[i], grad[i]
+        old_p, old_g = with_value(old_p, p), with_value(old_g, g)
+        g = g * grad_scale
         if weight_decay is not None:
             g = g + F32(weight_decay) * p
-        s = square_avg[i] * alpha + weight * g * g
+        s = square_avg[i]
+        old_s = with_value(old_s, s)
+        s = s * alpha + weight * g * g
         square_avg[i] = s
+        new_s = with_value(new_s, s)
         if grad_avg is not None:
-            a = _lerp(grad_avg[i], g, weight)
+            a = grad_avg[i]
+            old_a = with_value(old_a, a)
+            a = _lerp(a, g, weight)
             grad_avg[i] = a
+            new_a = with_value(new_a, a)
             s = s - a * a
         root = np.sqrt(s) + eps
         if momentum_buffer is not None:
-            buffer = momentum_buffer[i] * momentum + g / root
+            buffer = momentum_buffer[i]
+            old_buffer = with_value(old_buffer, buffer)
+            buffer = buffer * momentum + g / root
             momentum_buffer[i] = buffer
+            new_buffer = with_value(new_buffer, buffer)
             p = p - lr * buffer
         else:
             p = p - lr * g / root
         param[i] = p
+        new_p = with_value(new_p, p)
         largest = _store_wire(wire, i, p, largest)
+    add_digests(digests, 0, old_p, new_p)
+    add_digests(digests, 1, old_s, new_s)
+    if momentum_buffer is not None:
+        add_digests(digests, 2, old_buffer, new_buffer)
+    if grad_avg is not None:
+        add_digests(digests, -2, old_a, new_a)
+    add_digests(digests, -1, old_g, none_summed(digests))
     _store_nans(wire, param, largest)
 
 
@@ -241,6 +299,7 @@ def lion(
     grad: Any,
     exp_avg: Any,
     wire: Any,
+    digests: Any,
     grad_scale: Any,
     decay: Any,
     lr: Any,
@@ -253,13 +312,21 @@ def lion(
     grad_scale, decay, lr = F32(grad_scale), F32(decay), F32(lr)
     beta1, weight1, beta2, weight2 = F32(beta1), F32(weight1), F32(beta2), F32(weight2)
     largest = U0
+    old_p = new_p = old_g = old_m = new_m = none_summed(digests)
     for i in range(param.size):
-        g = grad[i] * grad_scale
-        m = exp_avg[i]
+        p, g, m = param[i], grad[i], exp_avg[i]
+        old_p, old_g, old_m = with_value(old_p, p), with_value(old_g, g), with_value(old_m, m)
+        g = g * grad_scale
         c = beta1 * m + weight1 * g
         step = lr if c > ZERO else (-lr if c < ZERO else c)  # sign(0) is 0, and a NaN stays one
-        p = param[i] * decay - step
-        exp_avg[i] = beta2 * m + weight2 * g
+        p = p * decay - step
+        m = beta2 * m + weight2 * g
+        exp_avg[i] = m
+        new_m = with_value(new_m, m)
         param[i] = p
+        new_p = with_value(new_p, p)
         largest = _store_wire(wire, i, p, largest)
+    add_digests(digests, 0, old_p, new_p)
+    add_digests(digests, 1, old_m, new_m)
+    add_digests(digests, -1, old_g, none_summed(digests))
     _store_nans(wire, param, largest)

@@ -15,11 +15,12 @@ import numpy as np
 from numba.extending import overload
 
 from axon_ps.kernels.compiled import compiled
+from axon_ps.kernels.digest import WRITTEN, add_digests, digest_of, none_summed, with_value
 
 PARTIAL_SUMS = 64
 """Independent f64 partial sums of `sum_of_squares`: element i is added to sum i mod PARTIAL_SUMS."""
-_BLOCK_NUMEL = 4096
-"""How much `accumulate_last` adds before it squares: a multiple of PARTIAL_SUMS that stays in the first-level cache."""
+TILE_NUMEL = 4096
+"""How much is added before it is squared: a multiple of PARTIAL_SUMS that stays in the first-level cache."""
 
 U0, U1, U13, U16 = np.uint32(0), np.uint32(1), np.uint32(13), np.uint32(16)
 SIGN16, MAGNITUDE16 = np.uint32(0x8000), np.uint32(0x7FFF)
@@ -145,22 +146,54 @@ def convert_with_residual(src: Any, dst: Any, residual: Any) -> None:
 
 
 @compiled
-def accumulate(acc: Any, chunk: Any, first: bool) -> None:
-    """acc += chunk, or acc = chunk for the first; acc: f32."""
+def _accumulate(acc: Any, chunk: Any, first: bool, digests: Any, block: Any) -> None:
+    old = new = none_summed(digests)
     if first:
         for i in range(acc.size):
-            acc[i] = load(chunk, i)
+            value = load(chunk, i)
+            acc[i] = value
+            new = with_value(new, value)
     else:
         for i in range(acc.size):
-            acc[i] += load(chunk, i)
+            value = acc[i]
+            old = with_value(old, value)
+            value += load(chunk, i)
+            acc[i] = value
+            new = with_value(new, value)
+    add_digests(digests, block, old, new)
 
 
 @compiled
-def round_in_place(acc: Any, like: Any) -> None:
-    """acc: f32 becomes what is left of it in the element type of `like`, an array of one element."""
+def accumulate(acc: Any, chunk: Any, first: bool, digests: Any, block_numel: Any) -> None:
+    """acc += chunk, or acc = chunk for the first; acc: f32.
+
+    To `digests`, u64[2, blocks] or None, is added what was read of acc and what was written, by blocks of so many
+    elements, a multiple of TILE_NUMEL. Nothing is read for the first.
+    """
+    if digests is None:
+        _accumulate(acc, chunk, first, None, 0)
+    else:
+        for start in range(0, acc.size, TILE_NUMEL):
+            end = start + TILE_NUMEL
+            _accumulate(acc[start:end], chunk[start:end], first, digests, start // block_numel)
+
+
+@compiled
+def round_in_place(acc: Any, like: Any, digests: Any, block: Any) -> None:
+    """acc: f32 becomes what is left of it in the element type of `like`, an array of one element.
+
+    In `digests`, as of `accumulate`, what was written of acc to a block is replaced.
+    """
+    old = new = none_summed(digests)
     for i in range(acc.size):
-        store(like, 0, acc[i])
-        acc[i] = load(like, 0)
+        value = acc[i]
+        old = with_value(old, value)
+        store(like, 0, value)
+        value = load(like, 0)
+        acc[i] = value
+        new = with_value(new, value)
+    if digests is not None:
+        digests[WRITTEN, block] += digest_of(new) - digest_of(old)
 
 
 @compiled
@@ -193,11 +226,17 @@ def sum_of_squares(acc: Any) -> Any:
 
 
 @compiled
-def accumulate_last(acc: Any, chunk: Any, first: bool) -> Any:
-    """`accumulate`, then `sum_of_squares(acc)`, block by block while a block is in the first-level cache."""
+def accumulate_last(acc: Any, chunk: Any, first: bool, like: Any, digests: Any, block_numel: Any) -> Any:
+    """`accumulate`, then `sum_of_squares(acc)`, then `round_in_place` if `like` is not None.
+
+    It is done tile by tile, while a tile is in the first-level cache.
+    """
     sums = np.zeros(PARTIAL_SUMS, np.float64)
-    for start in range(0, acc.size, _BLOCK_NUMEL):
-        block = acc[start : start + _BLOCK_NUMEL]
-        accumulate(block, chunk[start : start + _BLOCK_NUMEL], first)
-        _add_squares(sums, block)
+    for start in range(0, acc.size, TILE_NUMEL):
+        block, end = start // block_numel, start + TILE_NUMEL
+        tile = acc[start:end]
+        _accumulate(tile, chunk[start:end], first, digests, block)
+        _add_squares(sums, tile)
+        if like is not None:
+            round_in_place(tile, like, digests, block)
     return _total(sums)

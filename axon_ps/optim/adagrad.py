@@ -68,12 +68,14 @@ class Adagrad(UpdateRule):
         hyper: Hyper,
         update: int,
         grad_scale: float,
+        digests: Array | None = None,
     ) -> None:
         self._kernels.adagrad(
             param,
             grad,
             state[0],
             wire,
+            digests,
             -grad_scale if hyper["maximize"] else grad_scale,
             hyper["weight_decay"] or None,
             hyper["lr"] / (1.0 + (update - 1) * hyper["lr_decay"]),

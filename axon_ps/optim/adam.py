@@ -56,6 +56,7 @@ class Adam(UpdateRule):
         hyper: Hyper,
         update: int,
         grad_scale: float,
+        digests: Array | None = None,
     ) -> None:
         lr, beta1, beta2, weight_decay = hyper["lr"], hyper["beta1"], hyper["beta2"], hyper["weight_decay"]
         self._kernels.adam(
@@ -65,6 +66,7 @@ class Adam(UpdateRule):
             state[1],
             state[2] if hyper["amsgrad"] else None,
             wire,
+            digests,
             -grad_scale if hyper["maximize"] else grad_scale,
             None if self.decoupled else weight_decay or None,
             1.0 - lr * weight_decay if self.decoupled else 1.0,

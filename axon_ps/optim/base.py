@@ -16,9 +16,10 @@ Shapes: `n` is the numel of the range of a slice given to one call.
 
 from __future__ import annotations
 
+import inspect
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar
@@ -26,11 +27,12 @@ from typing import Any, ClassVar
 import numpy as np
 
 from axon_ps.errors import InvalidRequest
-from axon_ps.kernels.arrays import readonly
+from axon_ps.kernels.arrays import check_array, readonly
 from axon_ps.types import WIRE_DTYPES, Array, DType, Hyper
 
 _F32_MAX = float(np.finfo(np.float32).max)
 _F32, _BF16, _F16 = (dtype.numpy for dtype in (DType.F32, DType.BF16, DType.F16))
+_U64 = np.dtype(np.uint64)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,6 +137,7 @@ class UpdateRule(ABC):
         hyper: Hyper,
         update: int,
         grad_scale: float,
+        digests: Array | None = None,
     ) -> None:
         """One optimizer update of one range of a slice, in place, in one pass, with the GIL released.
 
@@ -149,6 +152,8 @@ class UpdateRule(ABC):
             hyper: this group's values, as `validate` returned them; what is missing has its default.
             update: number of this update, counted from 1 (torch's `step` after it was incremented).
             grad_scale: factor for the gradient.
+            digests: u64[2, 2 + len(state)]: what was read of (param, *state, grad) is added to the first row, what was
+                written of (param, *state) to the second one; see `kernels.digest`. None = nobody wants them.
 
         Raises:
             InvalidRequest: an array has another element type, length or layout than above, a state array that these
@@ -170,10 +175,21 @@ class UpdateRule(ABC):
             _check_array("state", array, _F32, numel)
         if wire is not None:
             wire = _wire_view(wire, wire_dtype, numel)
-        self._update(param, grad, state, wire, values, update, float(grad_scale))
+        if digests is None:
+            self._update(param, grad, state, wire, values, update, float(grad_scale))
+            return
+        check_array("digests", digests, _U64, (2, 2 + len(state)))
+        if self._sums and len(state) == len(needed):
+            self._update_summing(param, grad, state, wire, values, update, float(grad_scale), digests)
+        else:  # the loop does not sum, or not the state that only other groups need
+            from axon_ps.kernels.digest import READ, WRITTEN, digests_of
+
+            digests[READ] += digests_of((param, *state, grad))
+            self._update(param, grad, state, wire, values, update, float(grad_scale))
+            digests[WRITTEN, :-1] += digests_of((param, *state))
 
     def warm_up(self, groups: Sequence[Hyper], wire_dtype: DType | None) -> None:
-        """Compiles (or loads from disk) what these groups need, by updating nothing: empty arrays.
+        """Compiles (or loads from disk) what a server needs for these groups, by updating nothing: empty arrays.
 
         Worth calling when a server starts: the first compilation takes about a second.
 
@@ -185,7 +201,8 @@ class UpdateRule(ABC):
         state = tuple(empty for _ in self.state_names(groups))
         wire = None if wire_dtype is None else np.empty(0, wire_dtype.numpy)
         for hyper in groups:
-            self.apply(empty, empty, state, wire, wire_dtype or DType.F32, hyper, 1, 1.0)
+            digests = np.zeros((2, 2 + len(state)), np.uint64)
+            self.apply(empty, empty, state, wire, wire_dtype or DType.F32, hyper, 1, 1.0, digests)
 
     @abstractmethod
     def _update(
@@ -198,7 +215,36 @@ class UpdateRule(ABC):
         update: int,
         grad_scale: float,
     ) -> None:
-        """`apply` after the checks; `hyper` is complete, and an f16 `wire` comes as int16 bits."""
+        """`apply` after the checks; `hyper` is complete, and an f16 `wire` comes as int16 bits.
+
+        It may take an optional last argument `digests`, as that of `apply`, and add to it in its own pass. With digests
+        it gets at most `kernels.digest.SUMMED_NUMEL` elements at once, and no state that `hyper` does not need.
+        """
+
+    def _update_summing(
+        self,
+        param: Array,
+        grad: Array,
+        state: tuple[Array, ...],
+        wire: Array | None,
+        hyper: Hyper,
+        update: int,
+        grad_scale: float,
+        digests: Array,
+    ) -> None:
+        """`_update` with digests, of so many elements at once as it can sum."""
+        from axon_ps.kernels.digest import SUMMED_NUMEL
+
+        one: Callable[..., None] = self._update
+        for begin in range(0, max(1, param.size), SUMMED_NUMEL):
+            at = slice(begin, begin + SUMMED_NUMEL)
+            states, copy = tuple(array[at] for array in state), None if wire is None else wire[at]
+            one(param[at], grad[at], states, copy, hyper, update, grad_scale, digests)
+
+    @cached_property
+    def _sums(self) -> bool:
+        """Whether `_update` takes digests."""
+        return "digests" in inspect.signature(self._update).parameters
 
     def _write(self, param: Array, wire: Array | None) -> None:
         """Writes the wire copy, rounded: for an `_update` whose arithmetic does not do so in its one pass."""

@@ -42,6 +42,7 @@ class Lion(UpdateRule):
         hyper: Hyper,
         update: int,
         grad_scale: float,
+        digests: Array | None = None,
     ) -> None:
         lr, beta1, beta2 = hyper["lr"], hyper["beta1"], hyper["beta2"]
         self._kernels.lion(
@@ -49,6 +50,7 @@ class Lion(UpdateRule):
             grad,
             state[0],
             wire,
+            digests,
             grad_scale,
             1.0 - lr * hyper["weight_decay"],
             lr,

@@ -55,6 +55,7 @@ class RMSprop(UpdateRule):
         hyper: Hyper,
         update: int,
         grad_scale: float,
+        digests: Array | None = None,
     ) -> None:
         alpha, momentum = hyper["alpha"], hyper["momentum"]
         self._kernels.rmsprop(
@@ -64,6 +65,7 @@ class RMSprop(UpdateRule):
             state[1] if momentum else None,  # second where there is one at all,
             state[-1] if hyper["centered"] else None,  # and this one last
             wire,
+            digests,
             -grad_scale if hyper["maximize"] else grad_scale,
             hyper["weight_decay"] or None,
             hyper["lr"],

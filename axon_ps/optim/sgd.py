@@ -67,6 +67,7 @@ class SGD(UpdateRule):
         hyper: Hyper,
         update: int,
         grad_scale: float,
+        digests: Array | None = None,
     ) -> None:
         momentum, first = hyper["momentum"], update == 1
         self._kernels.sgd(
@@ -74,6 +75,7 @@ class SGD(UpdateRule):
             grad,
             state[0] if momentum else None,
             wire,
+            digests,
             -grad_scale if hyper["maximize"] else grad_scale,
             hyper["weight_decay"] or None,
             hyper["lr"],

@@ -211,9 +211,9 @@ PLANTS: Final = (
     ),
     Plant(
         "a sum that is corrupt is added to",
-        "shard/core/gradients.py",
-        "        if turn and not owned.check_gradient(number, index):\n",
-        "        if False:\n",
+        "shard/core/accumulator.py",
+        "            found = [] if first else list(self.digests.check_digests(blocks, read))\n",
+        "            found = []\n",
     ),
     Plant(
         "a sum that is corrupt is taken",

@@ -17,7 +17,7 @@ import numpy as np
 
 from axon_ps.compress import cast
 from axon_ps.errors import Broken, InvalidRequest
-from axon_ps.shard.core.chunks import Chunks
+from axon_ps.shard.core.chunks import BLOCK_NUMEL, Chunks
 from axon_ps.shard.core.digests import GRADIENT, ArrayDigests, Corruption
 from axon_ps.sharding.precision import WirePrecision
 from axon_ps.types import Array
@@ -45,7 +45,7 @@ class Accumulator:
         squares: per chunk, the sum of squares; known with the last replica.
         missing: chunks that lack a replica.
         digests: of what was summed, where something was.
-        spoiled: whether `check` has found something: this attempt cannot be committed.
+        spoiled: whether `add` or `check` has found something: this attempt cannot be committed.
         rounds: whether a complete sum is rounded to the dtype in which gradients travel; see `shard.core.slices`,
             Note: [Primary and backup].
     """
@@ -91,7 +91,7 @@ class Accumulator:
                 self.digests.record_constant(0.0, self._chunks.blocks_of(index, index + 1))
         self.restart()
 
-    def add(self, index: int, grad: Array | None, *, last: bool) -> None:
+    def add(self, index: int, grad: Array | None, *, last: bool) -> list[Corruption]:
         """Add the next replica's gradient to chunk `index`.
 
         Args:
@@ -99,37 +99,64 @@ class Accumulator:
             grad: wire[c], or u8[compressed_bytes(c)]; None when this replica has no gradient for the unit.
             last: whether it is the last replica.
 
+        Returns:
+            The blocks that did not hold what was summed before. When there are some, this is `spoiled` and nothing
+            counts as added: the chunk stays incomplete, so nobody gets what it holds now.
+
         Raises:
             InvalidRequest: `grad` is of the wrong length, or nothing that a compressor writes.
         """
-        elements = self._chunks.ranges[index]
-        first = not self.present[index]
         if grad is not None:
-            compressor, numel = self._compressor, elements.stop - elements.start
-            needed = numel if compressor is None else compressor.compressed_bytes(numel)
-            if grad.size != needed:
-                raise InvalidRequest(
-                    f"a gradient chunk at element {self._chunks.bounds[index][0]} of unit {self._chunks.unit} has "
-                    f"{grad.size} {'elements' if compressor is None else 'bytes'}; it must have {needed}"
-                )
-            total = self.array[elements]
-            if compressor is not None:
-                (compressor.decompress if first else compressor.accumulate)(grad, total)
-                if last:
-                    self.squares[index] = cast.sum_of_squares(total)
-            elif last:
-                self.squares[index] = cast.accumulate_last(total, grad, self._dtype, first)
+            self._check_length(index, grad)
+        if grad is None or self._compressor is not None:
+            found = self.check((index,))
+            if not found:
+                self._add_apart(index, grad, last=last)
+        else:  # what was there is looked at in the pass that adds to it
+            total, blocks = self.array[self._chunks.ranges[index]], self._chunks.blocks_of(index, index + 1)
+            first, digests, how = not self.present[index], np.zeros((2, len(blocks)), np.uint64), self._dtype
+            if last:
+                squares = cast.accumulate_last(total, grad, how, first, digests, BLOCK_NUMEL, rounds=self.rounds)
+                self.squares[index] = squares
             else:
-                cast.accumulate(total, grad, self._dtype, first)
+                cast.accumulate(total, grad, how, first, digests, BLOCK_NUMEL)
+            read, written = digests.tolist()
+            found = [] if first else list(self.digests.check_digests(blocks, read))
+            if not found:
+                self.digests.record_digests(blocks, written)
+        if found:
+            self.spoiled = True
+            return found
+        if grad is not None:
             self.present[index] = 1
-        elif last and not first:
-            self.squares[index] = cast.sum_of_squares(self.array[elements])
         self.summed[index] += 1
         if last:
             self.missing -= 1
-            if self.rounds and self.present[index]:
-                cast.round_in_place(self.array[elements], self._dtype)
-        if grad is not None or (last and self.rounds and self.present[index]):
+        return []
+
+    def _check_length(self, index: int, grad: Array) -> None:
+        begin, end = self._chunks.bounds[index]
+        needed = end - begin if self._compressor is None else self._compressor.compressed_bytes(end - begin)
+        if grad.size != needed:
+            raise InvalidRequest(
+                f"a gradient chunk at element {begin} of unit {self._chunks.unit} has {grad.size} "
+                f"{'elements' if self._compressor is None else 'bytes'}; it must have {needed}"
+            )
+
+    def _add_apart(self, index: int, grad: Array | None, *, last: bool) -> None:
+        """Add what a compressor wrote, or nothing, to the memory, which has been looked at."""
+        first, elements = not self.present[index], self._chunks.ranges[index]
+        if first and grad is None:
+            return
+        total = self.array[elements]
+        if grad is not None:
+            assert self._compressor is not None
+            (self._compressor.decompress if first else self._compressor.accumulate)(grad, total)
+        if last:
+            self.squares[index] = cast.sum_of_squares(total)
+            if self.rounds:
+                cast.round_in_place(total, self._dtype)
+        if grad is not None or (last and self.rounds):
             self._record(index)
 
     def check(self, indexes: Iterable[int]) -> list[Corruption]:

@@ -11,7 +11,10 @@ from axon_ps.errors import InvalidRequest
 from axon_ps.sharding.plan import Slice
 
 BLOCK_NUMEL = 1 << 17
-"""Most elements of a block: values, moments and gradient of one stay in a processor's cache between two passes."""
+"""Most elements of a block, a multiple of `kernels.rounding.TILE_NUMEL`.
+
+Where an optimizer does not sum in its own pass, those of a block stay in a processor's cache between two passes.
+"""
 
 
 class Chunks:

@@ -7,8 +7,9 @@ Note: [Memory that fails]
     wrong is never served, applied to another copy, copied, or written to a checkpoint; the server reports it
     (`Corrupted`), and gets the slice again from another holder. Copies are compared besides (`Ready.digests`), which
     finds what no memory is to blame for: arithmetic that differs.
-    What is written and read at once cannot be looked at: a bit that changes between a block's digest and the update
-    that follows it, some microseconds later, is found by the comparison of copies.
+    Where a loop updates or adds, it sums what it reads and writes itself (`kernels.digest`), so that there is no time
+    between a digest and what it is of. Then a block that holds something else is found when it has been used: what was
+    made of it is not served, and a sum that it is in is dropped.
 """
 
 from __future__ import annotations
@@ -66,23 +67,35 @@ class ArrayDigests:
             blocks: by number.
         """
         for block in blocks:
-            at = self._chunks.blocks[block]
-            self._recorded[block] = digest(bits, at.start, at.stop)
+            self.record_digests((block,), (self._digest(bits, block),))
+
+    def record_digests(self, blocks: Iterable[int], written: Iterable[int]) -> None:
+        """Take digests, one for each block, as those of what was written. Any thread, as `record`."""
+        for block, each in zip(blocks, written, strict=True):
+            self._recorded[block] = each
 
     def record_constant(self, value: float, blocks: Iterable[int]) -> None:
         """Blocks have been filled with an f32."""
         one = int(np.float32(value).view(np.uint32))
         for block in blocks:
             at = self._chunks.blocks[block]
-            self._recorded[block] = one * (at.stop - at.start)
+            self.record_digests((block,), (one * (at.stop - at.start),))
 
     def check(self, bits: Array, blocks: Iterable[int]) -> Iterator[Corruption]:
         """The blocks that hold something else than was written. Arguments as for `record`."""
         for block in blocks:
-            at = self._chunks.blocks[block]
-            if digest(bits, at.start, at.stop) != int(self._recorded[block]):
-                begin = self._chunks.begin
+            yield from self.check_digests((block,), (self._digest(bits, block),))
+
+    def check_digests(self, blocks: Iterable[int], read: Iterable[int]) -> Iterator[Corruption]:
+        """The blocks of which another digest was read than of what was written; `read` has one for each block."""
+        for block, each in zip(blocks, read, strict=True):
+            if each != int(self._recorded[block]):
+                at, begin = self._chunks.blocks[block], self._chunks.begin
                 yield Corruption(self._array, self._chunks.unit, begin + at.start, begin + at.stop)
+
+    def _digest(self, bits: Array, block: int) -> int:
+        at = self._chunks.blocks[block]
+        return digest(bits, at.start, at.stop)
 
     def sum_of(self, blocks: range) -> int:
         """The digest of neighbouring blocks."""

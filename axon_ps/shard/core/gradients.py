@@ -149,10 +149,12 @@ class GradientSums:
         if not owned.accepts(number) or summed < turn:
             self._counters["waits"] += 1
             return Push.WAIT
-        if turn and not owned.check_gradient(number, index):
+        if turn and accumulator.spoiled:
             return Push.WAIT  # for the generation in which all is summed again
         last = turn == attempt.replicas - 1
-        accumulator.add(index, grad, last=last)
+        if found := accumulator.add(index, grad, last=last):
+            owned.corruptions += found
+            return Push.WAIT
         if last:
             attempt.missing -= 1
         return Push.SUMMED

@@ -13,6 +13,7 @@ import numpy as np
 
 from axon_ps.compress import cast
 from axon_ps.errors import InvalidRequest
+from axon_ps.kernels.digest import READ, WRITTEN, digests_of
 from axon_ps.optim.base import UpdateRule
 from axon_ps.shard.core.chunks import Chunks
 from axon_ps.shard.core.digests import PARAM, ArrayDigests, Corruption, SliceDigests
@@ -132,7 +133,7 @@ class Master:
     ) -> tuple[Array, list[Corruption]]:
         """One update of chunks [first, last) in one pass. Any thread; those of different threads must not overlap.
 
-        What is read is compared with what was written, while it is in the cache.
+        What is read is compared with what was written; the loop that updates takes the digests of both.
 
         Args:
             first: number of the first chunk.
@@ -147,43 +148,60 @@ class Master:
             f32[m], the new values; and what did not hold what was written, so that they are wrong.
         """
         arrays = [self.values, *self.state.values()]
-        written = [(self.digests[name], array.view(np.uint32)) for name, array in self.arrays().items()]
-        read, found = [*written, (sums, grads.view(np.uint32))], list[Corruption]()
+        written = [self.digests[name] for name in self.arrays()]
+        found = list[Corruption]()
         elements = self._chunks.run(first, last)
         target = arrays if in_place else [array[elements].copy() for array in arrays]
         shift = 0 if in_place else elements.start
         for block in self._chunks.blocks_of(first, last):
-            for digests, bits in read:
-                found += digests.check(bits, (block,))
             at = self._chunks.blocks[block]
             values, *states = (array[at.start - shift : at.stop - shift] for array in target)
             copy = None if out is None else out[at.start - elements.start : at.stop - elements.start]
-            self._update(at.start, values, grads[at], states, copy, update)
+            taken = np.zeros((2, len(arrays) + 1), np.uint64)
+            self._update(at.start, values, grads[at], states, copy, update, taken)
+            for of, each in zip((*written, sums), taken[READ].tolist(), strict=True):
+                found += of.check_digests((block,), (each,))
             if in_place:
-                for digests, bits in written:
-                    digests.record(bits, (block,))
+                for of, each in zip(written, taken[WRITTEN, :-1].tolist(), strict=True):
+                    of.record_digests((block,), (each,))
         return (self.values[elements] if in_place else target[0]), found
 
     def _update(
-        self, first: int, values: Array, grad: Array, states: Sequence[Array], out: Array | None, update: Update
+        self,
+        first: int,
+        values: Array,
+        grad: Array,
+        states: Sequence[Array],
+        out: Array | None,
+        update: Update,
+        taken: Array,
     ) -> None:
-        """Update a range, f32[m] each, that begins at element `first` of the slice; `out` as of `update`."""
+        """Update a range, f32[m] each, that begins at element `first` of the slice; `out` as of `update`.
+
+        To `taken` the digests are added, as `UpdateRule.apply` does.
+        """
         begin = self._chunks.begin + first
         for r in cut(self._ranges, begin, begin + values.size):
             within = slice(r.begin - begin, r.end - begin)
             copy = None if out is None else out[within]
+            state = tuple(array[within] for array in states)
             if r.group >= 0:
                 update.kernels.apply(
                     values[within],
                     grad[within],
-                    tuple(state[within] for state in states),
+                    state,
                     copy,
                     self._wire_dtype,
                     update.hypers[r.group],
                     r.updates + self.updates + 1,
                     update.scale,
+                    taken,
                 )
-            elif copy is not None:
+                continue
+            unchanged = digests_of((values[within], *state, grad[within]))
+            taken[READ] += unchanged
+            taken[WRITTEN, :-1] += unchanged[:-1]
+            if copy is not None:
                 cast.encode(values[within], copy, self._wire_dtype)
 
     def check(self, first: int, last: int, *, moments: bool = True) -> list[Corruption]:

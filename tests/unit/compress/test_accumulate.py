@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from axon_ps.compress.cast import accumulate, accumulate_last, encode, sum_of_squares
+from axon_ps.compress.cast import accumulate, accumulate_last, encode, round_in_place, sum_of_squares
 from axon_ps.errors import InvalidRequest
 from axon_ps.types import Array, DType
 
@@ -53,6 +53,32 @@ def test_accumulate_last_is_both_in_one(dtype: DType, numel: int, first: bool) -
     accumulate(one, chunk, dtype, first)
     assert accumulate_last(two, chunk, dtype, first) == sum_of_squares(one)
     assert one.tobytes() == two.tobytes()
+
+
+@pytest.mark.parametrize("dtype", list(TORCH))
+@pytest.mark.parametrize("numel", [0, 1, 4097, 8192, 20011])
+@pytest.mark.parametrize("first", [False, True])
+def test_digests_are_of_what_was_read_and_written(dtype: DType, numel: int, first: bool) -> None:
+    """By blocks. The bits are the same with and without, and whether it is rounded in the same pass or afterwards."""
+    chunk, blocks = chunk_of(numel, dtype, 1), range(0, numel, 8192)
+
+    def words(acc: Array) -> list[int]:
+        return [int(acc[b : b + 8192].view(np.uint32).sum(dtype=np.uint64)) for b in blocks]
+
+    for rounds in (False, True):
+        one = np.random.default_rng(2).standard_normal(numel, dtype=np.float32)
+        two, three, digests = one.copy(), one.copy(), np.zeros((2, 2, len(blocks)), np.uint64)
+        read = [0 for _ in blocks] if first else words(one)
+        accumulate(one, chunk, dtype, first)
+        accumulate(two, chunk, dtype, first, digests[0], 8192)
+        assert two.tobytes() == one.tobytes()
+        assert digests[0].tolist() == [read, words(one)]
+        squares = accumulate_last(three, chunk, dtype, first, digests[1], 8192, rounds=rounds)
+        assert squares == sum_of_squares(one)
+        if rounds:
+            round_in_place(one, dtype)
+        assert three.tobytes() == one.tobytes()
+        assert digests[1].tolist() == [read, words(one)]
 
 
 @pytest.mark.parametrize("dtype", list(TORCH))
@@ -117,3 +143,8 @@ def test_what_does_not_fit_is_refused() -> None:
         accumulate_last(acc.astype(np.float64), np.zeros(8, np.uint16), DType.BF16, True)
     with pytest.raises(InvalidRequest, match="contiguous"):
         sum_of_squares(np.zeros((2, 2), np.float32))
+    digests = np.zeros((2, 1), np.uint64)
+    with pytest.raises(InvalidRequest, match="a block has 100 elements; it must be a multiple of 4096"):
+        accumulate(acc, acc.copy(), DType.F32, True, digests, 100)
+    with pytest.raises(InvalidRequest, match=r"digests is uint64\[2, 1\]"):
+        accumulate(np.zeros(5000, np.float32), np.zeros(5000, np.float32), DType.F32, True, digests)

@@ -54,7 +54,7 @@ def test_an_optimizers_wire_copy_is_the_cast_of_its_parameters(sign: int) -> Non
         param, cast, copy = values.copy(), np.empty(values.size, wire_dtype), np.empty(values.size, wire_dtype)
         rounding.convert(param, cast)
         zeros = np.zeros(values.size, np.float32)
-        optimizer_loops.sgd(param, zeros, None, copy, 1.0, None, 0.0, 0.0, 1.0, None)  # a learning rate of 0
+        optimizer_loops.sgd(param, zeros, None, copy, None, 1.0, None, 0.0, 0.0, 1.0, None)  # a learning rate of 0
         finite = ~np.isnan(values)
         assert copy[finite].tobytes() == cast[finite].tobytes()
         with np.errstate(over="ignore"):

@@ -5,9 +5,9 @@ from __future__ import annotations
 import itertools
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -16,7 +16,8 @@ import torch
 from axon_ps.compress import cast
 from axon_ps.errors import InvalidRequest
 from axon_ps.optim import create, names
-from axon_ps.types import DType
+from axon_ps.optim.base import AT_LEAST_0, Range, UpdateRule
+from axon_ps.types import Array, DType, Hyper
 
 TORCH_DTYPE = {DType.F32: torch.float32, DType.BF16: torch.bfloat16, DType.F16: torch.float16}
 
@@ -96,6 +97,90 @@ def test_no_wire_copy(name: str) -> None:
     assert (grad == 0.5).all()
 
 
+class Unsumming(UpdateRule):
+    """An optimizer as a plugin has it, whose `_update` knows nothing of digests."""
+
+    name = "unsumming"
+    defaults: ClassVar[Mapping[str, float]] = {"lr": 0.1}
+    ranges: ClassVar[Mapping[str, Range]] = {"lr": AT_LEAST_0}
+
+    def state_names(self, groups: Sequence[Hyper]) -> tuple[str, ...]:
+        return ("total",)
+
+    def _update(
+        self,
+        param: Array,
+        grad: Array,
+        state: tuple[Array, ...],
+        wire: Array | None,
+        hyper: Hyper,
+        update: int,
+        grad_scale: float,
+    ) -> None:
+        state[0][:] += grad * np.float32(grad_scale)
+        param -= np.float32(hyper["lr"]) * state[0]
+        self._write(param, wire)
+
+
+def words_of(*arrays: Array) -> list[int]:
+    return [int(array.view(np.uint32).sum(dtype=np.uint64)) for array in arrays]
+
+
+def test_every_optimizer_of_ours_sums_in_its_loop() -> None:
+    assert all(create(name)._sums for name in FULL)
+    assert not Unsumming()._sums
+
+
+SUMMED = [*((create(name), values) for name, values in FULL.items()), (create("sgd"), {"lr": 0.1}), (Unsumming(), {})]
+
+
+@pytest.mark.parametrize("dtype", [None, *TORCH_DTYPE])
+@pytest.mark.parametrize("numel", [0, 1, 1001, (1 << 17) + 77])
+@pytest.mark.parametrize("unneeded", [0, 1])
+@pytest.mark.parametrize(("rule", "hyper"), SUMMED, ids=[f"{r.name}-{len(h)}" for r, h in SUMMED])
+def test_digests_are_of_what_was_read_and_written(
+    rule: UpdateRule, hyper: dict[str, float], unneeded: int, numel: int, dtype: DType | None
+) -> None:
+    """Some state may be there for other groups alone. With digests or without, the bits are the same."""
+    values, rng = rule.validate(hyper), np.random.default_rng(numel)
+    count = len(rule.state_names([values])) + unneeded
+    param, grad, *state = (rng.standard_normal(numel, dtype=np.float32) for _ in range(2 + count))
+    state = [np.square(array) for array in state]
+    wire = None if dtype is None else np.zeros(numel, dtype.numpy)
+    others = [array.copy() for array in (param, *state)]
+    wire2 = None if wire is None else wire.copy()
+    digests = np.full((2, 2 + count), 5, np.uint64)
+    read = words_of(param, *state, grad)
+    rule.apply(param, grad, tuple(state), wire, dtype or DType.F32, values, 3, 0.5, digests)
+    assert (digests - np.uint64(5)).tolist() == [read, [*words_of(param, *state), 0]]
+    rule.apply(others[0], grad, tuple(others[1:]), wire2, dtype or DType.F32, values, 3, 0.5)
+    assert [a.tobytes() for a in (param, *state)] == [a.tobytes() for a in others]
+    assert wire is None or wire2 is None or wire.tobytes() == wire2.tobytes()
+
+
+MIXED = [
+    ("sgd", {"momentum": 0.9}, {}),
+    ("adam", {"amsgrad": 1.0}, {}),
+    ("adamw", {"amsgrad": 1.0}, {}),
+    ("rmsprop", {"momentum": 0.9, "centered": 1.0}, {"centered": 1.0}),
+    ("rmsprop", {"momentum": 0.9, "centered": 1.0}, {"momentum": 0.9}),
+    ("rmsprop", {"momentum": 0.9, "centered": 1.0}, {}),
+]
+
+
+@pytest.mark.parametrize(("name", "other", "hyper"), MIXED)
+def test_digests_of_a_group_that_does_not_need_all_the_state(
+    name: str, other: dict[str, float], hyper: dict[str, float]
+) -> None:
+    rule, rng = create(name), np.random.default_rng(1)
+    count = len(rule.state_names([other, hyper]))
+    assert len(rule.state_names([hyper])) < count
+    param, grad, *state = (np.square(rng.standard_normal(333, dtype=np.float32)) for _ in range(2 + count))
+    digests, read = np.zeros((2, 2 + count), np.uint64), words_of(param, *state, grad)
+    rule.apply(param, grad, tuple(state), None, DType.F32, rule.validate(hyper), 3, 1.0, digests)
+    assert digests.tolist() == [read, [*words_of(param, *state), 0]]
+
+
 def test_missing_hyperparameters_have_their_defaults() -> None:
     optimizer = create("adamw")
     a, b = np.ones(4, np.float32), np.ones(4, np.float32)
@@ -133,6 +218,8 @@ def arrays(n: int) -> dict[str, Any]:
         ({"wire": np.zeros(8, np.float16)}, "wire is"),
         ({"wire": np.zeros(8, np.int64), "wire_dtype": DType.I64}, "I64 does not travel"),
         ({"update": 0}, "counted from 1"),
+        ({"digests": np.zeros((2, 3), np.uint64)}, r"digests is uint64\[2, 3\]"),
+        ({"digests": np.zeros((2, 4), np.int64)}, r"digests is int64\[2, 4\]"),
     ],
     ids=lambda v: v if isinstance(v, str) else "",
 )

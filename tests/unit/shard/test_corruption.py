@@ -7,13 +7,15 @@ import random
 import numpy as np
 import pytest
 
+from axon_ps.compress import Int8
 from axon_ps.errors import Broken, SliceMoved, StepAborted
 from axon_ps.shard.core.digests import GRADIENT, PARAM, Corruption
 from axon_ps.shard.core.gradients import Push
 from axon_ps.shard.core.slices import OwnedSlice
-from axon_ps.types import Array, DType, Outcome
-from engine_driver import one_group
-from test_replicas import LAYOUT, TRAINABLE, Replicated, copy_slices, job, normals
+from axon_ps.sharding.precision import WirePrecision
+from axon_ps.types import Array, DType, OptimizerSpec, Outcome
+from engine_driver import Servers, job_of, layout_of, one_group
+from test_replicas import LAYOUT, TRAINABLE, Replicated, copy_slices, encoded, job, normals
 
 
 def flipped(array: Array, element: int, bit: int) -> None:
@@ -84,21 +86,86 @@ def test_nothing_is_found_where_nothing_failed() -> None:
             assert not owned.corruptions
 
 
-def test_a_sum_that_changes_between_two_replicas_is_not_added_to() -> None:
-    made = made_with_adam()
+@pytest.mark.parametrize("replicas", [2, 3])
+@pytest.mark.parametrize("absent", [False, True])
+@pytest.mark.parametrize("grad_dtype", [DType.F32, DType.BF16, DType.U8])
+def test_a_sum_that_changes_between_two_replicas_is_not_added_to(
+    replicas: int, absent: bool, grad_dtype: DType
+) -> None:
+    if grad_dtype is DType.U8:
+        spec = job(WirePrecision(grad_compression=Int8(16)))
+    else:
+        spec = job(WirePrecision(grad=grad_dtype))
+    made = Replicated(spec, replicas=replicas, optimizer=one_group(LAYOUT, "adamw", lr=0.1))
+    made.step(1)
+    made.commit()
     made.push(0, 0, normals(141, 5))
     engine, owned = next((made.engines[r], s) for r, s in made.copies(0) if s.primary)
-    flipped(owned.accumulators[0].array, 3, 30)
-    begin = owned.chunks.bounds[0][0]
-    grad = normals(owned.chunks.ranges[0].stop, 6)
-    for _ in range(2):
-        assert engine.gradients.push(engine.step, 0, begin, 1, DType.F32, grad) is Push.WAIT
+    sums, begin = owned.accumulators[0], owned.chunks.bounds[0][0]
+    flipped(sums.array, 3, 30)
+    grad = None if absent else encoded(spec, normals(owned.chunks.ranges[0].stop, 6))
+    for replica in (1, 1, 0 if replicas == 2 else 2):
+        pushed = engine.gradients.push(engine.step, 0, begin, replica, grad_dtype, grad)
+        assert pushed is (Push.WAIT if replica else Push.DUPLICATE)
     assert owned.take_corruptions() == [block_of(owned, GRADIENT, 3)]
     assert not owned.corrupt, "its values are as they were"
+    assert sums.spoiled
+    assert not list(engine.gradients.sums_of(0, owned)), "nothing is forwarded"
+    assert sums.summed[0] == 1
+    for index, (begin, _) in enumerate(owned.chunks.bounds):
+        if replicas == 2 and index:
+            assert engine.gradients.push(engine.step, 0, begin, 1, grad_dtype, None) is Push.WAIT
+    assert engine.gradients.ready() is None
     made.begin_generation()
     made.step(2)
     made.commit()
     assert not [s for e in made.engines.values() for s in e.slices.values() if s.corruptions]
+
+
+LARGE = layout_of((200_000, 150_001, 30_000))
+"""A unit of one slice whose chunks have several blocks; its second parameter is not trained below."""
+
+
+def large(name: str, replicas: int = 1, **hyper: float) -> tuple[Servers, OwnedSlice]:
+    spec = job_of(LARGE, chunk_numel=1 << 18, param=DType.BF16)
+    optimizer = OptimizerSpec(name=name, groups=({"lr": 0.1, **hyper}, {"lr": 0.1}), group_of=(0, -1, 1))
+    made = Servers(spec, replicas=replicas, optimizer=optimizer)
+    made.upload([normals(380_001, 1)])
+    return made, made.engines[0].slices[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "hyper"),
+    [("sgd", {}), ("sgd", {"momentum": 0.9}), ("adamw", {"amsgrad": 1.0}), ("rmsprop", {"centered": 1.0})],
+)
+def test_the_block_that_changed_is_named_in_every_array(name: str, hyper: dict[str, float]) -> None:
+    """Also in a parameter that is not trained, and in state that only another group needs."""
+    made, owned = large(name, **hyper)
+    made.train_step([[normals(380_001, 2)]])
+    assert len(owned.chunks.blocks) == 3
+    for element in (0, 131_071, 131_072, 250_000, 262_144, 350_000, 350_001, 380_000):
+        for array in (PARAM, *owned.master.state, GRADIENT):
+            made.push(0, 0, normals(380_001, element))
+            changed = owned.accumulators[0].array if array == GRADIENT else owned.master.arrays()[array]
+            flipped(changed, element, 7)
+            made.commit()
+            assert owned.corruptions == [block_of(owned, array, element)]
+            owned.master.values[:] = normals(380_001, 1)
+            for state in owned.master.state.values():
+                state[:] = 0.5
+            owned.copied_from_primary(made.version, made.version, 0, ())
+            made.train_step([[normals(380_001, 2)]])
+            assert not owned.corruptions
+
+
+def test_the_block_of_a_sum_that_changed_is_named_with_the_next_replica() -> None:
+    made, owned = large("sgd", replicas=2)
+    made.push(0, 0, normals(380_001, 3))
+    flipped(owned.accumulators[0].array, 140_000, 0)
+    flipped(owned.accumulators[0].array, 7, 31)
+    engine, grad = made.engines[0], normals(1 << 18, 4)
+    assert engine.gradients.push(engine.step, 0, 0, 1, DType.F32, grad) is Push.WAIT
+    assert owned.corruptions == [block_of(owned, GRADIENT, 7), block_of(owned, GRADIENT, 140_000)]
 
 
 def test_a_spoiled_sum_is_not_reported_as_ready() -> None:
