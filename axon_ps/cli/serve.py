@@ -196,7 +196,7 @@ def shard(
         observer_token_file=observer_token_file, tls_ca=tls_ca, tls_cert=tls_cert, tls_key=tls_key,
         tls_dir=tls_dir, tls=tls,
         tls_mutual=tls_mutual, insecure=insecure, log=log, log_level=log_level, http_port=http_port,
-        trace_every=trace_every, memory_gb=memory_gb, debuggable=debuggable,
+        trace_every=trace_every, memory_gb=memory_gb, debuggable=debuggable, drain_s=drain_s,
     )  # fmt: skip
     security = _security(settings, host, "shard")
     http = _http(settings, host, security)

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+import textwrap
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
+import typer
 
 from axon_ps import __version__
+from axon_ps.cli import main as cli
 from axon_ps.cli.launch import run
 from axon_ps.cli.main import main
 from axon_ps.errors import AxonError, Unreachable
@@ -221,3 +226,21 @@ def test_unknown_errors_are_ours(capsys: pytest.CaptureFixture[str], monkeypatch
     monkeypatch.setattr("axon_ps.cli.settings.load", fail)
     assert main(["doctor"]) == 1
     assert capsys.readouterr().err == "axon-ps: two lines\n"
+
+
+def commands(app: typer.Typer) -> Iterator[Callable[..., object]]:
+    """The functions of an application's commands."""
+    yield from (command.callback for command in app.registered_commands if command.callback is not None)
+    for group in app.registered_groups:
+        assert group.typer_instance is not None
+        yield from commands(group.typer_instance)
+
+
+@pytest.mark.parametrize("command", [*commands(cli.app)], ids=lambda command: command.__name__)
+def test_every_option_of_a_command_has_an_effect(command: Callable[..., object]) -> None:
+    """`--drain-s` of a shard server had none: it was in the help, and nobody read it."""
+    (function,) = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(command)))).body
+    assert isinstance(function, ast.FunctionDef)
+    read = {node.id for statement in function.body for node in ast.walk(statement) if isinstance(node, ast.Name)}
+    options = [argument.arg for argument in (*function.args.args, *function.args.kwonlyargs)]
+    assert [name for name in options if name not in read] == []
