@@ -53,6 +53,14 @@ class Loopback:
         return int(fields[0]), int(fields[8])
 
 
+class Sockets(Loopback):
+    """This machine as hosts that share no memory: containers, or links that are no limit."""
+
+    def node(self, host: str) -> str:
+        """A host of its own."""
+        return host
+
+
 Place = Loopback | Network
 
 

@@ -1,12 +1,14 @@
 """Step time of a 17M-parameter residual MLP: axon_ps against FSDP2 over gloo, the same torch model on both sides.
 
-Three places: loopback, and four worker hosts plus four server hosts (network namespaces, see netns.py) whose cards
+Four places: loopback, where processes share memory; sockets, which is loopback as for processes that do not, such as
+containers of one host; and four worker hosts plus four server hosts (network namespaces, see netns.py) whose cards
 carry 500 Mbit/s or 1 Gbit/s each way. FULL_SHARD meets FSDP2 that reshards after forward, SHARD_GRAD_OP FSDP2 that does
 not; f32 on both sides, then bf16 (parameters, compute and gradients) on both sides. The side axon-int8 computes in the
 same dtype, and what travels is int8 blocks with error feedback. A trace of rank 0 says what ours waits for. Runs of the
 sides take turns. A step's time is the median over the timed steps of all rounds; CPU seconds are of all processes of a
-side, workers and servers; bytes are what one card received and sent per step, workers' and servers' cards apart. With
---one-host everything is on this machine, and there is one shard server, whose memory workers map.
+side, workers and servers, and for a GB of what was moved those without the workers' forward and backward alone; bytes
+are what one card received and sent per step, workers' and servers' cards apart. With --one-host everything is on this
+machine, and there is one shard server, whose memory workers map.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import _report
-from cluster import Loopback, Place, axon_cluster, cpu_s, free_port, rss_mib
+from cluster import Loopback, Place, Sockets, axon_cluster, cpu_s, free_port, rss_mib
 from netns import CONGESTION, Network, NetworkUnavailable
 
 HERE = Path(__file__).parent
@@ -39,6 +41,9 @@ SIDES = {
     "axon-int8-r2": ["axon", "--wire", "int8"],
 }
 """Per side, what step_worker.py is told. Of sides that end with -r2 two shard servers hold each slice, else one."""
+ONE_MACHINE = {"loopback": Loopback, "sockets": Sockets}
+"""Places that are this machine as it is."""
+
 RUN_TIMEOUT_S = 180.0
 MIB = 1 << 20
 
@@ -71,6 +76,7 @@ class Figures:
     worker_mib: tuple[float, float] = (0.0, 0.0)
     server_mib: tuple[float, float] = (0.0, 0.0)
     server_rss_mib: float = 0.0
+    moved_mib: float = 0.0
     losses: list[float] = field(default_factory=list)
     trace: dict[str, float] = field(default_factory=dict)
 
@@ -191,6 +197,8 @@ def measure(
     into.trace = results[0].get("trace", {})
     into.cpu_s.append((after.cpu_s - before.cpu_s) / steps)
     into.worker_mib = after.per_step(before, steps, team.hosts)
+    senders = hosts[:1] if isinstance(place, Loopback) else hosts  # which has one device, for all
+    into.moved_mib = sum(after.cards[h][1] - before.cards[h][1] for h in senders) / steps / MIB
     into.server_mib = after.per_step(before, steps, [host for host in team.servers if host in place.hosts])
 
 
@@ -213,10 +221,18 @@ def shape(options: argparse.Namespace) -> list[str]:
 
 
 def row(
-    place: str, team: Team, dtype: str, strategy: str, side: str, figures: Figures, peer: Figures | None
+    place: str,
+    team: Team,
+    dtype: str,
+    strategy: str,
+    side: str,
+    figures: Figures,
+    peer: Figures | None,
+    compute_s: float,
 ) -> dict[str, Any]:
     """One line of the table."""
-    cards = (len(team.hosts) + (len(team.servers) if side != "fsdp2" else 0)) if place != "loopback" else 0
+    cards = 0 if place in ONE_MACHINE else len(team.hosts) + (len(team.servers) if side != "fsdp2" else 0)
+    cpu_s = statistics.median(figures.cpu_s)
     return {
         "place": place,
         "workers": f"{len(team.hosts)} x {team.per_host}" if team.per_host > 1 else str(team.size),
@@ -227,7 +243,9 @@ def row(
         "step_s": round(figures.median_s, 3),
         "slowest_s": round(max(figures.times_s), 3),
         "ratio": round(figures.median_s / peer.median_s, 3) if peer and peer is not figures else None,
-        "cpu_s_per_step": round(statistics.median(figures.cpu_s), 2),
+        "cpu_s_per_step": round(cpu_s, 2),
+        "moved_mib": round(figures.moved_mib, 1),
+        "cpu_s_per_gb": round((cpu_s - team.size * compute_s) / (figures.moved_mib * MIB / 1e9), 2),
         "cards": cards,
         "worker_rx_mib": round(figures.worker_mib[0], 1),
         "worker_tx_mib": round(figures.worker_mib[1], 1),
@@ -241,7 +259,7 @@ def row(
     }
 
 
-def bench(name: str, place: Place, options: argparse.Namespace) -> list[dict[str, Any]]:
+def bench(name: str, place: Place, options: argparse.Namespace, alone: dict[str, float]) -> list[dict[str, Any]]:
     """All settings in one place, sides taking turns."""
     rows = []
     for workers, dtype, strategy in itertools.product(options.workers, options.dtypes, options.strategies):
@@ -260,14 +278,16 @@ def bench(name: str, place: Place, options: argparse.Namespace) -> list[dict[str
                 say = f"{name} {workers} {dtype} {strategy} {side}: {into.median_s:.3f} s a step"
                 print(f"{say} ({time.perf_counter() - begin_s:.0f} s)", file=sys.stderr, flush=True)
         peer = figures[options.sides[0]]
-        rows += [row(name, team, dtype, strategy, side, into, peer) for side, into in figures.items()]
+        rows += [row(name, team, dtype, strategy, s, into, peer, alone[dtype]) for s, into in figures.items()]
     return rows
 
 
 def parse() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--places", nargs="+", default=["loopback", "500", "1000"], help="loopback, or Mbit/s")
+    parser.add_argument(
+        "--places", nargs="+", default=["loopback", "sockets", "500", "1000"], help="or another number of Mbit/s"
+    )
     parser.add_argument("--dtypes", nargs="+", choices=("float32", "bfloat16"), default=["float32", "bfloat16"])
     parser.add_argument(
         "--strategies",
@@ -308,8 +328,8 @@ def parse() -> argparse.Namespace:
 
 
 COLUMNS = (
-    *("place", "workers", "servers", "dtype", "strategy", "side", "step_s", "ratio", "cpu_s_per_step", "cards"),
-    *("worker_rx_mib", "worker_tx_mib", "server_rx_mib", "server_tx_mib", "server_rss_mib"),
+    *("place", "workers", "servers", "dtype", "strategy", "side", "step_s", "ratio", "cpu_s_per_step", "cpu_s_per_gb"),
+    *("cards", "moved_mib", "worker_rx_mib", "worker_tx_mib", "server_rx_mib", "server_tx_mib", "server_rss_mib"),
 )
 
 
@@ -327,10 +347,9 @@ def main() -> None:
     hosts, rows = [*Team.of(max(options.workers), options.per_host).hosts, *server_hosts(options.servers)], []
     for place in options.places:
         try:
-            on_loopback = place == "loopback"
-            with Loopback(hosts) if on_loopback else Network(hosts, rate_mbit=float(place)) as network:
-                name = place if on_loopback else f"{place} Mbit/s"
-                rows += bench(name, network, options)
+            kind = ONE_MACHINE.get(place)
+            with kind(hosts) if kind is not None else Network(hosts, rate_mbit=float(place)) as network:
+                rows += bench(place if kind is not None else f"{place} Mbit/s", network, options, alone)
         except NetworkUnavailable as error:
             print(f"left out {place}: {error}", file=sys.stderr)
     _report.table("Whole step", COLUMNS, [[r[c] for c in COLUMNS] for r in rows])
@@ -342,7 +361,7 @@ def main() -> None:
     )
     print(f"Forward and backward of one worker alone: {alone} s; the workers share {os.cpu_count()} cores.")
     settings = {k: v for k, v in vars(options).items() if k != "quick"}
-    congestion = CONGESTION if set(options.places) - {"loopback"} else None
+    congestion = CONGESTION if set(options.places) - ONE_MACHINE.keys() else None
     _report.write(options.write, rows, compute_alone_s=alone, settings=settings, congestion=congestion)
 
 
