@@ -147,6 +147,24 @@ def shard(
     node: Annotated[
         str | None, typer.Option(help="Name of this host \\[env: AXON_PS_NODE].", show_default=False)
     ] = None,
+    bulk_port: Annotated[
+        int | None,
+        typer.Option(
+            help="Port of bulk connections; 0 = any free one, -1 = none, all goes over gRPC "
+            "\\[env: AXON_PS_BULK_PORT].",
+            min=-1,
+            show_default="any free one",
+        ),
+    ] = None,
+    advertise_bulk_port: Annotated[
+        int,
+        typer.Option(
+            help="Where others reach the port of bulk connections, if --advertise names a port that is passed on.",
+            min=0,
+            max=65535,
+            show_default="that port",
+        ),
+    ] = 0,
     rank: Annotated[int, typer.Option(help="Requested rank among the shard servers; -1 = any.", min=-1)] = -1,
     threads: Annotated[int, typer.Option(help="Threads of the arithmetic; 0 = one per CPU.", min=0)] = 0,
     drain_s: Annotated[
@@ -196,7 +214,8 @@ def shard(
         observer_token_file=observer_token_file, tls_ca=tls_ca, tls_cert=tls_cert, tls_key=tls_key,
         tls_dir=tls_dir, tls=tls,
         tls_mutual=tls_mutual, insecure=insecure, log=log, log_level=log_level, http_port=http_port,
-        trace_every=trace_every, memory_gb=memory_gb, debuggable=debuggable, drain_s=drain_s,
+        trace_every=trace_every, memory_gb=memory_gb, debuggable=debuggable, bulk_port=bulk_port,
+        drain_s=drain_s,
     )  # fmt: skip
     security = _security(settings, host, "shard")
     http = _http(settings, host, security)
@@ -211,6 +230,8 @@ def shard(
         host=host,
         port=port,
         advertise=advertise,
+        bulk_port=None if settings.bulk_port < 0 else settings.bulk_port,
+        advertise_bulk_port=advertise_bulk_port,
         node=settings.node,
         rank=rank,
         threads=threads,

@@ -57,6 +57,7 @@ class Settings(BaseSettings):
             there is no endpoint. Of `run`: that of the embedded coordinator, its shard servers have the next ones.
         trace_every: one step in so many is traced and exported by OpenTelemetry; 0 = none.
         drain_s: shard servers: how long others may take to get what one holds when it is stopped, in seconds.
+        bulk_port: shard servers: port of bulk connections; 0 = any free one, -1 = none.
         memory_gb: shard servers: GB of memory that one may have in all; 0 = what the machine lets it have.
         checkpoint_dir: the directory of the job's checkpoints.
         checkpoint_roots: the directories (paths or URIs, with commas between them) in which services open checkpoints;
@@ -91,6 +92,7 @@ class Settings(BaseSettings):
     http_port: int | None = Field(default=None, ge=0, lt=65536)
     trace_every: int = Field(default=0, ge=0)
     drain_s: float = Field(default=0.0, ge=0, lt=86400)
+    bulk_port: int = Field(default=0, ge=-1, lt=65536)
     memory_gb: float = Field(default=0.0, ge=0, lt=1e6)
     checkpoint_dir: str = ""
     checkpoint_roots: str = ""
@@ -223,6 +225,7 @@ class Settings(BaseSettings):
             "TLS_CA": self.tls_ca,
             "TLS_CERT": self.tls_cert,
             "TLS_KEY": self.tls_key,
+            "BULK_PORT": str(self.bulk_port or ""),
             "MEMORY_GB": f"{self.memory_gb:g}" if self.memory_gb else "",
             "TLS_DIR": self.tls_dir,
             "TLS": "1" if self.tls else "",

@@ -59,6 +59,7 @@ MAY_CALL: Final[Mapping[str, frozenset[Principal] | None]] = {
     _S + "Handshake": _MEMBERS,
     _S + "Subscribe": _READERS,
     _S + "Stats": _READERS,
+    "/axon_ps.wire.v1.Bulk/Open": _MEMBERS,  # what is called there is looked up in this table, call by call
     REFLECTION: _READERS,
     HEALTH + "Check": ANYBODY,
     HEALTH + "Watch": ANYBODY,

@@ -88,6 +88,9 @@ SERVER_OPTIONS: Final[tuple[Option, ...]] = (
 """Options of a server, beside those of `limits`: a port belongs to one server, clients' keepalive pings are welcome."""
 
 _logger = logging.getLogger(__name__)
+connected_ports: Final[set[int]] = set()
+"""Of other connections than gRPC's that we have opened (`rpc.bulk`)."""
+
 _addresses: WeakKeyDictionary[Channel, str] = WeakKeyDictionary()
 _by_secret: WeakSet[Channel] = WeakSet()
 
@@ -181,7 +184,7 @@ def _leave_connections() -> object:
     empty. What the worker sends and receives is not touched.
     """
     channels = dict(_addresses)
-    ports = {split_address(address)[1] for address in channels.values()}
+    ports = connected_ports.union(split_address(address)[1] for address in channels.values())
     nothing = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
     for fd in map(int, os.listdir("/proc/self/fd")):
         with contextlib.suppress(OSError):  # of listing the directory itself; not a socket; not connected

@@ -26,7 +26,7 @@ from urllib.parse import urlsplit
 from axon_ps.errors import ConfigurationError, Misuse, PermissionDenied
 from axon_ps.rpc.access import needs_nothing
 from axon_ps.rpc.auth.credentials import Ended, Guard, OnRefused, Revocations, Revoked, Unknown
-from axon_ps.rpc.auth.server_context import server_context
+from axon_ps.rpc.auth.tls_contexts import server_context
 from axon_ps.rpc.channels import join_address
 from axon_ps.rpc.security import Security
 

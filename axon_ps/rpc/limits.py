@@ -16,7 +16,7 @@ MAX_SERVER_CALLS: Final = 1 << 15
 """Calls at a time on one server, of all connections: 4096 members with eight each."""
 
 MAX_CONNECTIONS: Final = 1 << 15
-"""Connections at a time to one server, if the process may open as many files; see `max_connections`."""
+"""Connections of gRPC at a time to one server, and of bulk calls, if it may open as many files: `max_connections`."""
 
 RESERVED_FILES: Final = 256
 """Files of a process that connections leave to everything else: checkpoints, the state, other servers."""
@@ -33,6 +33,9 @@ MAX_PING_STRIKES: Final = 64
 FIRST_MESSAGE_S: Final = 20.0
 """How long a call may stay without its first message."""
 
+MAX_STRANGERS: Final = 64
+"""Bulk connections at a time that have not shown their capability; see `rpc.bulk`."""
+
 MAX_WATCHES: Final = 64
 """Health watches at a time: they need no token."""
 
@@ -48,10 +51,16 @@ MAX_NEWER: Final = 1 << 20
 
 
 def max_connections() -> int:
-    """How many connections a server of this process takes: what its limit of open files leaves."""
+    """How many connections of either kind a server of this process takes: half of what its limit of files leaves."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    files = MAX_CONNECTIONS + RESERVED_FILES if soft == resource.RLIM_INFINITY else soft
-    return max(1, min(MAX_CONNECTIONS, files - RESERVED_FILES))
+    files = 2 * MAX_CONNECTIONS + RESERVED_FILES if soft == resource.RLIM_INFINITY else soft
+    return max(1, min(MAX_CONNECTIONS, (files - RESERVED_FILES) // 2))
+
+
+def max_bulk_calls() -> int:
+    """How many bulk calls a process makes at a time, each with its connection: a quarter of the files it may open."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return MAX_CONNECTIONS if soft == resource.RLIM_INFINITY else soft // 4
 
 
 def server_options() -> tuple[tuple[str, int], ...]:

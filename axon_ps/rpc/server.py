@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import logging
 import socket
@@ -13,10 +14,14 @@ import grpc
 from axon_ps.errors import ConfigurationError, Misuse
 from axon_ps.rpc.auth.credentials import Guard, OnRefused, Revocations
 from axon_ps.rpc.auth.interceptor import AccessInterceptor
+from axon_ps.rpc.auth.tls_contexts import server_context
+from axon_ps.rpc.bulk.client import BULK
+from axon_ps.rpc.bulk.server import BulkServer
 from axon_ps.rpc.channels import SERVER_OPTIONS, join_address
 from axon_ps.rpc.in_process import InProcessServer, is_in_process
 from axon_ps.rpc.limits import MAX_SERVER_CALLS, server_options
 from axon_ps.rpc.security import Security
+from axon_ps.rpc.service import service_handler
 from axon_ps.rpc.shielded import UnaryInterceptor
 
 _logger = logging.getLogger(__name__)
@@ -28,18 +33,20 @@ def listen(
     security: Security,
     services: Sequence[grpc.GenericRpcHandler],
     service_names: Sequence[str],
+    bulk_port: int | None = None,
+    advertised_bulk_port: int = 0,
 ) -> Server | InProcessServer:
     """What serves at `host`: a `Server`, or at a host of this process (`rpc.in_process`) one that needs no port.
 
     Args:
-        host, port, security, services, service_names: as of `Server`.
+        host, port, security, services, service_names, bulk_port, advertised_bulk_port: as of `Server`.
 
     Raises:
         ConfigurationError: as `Server`.
     """
     if is_in_process(host):
         return InProcessServer(host, services)
-    return Server(host, port, security, services, service_names)
+    return Server(host, port, security, services, service_names, bulk_port, advertised_bulk_port)
 
 
 class Server:
@@ -51,6 +58,8 @@ class Server:
         security: TLS and token.
         services: from `service.service_handler`.
         service_names: full names of the services, for health and reflection.
+        bulk_port: port for bulk connections (`rpc.bulk`); 0 = any free one; None = there are none.
+        advertised_bulk_port: where clients reach it; 0 = there.
 
     Attributes:
         revocations: what is revoked; see `auth.credentials`.
@@ -67,6 +76,8 @@ class Server:
         security: Security,
         services: Sequence[grpc.GenericRpcHandler],
         service_names: Sequence[str],
+        bulk_port: int | None = None,
+        advertised_bulk_port: int = 0,
     ) -> None:
         security.check_bind(host, port)
         self.host = host
@@ -76,6 +87,9 @@ class Server:
         self.revocations: Revocations = self._guard.revocations
         self._services = tuple(services)
         self._names = tuple(service_names)
+        self._bulk_port = bulk_port
+        self._advertised_bulk_port = advertised_bulk_port
+        self._bulk: BulkServer | None = None
         self._server: grpc.aio.Server | None = None
         self._health: Any = None
 
@@ -104,6 +118,7 @@ class Server:
         self._add_health(server)
         self._add_reflection(server)
         self._bind(server, credentials)
+        self._start_bulk(server)
         self._server = server
         await server.start()
         await self._set_health("", serving=True)
@@ -127,7 +142,10 @@ class Server:
             return
         await self._set_health("", serving=False)
         await self.set_serving(False)
-        await self._server.stop(grace_s)
+        stopping = [self._server.stop(grace_s)]
+        if self._bulk is not None:
+            stopping.append(self._bulk.stop(grace_s))
+        await asyncio.gather(*stopping)
 
     async def wait(self) -> None:
         """Wait until it has stopped."""
@@ -146,6 +164,15 @@ class Server:
                 self.port = server.add_secure_port(address, credentials)
         except RuntimeError as error:
             raise ConfigurationError(f"cannot listen on {address}: {error}") from error
+
+    def _start_bulk(self, server: grpc.aio.Server) -> None:
+        if self._bulk_port is None:
+            return
+        source = self._security.server_chain(self.host)
+        tls = None if source is None else server_context(source, required=bool(source.current().roots))
+        self._bulk = BulkServer(self._services, self.revocations, tls)
+        self._bulk.start(self.host, self._bulk_port, self._advertised_bulk_port)
+        server.add_generic_rpc_handlers((service_handler(BULK, self._bulk),))
 
     def _add_health(self, server: grpc.aio.Server) -> None:
         try:

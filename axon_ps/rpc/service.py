@@ -39,6 +39,7 @@ from google.protobuf.message_factory import GetMessageClass
 
 from axon_ps.errors import AxonError, Broken, Closed, InternalError, InvalidRequest, Timeout
 from axon_ps.rpc import channels
+from axon_ps.rpc.bulk.client import BulkClient
 from axon_ps.rpc.limits import FIRST_MESSAGE_S
 from axon_ps.rpc.renewed_channel import RenewedChannel
 from axon_ps.rpc.security import Security
@@ -94,6 +95,9 @@ class Stub:
         security: whose token is sent with every call, the newest one; where the channel's certificate proves as much,
             none is.
         peer: what errors call the other end; the channel's address by default.
+
+    Attributes:
+        bulk: opens its bulk calls; None = they are as all others.
     """
 
     def __init__(
@@ -105,9 +109,11 @@ class Stub:
         peer: str = "",
     ) -> None:
         self.peer = peer or channels.address_of(channel)
+        self.bulk: BulkClient | None = None
         self._security = NO_TOKEN if channels.proves_the_secret(channel) else security
         self._newest = channel.newest if isinstance(channel, RenewedChannel) else _plain
-        self._calls = {m.name: _callable(channel, m) for m in descriptor.methods if not _is_one_way(m)}
+        self._methods = {m.name: m for m in descriptor.methods if not _is_one_way(m)}
+        self._calls = {name: _callable(channel, method) for name, method in self._methods.items()}
 
     async def call(self, method: str, request: Message, *, timeout_s: float | None = None) -> Any:
         """Call a unary method.
@@ -150,6 +156,22 @@ class Stub:
             raise self._closed(method) from None
         used = self.credentials()
         return Stream(call, self.peer, method, timeout_s, lambda: self.credentials() == used)
+
+    async def open_bulk(self, method: str) -> Stream:
+        """Open a streaming call for much data: over a bulk connection (`rpc.bulk`) where there can be one.
+
+        Args:
+            method: name of the RPC, as the schema spells it.
+
+        Raises:
+            Closed: the channel was closed.
+        """
+        if self.bulk is not None:
+            used, m = self.credentials(), self._methods[method]
+            call = await self.bulk.open(_path(m), _deserializer(m.output_type))
+            if call is not None:
+                return Stream(call, self.peer, method, None, lambda: self.credentials() == used)
+        return self.open(method)
 
     def credentials(self) -> object:
         """What stands for the credentials that the next call shows; another value once there are newer ones.
@@ -221,7 +243,7 @@ def _timeout(timeout_s: float | None) -> float | None:
 def _callable(channel: grpc.aio.Channel, method: MethodDescriptor) -> Any:
     make = channel.stream_stream if method.client_streaming else channel.unary_unary
     call: Any = make(
-        f"/{method.containing_service.full_name}/{method.name}",
+        _path(method),
         request_serializer=_serializer(method.input_type),
         response_deserializer=parsed_or_error(_deserializer(method.output_type)),
     )
@@ -279,6 +301,10 @@ def _method_handler(method: MethodDescriptor, behaviour: Callable[..., Awaitable
         request_deserializer=parse if streams else None,
         response_serializer=serialize if streams else None,
     )
+
+
+def _path(method: MethodDescriptor) -> str:
+    return f"/{method.containing_service.full_name}/{method.name}"
 
 
 def _is_one_way(method: MethodDescriptor) -> bool:

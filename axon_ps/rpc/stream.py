@@ -28,6 +28,9 @@ from axon_ps.host import fork
 from axon_ps.rpc.shielded import Shielded
 from axon_ps.rpc.status import error_of, error_of_status
 
+Place = Callable[[memoryview, int], tuple[int, memoryview] | None]
+"""Gets a message's first bytes and its size; gives where its end begins, and the memory for it; None = any will do."""
+
 EOF: Final = grpc.aio.EOF
 """What `Stream.read` and a servicer's `context.read` return when no message will come any more."""
 
@@ -54,6 +57,7 @@ class Stream:
     ) -> None:
         self._call = call
         self._is_current = is_current
+        self._takes_buffers = getattr(call, "takes_buffers", False)
         self._peer = peer
         self._method = method
         self._timeout_s = timeout_s
@@ -75,15 +79,20 @@ class Stream:
     async def __aexit__(self, *_: object) -> None:
         self.cancel()
 
-    async def read(self) -> Any:
+    async def read(self, place: Place | None = None) -> Any:
         """The next message, or `EOF` once the peer has ended the call well.
+
+        Args:
+            place: where a large message goes, or its end does; then what comes before that is returned. It may not be
+                asked at all.
 
         Raises:
             AxonError: what ended the call, as the peer raised it; see `status.error_of` for gRPC's own.
             Broken: the peer sent what cannot be parsed; the call is cancelled.
         """
         try:
-            message = await Shielded(self._call.read(), self._call.cancel)
+            reading = self._call.read(place) if self._takes_buffers else self._call.read()
+            message = await Shielded(reading, self._call.cancel)
         except grpc.aio.AioRpcError as error:
             raise self._error_of(error) from None
         except asyncio.CancelledError:
@@ -95,13 +104,20 @@ class Stream:
         return message
 
     async def write(self, message: Any) -> None:
-        """Send one message (bytes where the method's messages are raw); returns when the transport has taken it.
+        """Send one message; returns when the transport has taken it.
+
+        Args:
+            message: of the method's type; where messages are raw, bytes or a tuple of buffers that follow each other.
 
         Raises:
             AxonError: what ended the call, as the peer raised it.
             Closed: `done_writing` or `cancel` was called, or the peer ended the call well.
         """
-        data = message if isinstance(message, bytes) else message.SerializeToString()
+        data: bytes | tuple[bytes | memoryview, ...]
+        if not isinstance(message, tuple):
+            data = message if isinstance(message, bytes) else message.SerializeToString()
+        else:
+            data = message if self._takes_buffers else b"".join(message)
         try:
             async with self._writing:
                 if self._half_closed:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, Generic, Protocol, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -49,7 +49,7 @@ class StreamPool(Generic[T]):
         max_idle: how many idle ones to one server stay open; as many as are usually in use at once.
     """
 
-    def __init__(self, open: Callable[[Stub], T], max_idle: int) -> None:
+    def __init__(self, open: Callable[[Stub], Awaitable[T]], max_idle: int) -> None:
         self._open = open
         self._max_idle = max_idle
         self._idle: WeakKeyDictionary[Stub, list[T]] = WeakKeyDictionary()
@@ -68,7 +68,7 @@ class StreamPool(Generic[T]):
                 break
             stream.cancel()  # it may only be older than our credentials
         else:
-            stream = self._open(stub)
+            stream = await self._opened(stub, deadline)
         timer = None
         if (remaining_s := deadline.remaining()) < math.inf:  # lighter than asyncio.timeout, in what is done so often
             timer = asyncio.get_running_loop().call_later(remaining_s, stream.cancel)
@@ -87,6 +87,14 @@ class StreamPool(Generic[T]):
         else:
             stream.cancel()
 
+    async def _opened(self, stub: Stub, deadline: Deadline) -> T:
+        remaining_s = deadline.remaining()
+        try:
+            async with asyncio.timeout(remaining_s if remaining_s < math.inf else None):
+                return await self._open(stub)
+        except TimeoutError:
+            raise Timeout(f"{stub.peer} did not answer within {deadline.timeout_s:g} s") from None
+
 
 class IdleStreams:
     """A server's idle streams, on which no call is under way: a server that stops does not wait for them."""
@@ -95,6 +103,11 @@ class IdleStreams:
         self._idle: set[Shielded[Any]] = set()
         self._ended: set[Shielded[Any]] = set()
         self._draining = False
+
+    @property
+    def draining(self) -> bool:
+        """Whether `drain` was called."""
+        return self._draining
 
     async def next(self, read: Shielded[Any]) -> Any:
         """What `read` gives, the first message of the next call, or `EOF`: the stream is over, or we are draining."""

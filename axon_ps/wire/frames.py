@@ -1,7 +1,7 @@
 """Bulk messages, encoded and decoded without the protobuf library copying the payload.
 
-Owns the two conversions `encode_chunk` and `decode_chunk`, and `payload_array` and `elements`, which check a payload
-before it is used. Refuses all other messages with `InvalidRequest`.
+Owns the conversions `encode_chunk`, `encode_buffers`, `decode_chunk` and `Target`, and `payload_array` and `elements`,
+which check a payload before it is used. Refuses all other messages with `InvalidRequest`.
 
 Bulk messages are `Chunk` (parameters and gradients) and `CollectiveChunk`.
 
@@ -20,7 +20,7 @@ Note: [The payload comes last]
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Final, TypeVar
+from typing import Any, Final, Generic, TypeVar
 
 import numpy as np
 from google.protobuf.message import DecodeError
@@ -48,9 +48,14 @@ _WALK_FIELDS: Final = 32
 
 
 def encode_chunk(header: BulkMessage, payload: Payload | None) -> bytes:
-    """The encoding of `header` with `payload` in it, in one copy of the payload.
+    """The encoding of `header` with `payload` in it, in one copy of the payload; as `encode_buffers`."""
+    return b"".join(encode_buffers(header, payload))
 
-    See Note: [The payload comes last].
+
+def encode_buffers(header: BulkMessage, payload: Payload | None) -> tuple[bytes | memoryview, ...]:
+    """The encoding of `header` with `payload` in it, in buffers that follow each other; the last is the payload itself.
+
+    It must not change until the buffers are sent. See Note: [The payload comes last].
 
     Args:
         header: every field but the payload, which must be unset.
@@ -60,19 +65,19 @@ def encode_chunk(header: BulkMessage, payload: Payload | None) -> bytes:
         InvalidRequest: the header has a payload of its own, or the array is not contiguous.
     """
     if header.payload:
-        raise InvalidRequest("encode_chunk was given a header that has a payload itself; leave it unset")
+        raise InvalidRequest("a chunk was given a header that has a payload itself; leave it unset")
     head = header.SerializeToString()
     if payload is None:
-        return head
+        return (head,)
     view: memoryview[Any] = memoryview(payload)  # type: ignore[arg-type]  # before 3.12 no type says "has a buffer"
     if view.nbytes == 0:
-        return head
+        return (head,)
     if not view.c_contiguous:
         raise InvalidRequest("a payload must be contiguous; give numpy.ascontiguousarray(array)")
-    return b"".join((head, _PAYLOAD_TAG_BYTE, _varint(view.nbytes), view))
+    return head + _PAYLOAD_TAG_BYTE + _varint(view.nbytes), view
 
 
-def decode_chunk(data: bytes) -> tuple[common_pb2.Chunk, memoryview]:
+def decode_chunk(data: bytes | memoryview) -> tuple[common_pb2.Chunk, memoryview]:
     """The header of an encoded `Chunk` (payload unset) and a view of its payload, which keeps `data` alive.
 
     See Note: [The payload comes last].
@@ -83,23 +88,67 @@ def decode_chunk(data: bytes) -> tuple[common_pb2.Chunk, memoryview]:
     return decode_bulk(common_pb2.Chunk, data)
 
 
-def decode_bulk(kind: type[Bulk], data: bytes) -> tuple[Bulk, memoryview]:
+def decode_bulk(kind: type[Bulk], data: bytes | memoryview) -> tuple[Bulk, memoryview]:
     """The header of an encoded message of `kind` (payload unset) and a view of its payload, which keeps `data` alive.
 
     Raises:
         InvalidRequest: `data` is not an encoded message of that kind.
     """
-    start = _payload_start(data)
+    start = _payload_start(data, len(data))
     try:
         if start is not None:
             body_start, tag_start = start
-            return kind.FromString(data[:tag_start]), memoryview(data)[body_start:]
-        header = kind.FromString(data)
+            return kind.FromString(bytes(data[:tag_start])), memoryview(data)[body_start:]
+        header = kind.FromString(bytes(data))
     except DecodeError as error:
         raise InvalidRequest(f"{len(data)} bytes received are not a {kind.DESCRIPTOR.name} message: {error}") from error
     payload = memoryview(header.payload)
     header.ClearField("payload")
     return header, payload
+
+
+class Target(Generic[Bulk]):
+    """Where payloads go while their messages are received: to memory that the header tells, without a copy.
+
+    It is what `rpc.stream.Stream.read` takes, which may not ask: then `decode` gives the payload as it came.
+
+    Args:
+        kind: of the messages.
+        memory: where a payload of so many bytes goes; None = anywhere. It is not checked yet, and may not come whole.
+    """
+
+    def __init__(self, kind: type[Bulk], memory: Callable[[Bulk, int], memoryview | None]) -> None:
+        self._kind: type[Bulk] = kind
+        self._memory: Callable[[Bulk, int], memoryview | None] = memory
+        self._payload = memoryview(b"")
+        self._header: Bulk | None = None
+
+    def __call__(self, first: memoryview, size: int) -> tuple[int, memoryview] | None:
+        """Where the payload begins, and the memory for it, by the first bytes of a message of `size` bytes."""
+        start = _payload_start(first, size)
+        if start is None:
+            return None
+        try:
+            header = self._kind.FromString(bytes(first[: start[1]]))
+        except DecodeError:
+            return None
+        memory = self._memory(header, size - start[0])
+        if memory is None:
+            return None
+        self._header, self._payload = header, memory
+        return start[0], memory
+
+    def decode(self, message: bytes | memoryview) -> tuple[Bulk, memoryview, bool]:
+        """Header and payload of a message that was read, and whether the payload is where `memory` said.
+
+        Raises:
+            InvalidRequest: as `decode_bulk`.
+        """
+        header, self._header = self._header, None
+        if header is None:
+            header, payload = decode_bulk(self._kind, message)
+            return header, payload, False
+        return header, self._payload, True
 
 
 def payload_array(
@@ -161,8 +210,11 @@ def _varint(value: int) -> bytes:
     return bytes(out)
 
 
-def _payload_start(data: bytes) -> tuple[int, int] | None:
-    """Where the payload's bytes and its tag begin, if the payload is the last thing in `data`; else None."""
+def _payload_start(data: bytes | memoryview, size: int) -> tuple[int, int] | None:
+    """Where the payload's bytes and its tag begin, if it is the last of `size` bytes that begin with `data`; else None.
+
+    It is None, too, where `data` ends before that.
+    """
     try:
         position = 0
         for _ in range(_WALK_FIELDS):
@@ -170,7 +222,7 @@ def _payload_start(data: bytes) -> tuple[int, int] | None:
             tag, position = _read_varint(data, position)
             if tag == _PAYLOAD_TAG:
                 length, position = _read_varint(data, position)
-                return (position, tag_start) if position + length == len(data) else None
+                return (position, tag_start) if position + length == size else None
             wire_type = tag & 7
             if wire_type == 0:
                 _, position = _read_varint(data, position)
@@ -188,7 +240,7 @@ def _payload_start(data: bytes) -> tuple[int, int] | None:
     return None
 
 
-def _read_varint(data: bytes, position: int) -> tuple[int, int]:
+def _read_varint(data: bytes | memoryview, position: int) -> tuple[int, int]:
     byte = data[position]
     position += 1
     if byte < 0x80:

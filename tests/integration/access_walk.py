@@ -36,7 +36,7 @@ from axon_ps.rpc.security import Security
 from axon_ps.shard.server import server as shard_server
 from axon_ps.shard.server.server import ShardConfig
 from axon_ps.storage.state_store import MemoryStateStore
-from axon_ps.wire.v1 import coordinator_pb2, shard_pb2
+from axon_ps.wire.v1 import bulk_pb2, coordinator_pb2, shard_pb2
 
 PAGE_FILE: Final = Path(__file__).resolve().parents[2] / "docs" / "access.md"
 MEANS: Final = ("token", "certificate")
@@ -53,6 +53,7 @@ _WRITE_FAILED: Final = "Internal error from Core"
 _DESCRIPTORS: Final = [
     coordinator_pb2.DESCRIPTOR.services_by_name["Coordinator"],
     shard_pb2.DESCRIPTOR.services_by_name["Shard"],
+    bulk_pb2.DESCRIPTOR.services_by_name["Bulk"],
     reflection_pb2.DESCRIPTOR.services_by_name["ServerReflection"],
     health_pb2.DESCRIPTOR.services_by_name["Health"],
 ]
@@ -149,7 +150,7 @@ async def _column(job: Job, column: str) -> dict[str, bool]:
             shown = job.shown(column, role)
         else:
             shown = Shown(token=job.secret) if column == "secret" else job.shown("right", Principal(column))
-        service = "shard" if row.startswith("/axon_ps.wire.v1.Shard/") else "coordinator"
+        service = "shard" if row.startswith(("/axon_ps.wire.v1.Shard/", "/axon_ps.wire.v1.Bulk/")) else "coordinator"
         found[row] = await (_asked if " " in row else _called)(job, service, row, shown)
     return found
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import math
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
@@ -39,6 +40,9 @@ from axon_ps.wire.v1 import common_pb2, shard_pb2
 
 WORKERS_NODE = ""
 """What workers call their host. Servers are on "n": there both read each other's memory."""
+BULK_PORT: int | None = None
+"""As of `rpc.server.Server`."""
+
 SERVICE = shard_pb2.DESCRIPTOR.services_by_name["Shard"]
 TIMEOUT_S = 20.0
 
@@ -196,9 +200,8 @@ async def job(
             shell.reports = reports
             if replication > 1:
                 shell.links = Links(Security(), "n", "j", f"shard-{rank}")
-            server = Server(
-                "127.0.0.1", 0, Security(), [service_handler(SERVICE, ShardServicer(shell))], [SERVICE.full_name]
-            )
+            handler = service_handler(SERVICE, ShardServicer(shell))
+            server = Server("127.0.0.1", 0, Security(), [handler], [SERVICE.full_name], BULK_PORT)
             await server.start()
             made.servers.append(server)
             made.addresses.append(server.address)
@@ -220,6 +223,21 @@ async def job(
             await server.stop(0)
         for shell in made.shells:
             await shell.close()
+
+
+@contextlib.asynccontextmanager
+async def cutting(j: Job, *, up: Sequence[int] = (), down: Sequence[int] = ()) -> AsyncIterator[CuttingProxy]:
+    """What carries the bytes between worker 0 and server 0 breaks after so many; see `CuttingProxy`."""
+    bulk: Any = j.servers[0]._bulk
+    target = j.addresses[0] if bulk is None else f"127.0.0.1:{bulk._port}"
+    async with CuttingProxy(target, up=up, down=down) as proxy:
+        if bulk is None:
+            j.addresses[0] = proxy.address
+        else:
+            bulk._port = int(proxy.address.rpartition(":")[2])
+            j.groups[0].set_members(dataclasses.replace(j.membership, shards=()))  # its connections are closed
+        j.groups[0].set_members(j.membership)
+        yield proxy
 
 
 class CuttingProxy:

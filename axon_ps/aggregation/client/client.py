@@ -20,6 +20,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
+import numpy as np
+
 from axon_ps.aggregation.client.operation_stream import OperationStream
 from axon_ps.aggregation.client.peers import MakeContext, Peers
 from axon_ps.aggregation.client.send_window import SendWindow
@@ -30,12 +32,12 @@ from axon_ps.host.malloc import retain_message_memory
 from axon_ps.reduction.call import Call, Operation
 from axon_ps.rpc.deadlines import Deadline, retry
 from axon_ps.rpc.security import Security
-from axon_ps.rpc.service import together
+from axon_ps.rpc.service import Stub, together
 from axon_ps.rpc.stream_pool import StreamPool
 from axon_ps.types import Array, DType, Membership
 from axon_ps.wire.calls import call_to_proto
 from axon_ps.wire.codec import dtype_to_proto
-from axon_ps.wire.frames import elements
+from axon_ps.wire.frames import Target, elements
 from axon_ps.wire.v1.collective_pb2 import CollectiveBegin, CollectiveChunk, Envelope
 
 SERVER_REPORT_S = 1.0
@@ -106,7 +108,7 @@ class CollectiveClient:
     def __init__(self, security: Security, context: MakeContext) -> None:
         retain_message_memory()
         self._peers = Peers(security, connections=1)
-        self._streams = StreamPool(lambda stub: OperationStream(stub.open("Collective")), MAX_IDLE_STREAMS)
+        self._streams = StreamPool(_open_collective, MAX_IDLE_STREAMS)
         self._context = context
         self._nodes: dict[str, str] = {}  # of workers, by id
         self._server_nodes: tuple[str, ...] = ()
@@ -277,7 +279,7 @@ class CollectiveClient:
         begin.envelope.CopyFrom(envelope)
         async with await self._mailbox_stream(group, group.rank, deadline) as stream:
             await self._write(stream, CollectiveChunk(begin=begin), None)
-            header, payload = await stream.data()
+            header, payload, _ = await stream.data()
             first = elements(payload, dtype)
             _check_source(header, len(group.ranks))
             if first.size > data.size:
@@ -388,15 +390,24 @@ class CollectiveClient:
         starts: Sequence[int],
         on_received: Callable[[int], None] | None = None,
     ) -> None:
+        def memory(header: CollectiveChunk, nbytes: int) -> memoryview | None:
+            """In `target`, if it fits and need not be looked at before."""
+            if target is None or header.source >= len(starts) or dtype is DType.BOOL:
+                return None
+            begin = (starts[header.source] + header.offset) * target.itemsize
+            return target.view(np.uint8)[begin : begin + nbytes].data if begin + nbytes <= target.nbytes else None
+
+        into = Target(CollectiveChunk, memory)
         while numel:
-            header, payload = await stream.data()
+            header, payload, copied = await stream.data(into)
             data = elements(payload, dtype)
             assert target is not None
             _check_source(header, len(starts))
             begin = starts[header.source] + header.offset
             if data.size > numel or begin + data.size > target.size:
                 raise Broken(f"a shard server sent {data.size} elements for {begin} of an array of {target.size}")
-            target[begin : begin + data.size] = data
+            if not copied:
+                target[begin : begin + data.size] = data
             numel -= data.size
             self._count("in", payload.nbytes)
             if on_received is not None:
@@ -409,6 +420,10 @@ class CollectiveClient:
     def _count(self, direction: str, nbytes: int) -> None:
         self.counters[f"messages_{direction}"] += 1
         self.counters[f"bytes_{direction}"] += nbytes
+
+
+async def _open_collective(stub: Stub) -> OperationStream:
+    return OperationStream(await stub.open_bulk("Collective"))
 
 
 class _FlowControl:

@@ -6,12 +6,15 @@ See Note: [How an operation ends] at `aggregation.server.servicer`. Everything h
 from __future__ import annotations
 
 import asyncio
+from typing import Final
 
 from axon_ps.errors import AxonError, Broken
 from axon_ps.rpc.stream import EOF, Stream
 from axon_ps.types import Array
-from axon_ps.wire.frames import decode_bulk, encode_chunk
+from axon_ps.wire.frames import Target, encode_buffers
 from axon_ps.wire.v1.collective_pb2 import CollectiveChunk
+
+_ANYWHERE: Final = Target(CollectiveChunk, lambda header, nbytes: None)
 
 
 class OperationStream:
@@ -27,19 +30,19 @@ class OperationStream:
 
     async def write(self, header: CollectiveChunk, data: Array | None) -> None:
         """Send a message."""
-        await self._stream.write(encode_chunk(header, data))
+        await self._stream.write(encode_buffers(header, data))
 
-    async def data(self) -> tuple[CollectiveChunk, memoryview]:
-        """The operation's next message: header and payload.
+    async def data(self, target: Target[CollectiveChunk] | None = None) -> tuple[CollectiveChunk, memoryview, bool]:
+        """The operation's next message: header, payload, and whether that is where `target` says.
 
         Raises:
             AxonError: what ended the operation.
             Broken: the server ended it before all data had come.
         """
-        header, payload = await self._read()
+        header, payload, copied = await self._read(target)
         if header.ended:
             raise Broken("a shard server ended an operation before everything had come")
-        return header, payload
+        return header, payload, copied
 
     async def ended(self) -> None:
         """Wait for the server's end of the operation; it must be the next message.
@@ -48,7 +51,7 @@ class OperationStream:
             AxonError: what ended it.
             Broken: the server sent more.
         """
-        header, _ = await self._read()
+        header, _, _ = await self._read()
         if not header.ended:
             raise Broken("a shard server sent more than was asked for")
 
@@ -78,8 +81,8 @@ class OperationStream:
         except AxonError:
             self.cancel()
 
-    async def _read(self) -> tuple[CollectiveChunk, memoryview]:
-        message = await self._stream.read()
+    async def _read(self, target: Target[CollectiveChunk] | None = None) -> tuple[CollectiveChunk, memoryview, bool]:
+        message = await self._stream.read(target)
         if message is EOF:
             raise Broken("a shard server ended the stream of an operation before its end")
-        return decode_bulk(CollectiveChunk, message)
+        return (target or _ANYWHERE).decode(message)

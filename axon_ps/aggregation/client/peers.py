@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 from axon_ps.errors import Closed, Timeout
 from axon_ps.rpc.auth.identity import Principal
+from axon_ps.rpc.bulk.client import BULK, bulk_client
 from axon_ps.rpc.channels import Channel, connect
 from axon_ps.rpc.deadlines import Deadline
 from axon_ps.rpc.security import Security
@@ -47,11 +48,11 @@ class Peers:
         self._members = {m.rank: m for m in membership.shards}
         if membership.complete:
             self._ranks = tuple(sorted(self._members))
-        for key, (address, channel, _) in list(self._stubs.items()):
+        for key, (address, channel, stub) in list(self._stubs.items()):
             member = self._members.get(key[0])
             if member is None or member.address != address:
                 del self._stubs[key]
-                task = asyncio.get_running_loop().create_task(channel.close())
+                task = asyncio.get_running_loop().create_task(_close(channel, stub))
                 self._closing.add(task)
                 task.add_done_callback(self._closing.discard)
         self.wake()
@@ -96,7 +97,9 @@ class Peers:
         self._check_open()
         if key not in self._stubs:
             channel = connect(member.address, self._security, connection=key[1], to=Principal.SHARD)
-            self._stubs[key] = member.address, channel, Stub(channel, _SERVICE, self._security)
+            stub, opens = (Stub(channel, service, self._security) for service in (_SERVICE, BULK))
+            stub.bulk = bulk_client(opens, member.address, self._security, Principal.SHARD)
+            self._stubs[key] = member.address, channel, stub
         return self._stubs[key][2]
 
     async def wait(self, timeout_s: float) -> None:
@@ -120,8 +123,8 @@ class Peers:
         self._closed = True
         self.wake()
         stubs, self._stubs = self._stubs, {}
-        for _, channel, _ in stubs.values():
-            await channel.close()
+        for _, channel, stub in stubs.values():
+            await _close(channel, stub)
         await asyncio.gather(*self._closing)
 
     def _check_open(self) -> None:
@@ -134,3 +137,9 @@ class Peers:
         for future in waiting:
             if not future.done():
                 future.set_result(None)
+
+
+async def _close(channel: Channel, stub: Stub) -> None:
+    await channel.close()
+    if stub.bulk is not None:
+        await stub.bulk.close()

@@ -14,6 +14,7 @@ import asyncio
 import copy
 import logging
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -36,7 +37,7 @@ from axon_ps.shard.same_host.access import MAX_LEASED_BYTES, MIN_LEASED_BYTES, S
 from axon_ps.sharding.plan import Slice
 from axon_ps.types import Array, DType, Hyper
 from axon_ps.wire.codec import dtype_to_proto, hypers_to_proto
-from axon_ps.wire.frames import decode_chunk, encode_chunk
+from axon_ps.wire.frames import Target, decode_chunk, encode_buffers, encode_chunk
 from axon_ps.wire.v1 import common_pb2, shard_pb2
 
 _logger = logging.getLogger(__name__)
@@ -135,9 +136,9 @@ class Transfers:
 
     def __init__(self) -> None:
         self.counters: Counter[str] = Counter(dict.fromkeys(COUNTERS, 0))
-        self._gathers = StreamPool(partial(Stub.open, method="AllGather"), MAX_IDLE)
-        self._pushes = StreamPool(partial(Stub.open, method="ReduceScatter"), MAX_IDLE)
-        self._uploads = StreamPool(partial(Stub.open, method="Upload"), MAX_IDLE)
+        self._gathers = StreamPool(partial(Stub.open_bulk, method="AllGather"), MAX_IDLE)
+        self._pushes = StreamPool(partial(Stub.open_bulk, method="ReduceScatter"), MAX_IDLE)
+        self._uploads = StreamPool(partial(Stub.open_bulk, method="Upload"), MAX_IDLE)
 
     def sharing(self) -> Transfers:
         """Another one over the same pooled streams, with counters of its own."""
@@ -173,13 +174,13 @@ class Transfers:
             accept_leases=peer is not None,
         )
         assert t.array is not None
-        version, mixed = -1, False
+        version, mixed, target = -1, False, Target(common_pb2.Chunk, _memory_of(t))
         self.counters["gathers"] += 1
         async with self._gathers.acquire(stub, t.deadline) as stream:
             await stream.write(request)
             reached(Moment.GATHER)
             while position < stop:
-                header, payload = await _chunk(stream)
+                header, payload, copied = target.decode(await _read(stream, target))
                 if header.offset != position or not 0 < header.numel <= stop - position:
                     raise InvalidRequest(
                         f"{stub.peer} sent {header.numel} elements at {header.offset} of unit {header.unit}; expected "
@@ -189,7 +190,7 @@ class Transfers:
                 if peer is not None and header.HasField("lease"):
                     size_bytes = await _copy_leased(header, peer, t.array, t)
                     self.counters["leased_bytes_in"] += size_bytes
-                else:
+                elif not copied:
                     _copy(header, payload, t.array, t)
                 mixed |= header.version != version and version >= 0
                 version = max(version, header.version)
@@ -227,7 +228,7 @@ class Transfers:
         async with self._gathers.acquire(stub, t.deadline) as stream:
             await stream.write(request)
             reached(Moment.GATHER)
-            header, _ = await _chunk(stream)
+            header, _ = decode_chunk(await _read(stream))
         if not header.HasField("lease"):
             return None
         try:
@@ -324,7 +325,7 @@ class Transfers:
                 header.ClearField("lease")
                 self.counters["leased_bytes_out"] += payload.nbytes
             else:
-                await stream.write(encode_chunk(header, payload))
+                await stream.write(encode_buffers(header, payload))
             header.ClearField("context")
             header.ClearField("end")
             self.counters["chunks_out"] += 1
@@ -333,12 +334,25 @@ class Transfers:
                 t.span.add("bytes", payload.nbytes)
 
 
-async def _chunk(stream: Stream) -> tuple[common_pb2.Chunk, memoryview]:
-    """The next chunk of a gather: header and payload."""
-    message = await stream.read()
+def _memory_of(t: Transfer) -> Callable[[common_pb2.Chunk, int], memoryview | None]:
+    """Tells where the payload of a chunk goes: straight to its place in the array, if all of it fits."""
+    assert t.array is not None
+    array, itemsize = t.array.view(np.uint8), t.dtype.itemsize
+
+    def memory(header: common_pb2.Chunk, nbytes: int) -> memoryview | None:
+        begin, end = header.offset - t.begin, header.offset + header.numel - t.begin
+        fits = begin >= 0 and end <= t.end - t.begin and nbytes == header.numel * itemsize
+        return array[begin * itemsize : end * itemsize].data if fits and not header.compressed else None
+
+    return memory
+
+
+async def _read(stream: Stream, target: Target[common_pb2.Chunk] | None = None) -> Any:
+    """The next message of a gather."""
+    message = await stream.read(target)
     if message is EOF:
         raise Broken(f"{stream.place} ended before everything had come")
-    return decode_chunk(message)
+    return message
 
 
 async def _reply(stream: Stream) -> Any:

@@ -151,7 +151,7 @@ class Copying:
             epoch=epoch,
         )
         arrays, frames, self._slice_bytes = _tensors(owned), [], 0
-        async with stub.open("Copy") as stream:
+        async with await stub.open_bulk("Copy") as stream:
             await stream.write(request)
             while (chunk := await stream.read()) is not EOF and not chunk.complete:
                 engine.counters["bytes_copied_in"] += len(chunk.payload)

@@ -153,7 +153,7 @@ class Forwarding:
             try:
                 stub = await self._links.stub(rank)
                 peer = await self._links.peer(rank, stub, self._model) if leases else None
-                async with stub.open("Replicate") as stream:
+                async with await stub.open_bulk("Replicate") as stream:
                     await together([self._send(stream, follower, peer), _read_end(stream)])
             except Exception as error:
                 if stream is not None and not stream.is_current():

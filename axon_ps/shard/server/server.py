@@ -50,6 +50,9 @@ class ShardConfig:
         host: address to listen on, or a host of this process (see `rpc.in_process`).
         port: port to listen on; 0 = any free one.
         advertise: "host" or "host:port" where workers reach us; empty = `host`, or our host name if that is a wildcard.
+        bulk_port: port for bulk connections (`rpc.bulk`), on the same host; 0 = any free one; None = there are none.
+        advertise_bulk_port: where they reach it; 0 = there, and there are none where `advertise` names another port
+            than ours: that of somebody who would not pass these connections on.
         node: host or container we run on; empty = our host name.
         rank: wanted number among the shard servers; -1 = any.
         threads: for applying steps; None = one per core we may use.
@@ -68,6 +71,8 @@ class ShardConfig:
     host: str = "127.0.0.1"
     port: int = 0
     advertise: str = ""
+    bulk_port: int | None = 0
+    advertise_bulk_port: int = 0
     node: str = ""
     rank: int = -1
     threads: int | None = None
@@ -107,7 +112,9 @@ async def serve(
     shell, watch = ShardShell(config.job, config.threads, config.limits, Room(config.memory_bytes)), JobWatch()
     servicer = ShardServicer(shell)
     handler = service_handler(_SERVICE, servicer)
-    server = listen(config.host, config.port, config.security, [handler], [_SERVICE.full_name])
+    bulk_port = None if _is_behind_another(config) else config.bulk_port
+    names = [_SERVICE.full_name]
+    server = listen(config.host, config.port, config.security, [handler], names, bulk_port, config.advertise_bulk_port)
     session: CoordinatorClient | None = None
     health: asyncio.Task[None] | None = None
 
@@ -202,7 +209,16 @@ async def _first_of(stop: asyncio.Event, failure: asyncio.Future[None]) -> None:
 def _advertised(config: ShardConfig, port: int) -> str:
     """The address that workers get."""
     advertise = config.advertise or ("" if config.host in ("0.0.0.0", "::", "[::]") else config.host)
-    host, colon, given_port = advertise.rpartition(":")
-    if colon and given_port.isdigit() and (":" not in host or host.startswith("[")):
+    if _port_in(advertise) is not None:
         return advertise
     return join_address(advertise or socket.gethostname(), port)
+
+
+def _is_behind_another(config: ShardConfig) -> bool:
+    """Whether somebody passes connections on to us, and not those to our port of bulk connections."""
+    return _port_in(config.advertise) not in (None, config.port) and not config.advertise_bulk_port
+
+
+def _port_in(advertise: str) -> int | None:
+    host, colon, port = advertise.rpartition(":")
+    return int(port) if colon and port.isdigit() and (":" not in host or host.startswith("[")) else None

@@ -6,6 +6,7 @@ thousand small clusters would spend most of its time on imports otherwise). So e
 
 from __future__ import annotations
 
+import itertools
 import os
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -18,7 +19,7 @@ from axon_ps.testing.cluster import COORDINATOR, LocalCluster
 from axon_ps.testing.faults import clock_jumps, injector, stacks, trimming
 from axon_ps.testing.faults.clock_jumps import Clocks
 from axon_ps.testing.faults.injector import Moments
-from axon_ps.testing.faults.proxy import Disturbance, Proxies, TcpProxy
+from axon_ps.testing.faults.proxy import Disturbance, Proxies, TcpProxy, listening_ports
 from axon_ps.testing.fork_server import run_command
 from axon_ps.testing.worker_main import Target
 from axon_ps.testing.workers import WorkerProcess
@@ -103,7 +104,7 @@ class FaultyCluster(LocalCluster):
         self.clocks = Clocks(self.directory)
         self._proxies.__enter__()
         self._to_coordinator = self._proxies.open()
-        self._to_shards = [self._proxies.open() for _ in range(self._num_shards)]
+        self._to_shards = [(self._proxies.open(), self._proxies.open()) for _ in range(self._num_shards)]
         self._address = self._to_coordinator.address
         try:
             self._begin_coordinator()
@@ -186,16 +187,16 @@ class FaultyCluster(LocalCluster):
 
     def disturb(self, what: Disturbance, process: Child) -> None:
         """Disturb all connections of a process, in both directions."""
-        own = self._proxy_of(process)
-        for proxy in (self._to_coordinator, *self._to_shards):
-            proxy.disturb(what, None if proxy is own else {process.pid})
+        own = self._proxies_of(process)
+        for proxy in (self._to_coordinator, *itertools.chain(*self._to_shards)):
+            proxy.disturb(what, None if proxy in own else {process.pid})
 
     def partition(self, what: Disturbance, side: Collection[Child]) -> None:
         """Disturb all connections between the processes of one side and all others, in both directions."""
         inside = {process.pid for process in side}
         outside = self._running - inside
         for service in (*self._coordinators, *self._shards):
-            if (proxy := self._proxy_of(service)) is not None:
+            for proxy in self._proxies_of(service):
                 proxy.disturb(what, outside if service.pid in inside else inside)
 
     @property
@@ -211,12 +212,13 @@ class FaultyCluster(LocalCluster):
             Misuse: it still runs, or it is a worker.
         """
         old = self.process(role, index)
-        own = self._proxy_of(old)
-        if old.exit_code is None or own is None:
+        own = self._proxies_of(old)
+        if old.exit_code is None or not own:
             raise Misuse(f"{old.name} still runs, or is a worker; only a service that was killed is restarted")
         old.end()
-        own.upstream = None
-        if own is self._to_coordinator:
+        for proxy in own:
+            proxy.upstream = None
+        if self._to_coordinator in own:
             self._begin_coordinator()
         else:
             self._begin_shard(index)
@@ -224,11 +226,11 @@ class FaultyCluster(LocalCluster):
 
     # ------------------------------------------------------------------ inside
 
-    def _proxy_of(self, process: Child) -> TcpProxy | None:
-        """The proxy of a service; None for a worker."""
+    def _proxies_of(self, process: Child) -> tuple[TcpProxy, ...]:
+        """The proxies of a service: of a shard server to gRPC and to its bulk connections; none for a worker."""
         if process in self._coordinators:
-            return self._to_coordinator
-        return self._to_shards[self._shards.index(process)] if process in self._shards else None
+            return (self._to_coordinator,)
+        return self._to_shards[self._shards.index(process)] if process in self._shards else ()
 
     def _begin_coordinator(self) -> None:
         state = str((self._state_dir or self.directory) / "coordinator.sqlite")
@@ -240,11 +242,15 @@ class FaultyCluster(LocalCluster):
 
     def _begin_shard(self, index: int) -> None:
         argv = ["shard", "--coordinator", self._address, "--port", "0", "--rank", str(index), "--threads", "1"]
-        argv += ["--advertise", self._to_shards[index].address]
+        to_grpc, to_bulk = (proxy.address for proxy in self._to_shards[index])
+        argv += ["--advertise", to_grpc, "--advertise-bulk-port", to_bulk.rpartition(":")[2]]
         self._shards[index : index + 1] = [self._service(f"shard-{index}", argv, self._nodes[index])]
 
     def _wait_for_shard(self, index: int) -> None:
-        self._to_shards[index].upstream = self._listening_at(self._shards[index])
+        to_grpc, to_bulk = self._to_shards[index]
+        host, port = to_grpc.upstream = self._listening_at(self._shards[index])
+        (bulk_port,) = listening_ports(self._shards[index].pid) - {port}
+        to_bulk.upstream = (host, bulk_port)
 
     def _service(self, name: str, argv: list[str], environment: Mapping[str, str]) -> Child:
         values = self._common_environment() | self._service_environment() | dict(environment)

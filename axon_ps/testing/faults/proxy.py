@@ -16,7 +16,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Collection, Coroutine
+from collections.abc import Callable, Collection, Coroutine, Iterator
 from dataclasses import dataclass
 from enum import Enum
 from types import TracebackType
@@ -26,6 +26,7 @@ _READ_BYTES = 1 << 16
 _QUEUED = 256  # reads of a direction that wait to be written
 _CALL_S = 10.0
 _TICK_S = 0.05
+_LISTENS = "0A"  # the state of a socket in /proc/net/tcp
 _ABORT = struct.pack("ii", 1, 0)  # SO_LINGER: close with a reset
 
 
@@ -350,20 +351,29 @@ class Proxies:
 
 def owner_of(port: int, processes: Collection[int]) -> int:
     """The one of these processes that has a TCP socket at this local port; -1 = none."""
-    inodes = {
-        fields[9]
-        for table in ("/proc/net/tcp", "/proc/net/tcp6")
-        for fields in map(str.split, _lines(table))
-        if fields[1].endswith(f":{port:04X}")
-    }
-    wanted = {f"socket:[{inode}]" for inode in inodes if inode != "0"}
-    for pid in processes:
-        with contextlib.suppress(OSError):
-            for fd in os.listdir(f"/proc/{pid}/fd"):
-                with contextlib.suppress(OSError):
-                    if os.readlink(f"/proc/{pid}/fd/{fd}") in wanted:
-                        return pid
-    return -1
+    wanted = {f"socket:[{fields[9]}]" for fields in _sockets() if fields[1].endswith(f":{port:04X}")} - {"socket:[0]"}
+    return next((pid for pid in processes if wanted.intersection(_files_of(pid))), -1)
+
+
+def listening_ports(pid: int) -> set[int]:
+    """The TCP ports that a process listens on."""
+    files = set(_files_of(pid))
+    listening = (fields for fields in _sockets() if fields[3] == _LISTENS and f"socket:[{fields[9]}]" in files)
+    return {int(fields[1].rpartition(":")[2], 16) for fields in listening}
+
+
+def _sockets() -> Iterator[list[str]]:
+    """The fields of the kernel's table of TCP sockets, one after the other."""
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        yield from map(str.split, _lines(table))
+
+
+def _files_of(pid: int) -> Iterator[str]:
+    """What the open files of a process are."""
+    with contextlib.suppress(OSError):
+        for fd in os.listdir(f"/proc/{pid}/fd"):
+            with contextlib.suppress(OSError):
+                yield os.readlink(f"/proc/{pid}/fd/{fd}")
 
 
 def _lines(path: str) -> list[str]:

@@ -30,7 +30,7 @@ class ScriptedStream:
         self.messages = deque(messages)
         self.cancelled = False
 
-    async def read(self) -> Any:
+    async def read(self, place: Any = None) -> Any:
         message = self.messages.popleft()
         return message if message is EOF else message.SerializeToString()
 
@@ -54,7 +54,7 @@ def test_several_operations() -> None:
         script, stream = make(*[DATA, ENDED] * 3)
         for _ in range(3):
             assert await stream.is_free()
-            header, _ = await stream.data()
+            header, _, _ = await stream.data()
             assert header == DATA
             await stream.ended()
         script.cancel()

@@ -11,6 +11,8 @@ from typing import Any
 import grpc
 
 from axon_ps.errors import Broken, Unreachable
+from axon_ps.rpc.bulk import client as bulk_client_module
+from axon_ps.rpc.bulk.client import bulk_client
 from axon_ps.rpc.channels import connect
 from axon_ps.rpc.in_process import InProcessServer, is_in_process, new_network
 from axon_ps.rpc.security import Security
@@ -21,6 +23,9 @@ from axon_ps.wire.v1 import coordinator_pb2, shard_pb2
 SHARD = shard_pb2.DESCRIPTOR.services_by_name["Shard"]
 HOST = ["127.0.0.1"]
 """Where `serving` serves."""
+
+BULK = [False]
+"""Whether its stub makes bulk calls of streaming ones."""
 
 COORDINATOR = coordinator_pb2.DESCRIPTOR.services_by_name["Coordinator"]
 
@@ -65,14 +70,75 @@ async def serving(
     client = client or security
     handler = service_handler(descriptor, FakeServicer(descriptor, **methods))
     host = HOST[0] + new_network() if is_in_process(HOST[0]) else HOST[0]
-    server = listen(host, 0, security, [handler], [descriptor.full_name])
+    server = listen(host, 0, security, [handler], [descriptor.full_name], 0 if BULK[0] else None)
     address = f"{host}:{await server.start()}"
     channel = connect(address, client)
+    stub = BulkStub(channel, descriptor, client) if BULK[0] else Stub(channel, descriptor, client)
     try:
-        yield Served(server, address, channel, Stub(channel, descriptor, client))
+        yield Served(server, address, channel, stub)
     finally:
         await channel.close()
+        if stub.bulk is not None:
+            await stub.bulk.close()
         await server.stop(0)
+
+
+class BulkStub(Stub):
+    """A stub all of whose streams are bulk calls, opened as those of gRPC: connected when they are first used."""
+
+    def __init__(self, channel: grpc.aio.Channel, descriptor: Any, security: Security) -> None:
+        super().__init__(channel, descriptor, security)
+        self.bulk = bulk_client(Stub(channel, bulk_client_module.BULK, security), self.peer, security, None)
+
+    def open(self, method: str, *, timeout_s: float | None = None) -> Stream:
+        """A stream whose call is bulk."""
+        grpc_stream = super().open(method, timeout_s=timeout_s)
+        grpc_stream._call.cancel()
+        grpc_stream._call = LateCall(super().open_bulk(method), timeout_s)
+        return grpc_stream
+
+
+class LateCall:
+    """A bulk call that connects when it is first used."""
+
+    def __init__(self, opening: Coroutine[Any, Any, Stream], timeout_s: float | None) -> None:
+        self._opening = asyncio.ensure_future(opening)
+        self._timeout_s = timeout_s
+        self._call: Any = None
+        self._callbacks: list[Any] = []
+        self._cancelled = False
+        self._cython_call = self
+
+    async def _connected(self) -> Any:
+        if self._call is None:
+            self._call = (await asyncio.shield(self._opening))._call
+            assert isinstance(self._call, bulk_client_module.BulkCall), "it fell back to gRPC"
+            for callback in self._callbacks:
+                self._call.add_done_callback(callback)
+        return self._call
+
+    async def wait_for_connection(self) -> None:
+        await self._connected()
+
+    async def read(self) -> Any:
+        return await (await self._connected()).read()
+
+    def cancel(self) -> bool:
+        self._opening.cancel()
+        self._cancelled = True
+        return self._call is not None and bool(self._call.cancel())
+
+    def done(self) -> bool:
+        return self._cancelled if self._call is None else bool(self._call.done())
+
+    def is_locally_cancelled(self) -> bool:
+        return self._cancelled
+
+    def add_done_callback(self, callback: Any) -> None:
+        self._callbacks.append(callback) if self._call is None else self._call.add_done_callback(callback)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._call, name)
 
 
 async def write_forever(stream: Stream, message: Any) -> None:

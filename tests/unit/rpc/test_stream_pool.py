@@ -46,7 +46,7 @@ class FakeStream:
 def make() -> tuple[StreamPool[FakeStream], list[FakeStream]]:
     opened: list[FakeStream] = []
 
-    def open(stub: Any) -> FakeStream:
+    async def open(stub: Any) -> FakeStream:
         opened.append(FakeStream())
         return opened[-1]
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from axon_ps.errors import InvalidRequest
 from axon_ps.types import NUMBERS, DType
 from axon_ps.wire.codec import dtype_to_proto
-from axon_ps.wire.frames import decode_chunk, encode_chunk, payload_array
+from axon_ps.wire.frames import Target, decode_chunk, encode_buffers, encode_chunk, payload_array
 from axon_ps.wire.v1 import common_pb2
 
 U64 = st.integers(0, 2**64 - 1)
@@ -196,3 +196,51 @@ F32 = common_pb2.D_TYPE_F32
 def test_what_does_not_fit_is_refused(header: common_pb2.Chunk, payload: bytes, words: str) -> None:
     with pytest.raises(InvalidRequest, match=words):
         payload_array(header, memoryview(payload), 100)
+
+
+def receive(message: bytes, target: Target[common_pb2.Chunk]) -> tuple[common_pb2.Chunk, memoryview, bool]:
+    """As a bulk connection does: the target is asked with the first bytes, and gets the payload where it says."""
+    found = target(memoryview(message)[:512], len(message))
+    if found is None:
+        return target.decode(message)
+    start, memory = found
+    memory[:] = message[start:]
+    return target.decode(message[:start])
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 127, 128, 511, 4096, 1 << 21])
+def test_a_target_has_the_payload_where_it_said(nbytes: int) -> None:
+    payload, memory = np.random.default_rng(nbytes).bytes(nbytes), bytearray(b"\xff" * nbytes)
+    header = common_pb2.Chunk(unit=3, offset=1 << 40, numel=nbytes, dtype=common_pb2.D_TYPE_U8, version=9)
+    target = Target(common_pb2.Chunk, lambda header, size: memoryview(memory) if header.unit == 3 else None)
+    got, there, copied = receive(encode_chunk(header, payload), target)
+    assert (got, bytes(there), copied) == (header, payload, nbytes > 0)
+    if copied:
+        assert bytes(memory) == payload
+        header.unit = 4
+        got, there, copied = receive(encode_chunk(header, payload), target)
+        assert (got, bytes(there), copied) == (header, payload, False), "the next one is decoded by itself"
+
+
+def test_a_target_is_not_asked_about_messages_that_are_written_otherwise() -> None:
+    def unexpected(header: common_pb2.Chunk, size: int) -> None:
+        raise AssertionError("nobody knows yet where its payload is")
+
+    payload = bytes(2048)
+    whole = common_pb2.Chunk(unit=3, payload=payload)
+    twice = whole.SerializeToString() + common_pb2.Chunk(payload=b"last").SerializeToString()
+    first = common_pb2.Chunk(payload=payload).SerializeToString() + common_pb2.Chunk(unit=3).SerializeToString()
+    for message, wanted in ((twice, b"last"), (first, payload)):
+        header, got, copied = receive(message, Target(common_pb2.Chunk, unexpected))
+        assert (header.unit, bytes(got), copied) == (3, wanted, False)
+    with pytest.raises(InvalidRequest):
+        receive(b"\xff" * 1024, Target(common_pb2.Chunk, unexpected))
+
+
+def test_buffers_follow_each_other_as_the_encoding_and_hold_the_payload_itself() -> None:
+    payload = np.arange(1000, dtype=np.float32)
+    header = common_pb2.Chunk(unit=3, numel=1000)
+    head, last = encode_buffers(header, payload)
+    assert bytes(head) + bytes(last) == encode_chunk(header, payload)
+    payload[:] = 7
+    assert bytes(last) == payload.tobytes()

@@ -1,9 +1,13 @@
-"""The TLS context of an HTTP server whose certificate is renewed; gRPC has its own (`Security.server_credentials`)."""
+"""Contexts of TLS whose certificates are renewed, for what is not gRPC: HTTP servers, bulk connections.
+
+gRPC has its own: `Security.server_credentials` and `channel_credentials`.
+"""
 
 from __future__ import annotations
 
 import os
 import ssl
+from functools import lru_cache
 
 from axon_ps.errors import ConfigurationError
 from axon_ps.rpc.auth.certificates import Chain, ChainSource
@@ -35,6 +39,24 @@ def server_context(source: ChainSource, *, required: bool) -> ssl.SSLContext:
     return first
 
 
+@lru_cache(maxsize=16)
+def client_context(chain: Chain) -> ssl.SSLContext:
+    """A context of a client that proves itself by `chain`, and whose server must have the name that it is told.
+
+    Raises:
+        ConfigurationError: the certificate cannot be used.
+    """
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    try:
+        context.load_verify_locations(cadata=chain.roots.decode())
+        if chain.certificate:
+            _load(context, chain)
+    except (OSError, ValueError, ssl.SSLError) as error:
+        raise ConfigurationError(f"the certificate (ca_file, cert_file, key_file) cannot be used: {error}") from error
+    return context
+
+
 def _context(chain: Chain, *, required: bool) -> ssl.SSLContext:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
@@ -44,7 +66,7 @@ def _context(chain: Chain, *, required: bool) -> ssl.SSLContext:
             context.verify_mode = ssl.CERT_REQUIRED if required else ssl.CERT_OPTIONAL
         _load(context, chain)
     except (OSError, ValueError, ssl.SSLError) as error:
-        raise ConfigurationError(f"the certificate (cert_file, key_file) cannot be used for HTTP: {error}") from error
+        raise ConfigurationError(f"the certificate (cert_file, key_file) cannot be used: {error}") from error
     return context
 
 

@@ -1,0 +1,370 @@
+"""A client's bulk calls, and how it finds out whether a server takes any. See `rpc.bulk`. One event loop.
+
+Note: [Where a bulk connection cannot be had]
+    A server may have no port for them, or one that is not reachable from here: behind a NAT, a firewall. Then the call
+    goes over gRPC, as do the next ones of `AGAIN_S`. Nothing was sent when it is known, so no call is lost by it. Each
+    bulk call takes a file of its process, so what is more than `limits.max_bulk_calls` goes over gRPC, too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import ssl
+from collections import deque
+from collections.abc import Awaitable, Callable
+from typing import Any, Final, Protocol
+from weakref import WeakSet
+
+import grpc
+from google.protobuf.message import DecodeError
+
+from axon_ps.errors import AxonError, ConfigurationError
+from axon_ps.rpc.auth.identity import Principal
+from axon_ps.rpc.auth.tls_contexts import client_context
+from axon_ps.rpc.bulk.connection import Buffer, Connection, Kind
+from axon_ps.rpc.bulk.status import Status
+from axon_ps.rpc.channels import MAX_MESSAGE_BYTES, connected_ports, split_address
+from axon_ps.rpc.in_process import is_in_process
+from axon_ps.rpc.limits import max_bulk_calls
+from axon_ps.rpc.security import Security
+from axon_ps.rpc.stream import EOF, Place, Stream
+from axon_ps.wire.v1 import bulk_pb2
+
+CONNECT_S: Final = 2.0
+"""How long connecting may take, TLS included. See Note: [Where a bulk connection cannot be had]."""
+
+AGAIN_S: Final = 60.0
+"""How long calls go over gRPC after that."""
+
+BULK: Final = bulk_pb2.DESCRIPTOR.services_by_name["Bulk"]
+"""The service that `BulkClient` calls, and `server.BulkServer` performs."""
+
+Parse = Callable[[bytes], Any] | None
+_logger = logging.getLogger(__name__)
+_under_way: WeakSet[BulkCall] = WeakSet()  # of this process
+_CLOSED: Final = Status(grpc.StatusCode.UNAVAILABLE, "Socket closed: by this side")
+
+
+class BulkCall:
+    """A client's end of a call, with what `stream.Stream` uses of a call of gRPC's.
+
+    Args:
+        connection: on which HELLO was sent.
+        parse: makes a message of its bytes; None = messages are raw.
+    """
+
+    def __init__(self, connection: Connection, parse: Parse) -> None:
+        self._connection = connection
+        self._parse = parse
+        self._status: Status | None = None
+        self._is_local = False
+        self._hung_up = False
+        self._unread: deque[memoryview] = deque()
+        self._receiving = asyncio.Lock()
+        self._callbacks: list[Callable[[Any], object]] = []
+        self._cython_call = self  # where `Stream` looks for the two methods of gRPC's that have no public name
+        connection.on_hangup(self._on_hangup)
+
+    takes_buffers = True
+    """Whether a message may be a tuple of buffers, which is sent without being joined."""
+
+    async def wait_for_connection(self) -> None:
+        """It is connected."""
+
+    async def read(self, place: Place | None = None) -> Any:
+        """The next message of the server's, or EOF; raises as gRPC does. Cancelling the reader cancels the call."""
+        try:
+            while not self._unread and self._status is None:
+                await self._receive(place)
+        except asyncio.CancelledError:
+            self.cancel()
+            raise
+        if self._is_local:
+            raise asyncio.CancelledError
+        if self._unread:
+            message = self._unread.popleft()
+            return message if self._parse is None else self._parse(bytes(message))
+        status = self._ended()
+        if status.code is not grpc.StatusCode.OK:
+            metadata = grpc.aio.Metadata(*status.trailing)
+            raise grpc.aio.AioRpcError(status.code, grpc.aio.Metadata(), metadata, details=status.details)
+        return EOF
+
+    def send_serialized_message(self, message: bytes | tuple[Buffer, ...]) -> Awaitable[None]:
+        """Send the server a message."""
+        return self._send(Kind.MESSAGE, *(message if isinstance(message, tuple) else (message,)))
+
+    async def done_writing(self) -> None:
+        """Half-close: no message will be sent any more."""
+        await self._send(Kind.END)
+
+    def cancel(self) -> bool:
+        """End the call from this side."""
+        if self._status is not None:
+            return False
+        self._is_local = True
+        self.end(Status(grpc.StatusCode.CANCELLED, "cancelled by the client"))
+        return True
+
+    def end(self, status: Status) -> None:
+        """End the call, with the first status that comes."""
+        if self._status is not None:
+            return
+        self._status = status
+        self._connection.close(abort=self._is_local)
+        callbacks, self._callbacks = self._callbacks, []
+        for callback in callbacks:
+            callback(self)
+
+    def done(self) -> bool:
+        """Whether the server has ended the call, or this side has. Messages of before may be there to be read."""
+        return self._status is not None or self._hung_up
+
+    def is_locally_cancelled(self) -> bool:
+        """Whether this side ended the call."""
+        return self._is_local
+
+    def add_done_callback(self, callback: Callable[[Any], object]) -> None:
+        """Have `callback` called with this call when it has ended."""
+        if self._status is None:
+            self._callbacks.append(callback)
+        else:
+            callback(self)
+
+    async def code(self) -> grpc.StatusCode:
+        """The status code, once the call has ended; what was sent before stays to be read."""
+        while self._status is None:
+            await self._receive()
+        return self._status.code
+
+    async def details(self) -> str:
+        """The status details; of a call that has ended."""
+        return self._ended().details
+
+    async def trailing_metadata(self) -> tuple[tuple[str, bytes], ...]:
+        """What came with the status; of a call that has ended."""
+        return self._ended().trailing
+
+    # ------------------------------------------------------------------ inside
+
+    async def _receive(self, place: Place | None = None) -> None:
+        """Receive a frame, if nobody else has ended the call meanwhile."""
+        async with self._receiving:
+            if self._status is not None:
+                return
+            try:
+                kind, body = await self._connection.receive(place)
+                status = Status.decode(body) if kind is Kind.STATUS else None
+            except (OSError, DecodeError) as error:
+                self.end(Status(grpc.StatusCode.UNAVAILABLE, f"Socket closed: {error}"))
+                return
+            if status is not None:
+                self.end(status)
+            else:
+                self._unread.append(body)
+
+    async def _send(self, kind: Kind, *buffers: Buffer) -> None:
+        try:
+            await self._connection.send(kind, *buffers)
+        except OSError:
+            raise grpc.aio.InternalError("the call is over") from None
+
+    def _on_hangup(self) -> None:
+        self._hung_up = True
+        self._connection.wake_writers()
+
+    def _ended(self) -> Status:
+        assert self._status is not None, "a write fails only when the call has ended"
+        return self._status
+
+
+class Caller(Protocol):
+    """What opens calls of `BULK`: a `service.Stub`.
+
+    Attributes:
+        peer: what errors call the other end.
+    """
+
+    peer: str
+
+    def open(self, method: str) -> Stream:
+        """Open a streaming call."""
+
+    def credentials(self) -> object:
+        """What stands for the credentials that the next call shows."""
+
+
+class _Granted:
+    """A server's answer to RPC `Open`: where its bulk connections are, while the stream of the answer lasts."""
+
+    def __init__(self, credentials: object) -> None:
+        self.credentials = credentials
+        self.port = 0
+        self.capability = b""
+        self.is_over = False
+        self._calls: set[BulkCall] = set()
+
+    def add(self, call: BulkCall) -> None:
+        """Have a call end when the stream breaks."""
+        self._calls.add(call)
+        call.add_done_callback(self._calls.discard)
+
+    def end(self, status: Status | None) -> None:
+        """The stream has ended; calls under way go on if it did so well."""
+        self.is_over = True
+        if status is not None:
+            for call in list(self._calls):
+                call.end(status)
+
+
+class BulkClient:
+    """One client's bulk calls of one server.
+
+    Args:
+        caller: its calls of gRPC.
+        host: where the server is.
+        tls: gives the context of TLS, and the name that the server's certificate must have; None = plaintext.
+    """
+
+    def __init__(self, caller: Caller, host: str, tls: Callable[[], tuple[ssl.SSLContext, str]] | None) -> None:
+        self._caller = caller
+        self._host = host
+        self._tls = tls
+        self._asking: asyncio.Future[_Granted | None] | None = None
+        self._following: set[asyncio.Task[None]] = set()
+        self._again_s = 0.0
+
+    async def open(self, path: str, parse: Parse) -> BulkCall | None:
+        """A call, to be used as one of gRPC's; None if it must be one.
+
+        Args:
+            path: "/SERVICE/METHOD".
+            parse: makes a message of its bytes; None = messages are raw.
+        """
+        if asyncio.get_running_loop().time() < self._again_s or len(_under_way) >= max_bulk_calls():
+            return None
+        granted = await self._ask()
+        if granted is None:
+            return None
+        try:
+            async with asyncio.timeout(CONNECT_S):
+                connection = await self._connect(granted, path)
+        except (OSError, TimeoutError) as error:
+            if not granted.is_over:
+                self._give_up(f"port {granted.port} of {self._host} cannot be reached ({error or 'no answer'})")
+            return None
+        call = BulkCall(connection, parse)
+        _under_way.add(call)
+        call.add_done_callback(_under_way.discard)
+        granted.add(call)
+        return call
+
+    async def close(self) -> None:
+        """End all calls. Harmless when repeated."""
+        for task in self._following:
+            task.cancel()
+        await asyncio.gather(*self._following, return_exceptions=True)
+
+    async def _ask(self) -> _Granted | None:
+        """What the server grants; None = nothing."""
+        asking = self._asking
+        if asking is not None and asking.done():
+            granted = asking.result()
+            if granted is None or granted.is_over or granted.credentials != self._caller.credentials():
+                asking = None
+        if asking is None:
+            asking = self._asking = asyncio.get_running_loop().create_future()
+            task = asyncio.ensure_future(self._follow(asking))
+            self._following.add(task)
+            task.add_done_callback(self._following.discard)
+        return await asyncio.shield(asking)
+
+    async def _follow(self, asking: asyncio.Future[_Granted | None]) -> None:
+        """Ask the server, and follow the stream of the answer to its end."""
+        granted = _Granted(self._caller.credentials())
+        status: Status | None = _CLOSED
+        try:
+            async with self._caller.open("Open") as stream:
+                await stream.write(bulk_pb2.OpenRequest())
+                reply = await stream.read()
+                if reply is EOF:  # it stops
+                    return
+                granted.port, granted.capability = reply.port, reply.capability
+                connected_ports.add(reply.port)
+                asking.set_result(granted)
+                await stream.read()
+                status = None  # it stops, and calls under way may end
+        except ConfigurationError as error:
+            self._give_up(str(error))
+        except AxonError as error:
+            status = Status(grpc.StatusCode.UNAVAILABLE, f"Socket closed: {error}")
+        finally:
+            granted.end(status)
+            if not asking.done():
+                asking.set_result(None)
+
+    def _give_up(self, why: str) -> None:
+        _logger.info("bulk calls to %s go over gRPC for %g s: %s", self._caller.peer, AGAIN_S, why)
+        self._again_s = asyncio.get_running_loop().time() + AGAIN_S
+
+    async def _connect(self, granted: _Granted, path: str) -> Connection:
+        """A connection on which HELLO was sent."""
+        sock = await _connected(self._host, granted.port)
+        try:
+            if self._tls is not None:
+                context, name = self._tls()
+                sock = context.wrap_socket(sock, server_hostname=name, do_handshake_on_connect=False)
+            connection = Connection(sock, MAX_MESSAGE_BYTES)
+            await connection.handshake()
+            hello = bulk_pb2.BulkHello(capability=granted.capability, method=path)
+            await connection.send(Kind.HELLO, hello.SerializeToString())
+            kind, _ = await connection.receive()
+            if kind is not Kind.HELLO:
+                raise ConnectionError(f"it answered with a frame of kind {kind.name}")
+        except BaseException:
+            sock.close()
+            raise
+        return connection
+
+
+async def _connected(host: str, port: int) -> socket.socket:
+    """A socket that is connected.
+
+    Raises:
+        OSError: none can be, at any address of the host.
+    """
+    loop, failure = asyncio.get_running_loop(), OSError(f"{host} has no address")
+    for family, kind, protocol, _, address in await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+        sock = socket.socket(family, kind, protocol)
+        try:
+            sock.setblocking(False)
+            await loop.sock_connect(sock, address)
+            return sock
+        except OSError as error:
+            sock.close()
+            failure = error
+        except BaseException:
+            sock.close()
+            raise
+    raise failure
+
+
+def bulk_client(caller: Caller, address: str, security: Security, to: Principal | None) -> BulkClient | None:
+    """What opens the bulk calls to a server; None if it is of this process.
+
+    Args:
+        caller: its calls of gRPC.
+        address, security, to: as of `channels.connect`.
+
+    Raises:
+        ConfigurationError: a file of `security` cannot be used.
+    """
+    host, _ = split_address(address)
+    if is_in_process(host):
+        return None
+    source = security.channel_chain(host)
+    if source is None:
+        return BulkClient(caller, host, None)
+    return BulkClient(caller, host, lambda: (client_context(source.current()), security.target_name(to) or host))

@@ -1,0 +1,332 @@
+"""A server's end of bulk calls: the listener, whom it lets in, and what a servicer reads and writes. One event loop.
+
+Note: [Who makes a bulk call]
+    Whoever shows the capability of a stream of RPC `Open`, while that stream lasts: its caller, with its roles, until
+    its credentials end or are revoked (`auth.credentials`). Each call is checked against the table of RPCs (`access`)
+    as gRPC's interceptor does. Over TLS the port asks for certificates as that of gRPC does, so a capability that was
+    stolen is of no use to a stranger.
+
+Note: [A status arrives]
+    A connection that is closed while data of its client has not been read is reset, and a reset may overtake the
+    status. So the server says that nothing more will come, and drops what comes in until the client closes it, too, at
+    most for `LINGER_S`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import hashlib
+import logging
+import secrets
+import socket
+import ssl
+from collections.abc import Awaitable, Iterator, Sequence
+from typing import Any, Final, NamedTuple
+
+import grpc
+from google.protobuf.message import DecodeError
+
+from axon_ps.errors import ConfigurationError, InvalidRequest, PermissionDenied
+from axon_ps.rpc.access import may_call, refusal
+from axon_ps.rpc.auth.credentials import Credentials, Ended, Revocations, Revoked, calling
+from axon_ps.rpc.bulk.connection import Connection, FrameError, Kind
+from axon_ps.rpc.bulk.status import OK, Status
+from axon_ps.rpc.channels import MAX_MESSAGE_BYTES
+from axon_ps.rpc.limits import HANDSHAKE_S, MAX_STRANGERS, max_connections
+from axon_ps.rpc.service import ServerStream
+from axon_ps.rpc.status import status_of
+from axon_ps.rpc.stream import EOF, task_is_cancelled
+from axon_ps.rpc.stream_pool import IdleStreams
+from axon_ps.wire.v1 import bulk_pb2
+
+LINGER_S: Final = 5.0
+"""See Note: [A status arrives]."""
+
+CANCEL_WAIT_S: Final = 5.0
+"""How long a server that stops waits for the calls that it has cancelled."""
+
+_MAX_HELLO_BYTES: Final = 1024
+_NO_ROOM: Final = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+_NO_ROOM_S: Final = 1.0  # until the next one is accepted, when this process may open no more files
+_logger = logging.getLogger(__name__)
+
+
+class BulkServer:
+    """Bulk calls of a server's services.
+
+    Args:
+        services: from `service.service_handler`.
+        revocations: what is revoked.
+        tls: the context of TLS; None = plaintext.
+    """
+
+    def __init__(
+        self, services: Sequence[grpc.GenericRpcHandler], revocations: Revocations, tls: ssl.SSLContext | None
+    ) -> None:
+        self._services = tuple(services)
+        self._revocations = revocations
+        self._tls = tls
+        self._port = 0
+        self._listener: socket.socket | None = None
+        self._granted: dict[bytes, _Grant] = {}
+        self._serving: set[asyncio.Task[None]] = set()
+        self._strangers: set[asyncio.Task[None]] = set()
+        self._idle = IdleStreams()
+
+    def start(self, host: str, port: int, advertised: int = 0) -> int:
+        """Listen, and return the port.
+
+        Args:
+            host: address to listen on.
+            port: port to listen on; 0 = any free one.
+            advertised: where clients reach it; 0 = there.
+
+        Raises:
+            ConfigurationError: it cannot listen there.
+        """
+        bare = host.strip("[]")
+        try:
+            family = socket.getaddrinfo(bare, port, type=socket.SOCK_STREAM)[0][0]
+            dual = family == socket.AF_INET6 and bare == "::"
+            listener = socket.create_server((bare, port), family=family, backlog=512, dualstack_ipv6=dual)
+        except OSError as error:
+            raise ConfigurationError(f"cannot listen for bulk connections on port {port} of {host}: {error}") from error
+        listener.setblocking(False)
+        self._listener, bound = listener, int(listener.getsockname()[1])
+        self._port = advertised or bound
+        asyncio.get_running_loop().add_reader(listener.fileno(), self._accept, listener)
+        return bound
+
+    async def open(self, context: ServerStream) -> None:
+        """RPC `Open`: let the caller in while its stream lasts."""
+        await context.read()
+        capability, granted = secrets.token_bytes(32), _Grant(calling())
+        self._granted[_hash(capability)] = granted
+        try:
+            await context.write(bulk_pb2.OpenReply(port=self._port, capability=capability))
+            while await self._idle.next(context.read()) is not EOF:
+                pass
+            if not self._idle.draining:
+                granted.end()
+        except BaseException:
+            granted.end()
+            raise
+        finally:
+            del self._granted[_hash(capability)]
+
+    async def stop(self, grace_s: float) -> None:
+        """Accept nothing more, give calls under way `grace_s` seconds, then cancel them."""
+        self._idle.drain()
+        if self._listener is not None:
+            asyncio.get_running_loop().remove_reader(self._listener.fileno())
+            self._listener.close()
+            self._listener = None
+        for stranger in self._strangers:
+            stranger.cancel()
+        if self._serving:
+            await asyncio.wait(self._serving, timeout=grace_s)
+        for task in self._serving:
+            task.cancel()
+        if self._serving:
+            await asyncio.wait(self._serving, timeout=CANCEL_WAIT_S)
+
+    # ------------------------------------------------------------------ inside
+
+    def _accept(self, listener: socket.socket) -> None:
+        try:
+            sock, _ = listener.accept()
+        except OSError as error:
+            if error.errno in _NO_ROOM:
+                loop = asyncio.get_running_loop()
+                loop.remove_reader(listener.fileno())
+                loop.call_later(_NO_ROOM_S, self._accept_again, listener)
+            return  # else it has gone already
+        if len(self._strangers) >= MAX_STRANGERS or len(self._serving) >= max_connections():
+            sock.close()
+            return
+        task = asyncio.get_running_loop().create_task(self._serve(sock))
+        for of in (self._strangers, self._serving):
+            of.add(task)
+            task.add_done_callback(of.discard)
+
+    def _accept_again(self, listener: socket.socket) -> None:
+        if listener is self._listener:
+            asyncio.get_running_loop().add_reader(listener.fileno(), self._accept, listener)
+
+    async def _serve(self, sock: socket.socket) -> None:
+        """Serve a connection, which has one call."""
+        connection: Connection | None = None
+        try:
+            async with asyncio.timeout(HANDSHAKE_S):
+                if self._tls is not None:
+                    sock.setblocking(False)
+                    sock = self._tls.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
+                connection = Connection(sock, _MAX_HELLO_BYTES)
+                await connection.handshake()
+                hello = await _hello(connection)
+            if (granted := self._granted.get(_hash(hello.capability))) is None:
+                return
+            task = asyncio.current_task()
+            assert task is not None, "a coroutine runs in a task"
+            self._strangers.discard(task)
+            connection.max_bytes = MAX_MESSAGE_BYTES
+            with granted.serving(task):
+                await connection.send(Kind.HELLO)
+                await self._perform(connection, hello.method, granted.credentials)
+        except (OSError, TimeoutError, DecodeError) as error:
+            _logger.debug("a bulk connection has ended: %s", error)
+        finally:
+            sock.close() if connection is None else connection.close()
+
+    async def _perform(self, connection: Connection, path: str, credentials: Credentials) -> None:
+        """Perform a call to its end, and tell its client how it ended."""
+        task = asyncio.current_task()
+        assert task is not None, "a coroutine runs in a task"
+        call = _Call(connection, task)
+        connection.on_hangup(call.hang_up)
+        try:
+            with self._revocations.watching(credentials, is_stream=True):
+                await self._handle(call, path, credentials)
+            call.end(OK)
+        except (Revoked, Ended) as error:
+            _, details, metadata = status_of(error)
+            call.end(Status(grpc.StatusCode.UNAUTHENTICATED, details, metadata[0][1]))
+        except grpc.aio.AbortError:
+            pass  # `_Call.abort` has set the status
+        except asyncio.CancelledError:
+            if call.hung_up or not task_is_cancelled():
+                raise
+            call.end(Status(grpc.StatusCode.UNAVAILABLE, "the server stopped"))
+            task.uncancel()
+        await call.close()
+
+    async def _handle(self, call: _Call, path: str, credentials: Credentials) -> None:
+        method: Any = _Method(path, ())
+        handler: Any = next((h for s in self._services if (h := s.service(method)) is not None), None)
+        if handler is None or handler.stream_stream is None:
+            await call.abort(grpc.StatusCode.UNIMPLEMENTED, f"{path} is no streaming call of this server")
+        if not may_call(credentials.roles, path):
+            code, details, metadata = status_of(PermissionDenied(refusal(credentials.roles, path)))
+            await call.abort(code, details, metadata)
+        call.parse, call.serialize = handler.request_deserializer, handler.response_serializer
+        await handler.stream_stream(None, call)
+
+
+class _Method(NamedTuple):
+    """The argument of a generic handler."""
+
+    method: str
+    invocation_metadata: tuple[Any, ...]
+
+
+class _Grant:
+    """A caller, and its calls under way."""
+
+    def __init__(self, credentials: Credentials) -> None:
+        self.credentials = credentials
+        self._calls: set[asyncio.Task[None]] = set()
+
+    @contextlib.contextmanager
+    def serving(self, task: asyncio.Task[None]) -> Iterator[None]:
+        """While a call is under way."""
+        self._calls.add(task)
+        try:
+            yield
+        finally:
+            self._calls.discard(task)
+
+    def end(self) -> None:
+        """End the calls."""
+        for call in self._calls:
+            call.cancel()
+
+
+class _Call:
+    """A servicer's end of a call, with what servicers use of gRPC's context."""
+
+    def __init__(self, connection: Connection, task: asyncio.Task[None]) -> None:
+        self.parse: Any = None
+        self.serialize: Any = None
+        self.hung_up = False
+        self._connection = connection
+        self._task = task
+        self._status: Status | None = None
+        self._half_closed = False
+        self._writing = asyncio.Lock()
+
+    def peer(self) -> str:
+        """The address of the client."""
+        return self._connection.peer()
+
+    def done(self) -> bool:
+        """Whether the call has ended."""
+        return self._status is not None or self.hung_up
+
+    async def read(self) -> Any:
+        """The client's next message, or EOF: also when the connection broke, and the call is about to be cancelled."""
+        if self._half_closed:
+            return EOF
+        try:
+            kind, body = await self._connection.receive()
+        except FrameError as error:
+            raise InvalidRequest(str(error)) from None
+        except OSError:
+            asyncio.get_running_loop().call_soon(self.hang_up)
+            return EOF
+        if kind is not Kind.MESSAGE:
+            self._half_closed = True
+            return EOF
+        return body if self.parse is None else self.parse(bytes(body))
+
+    async def write(self, message: Any) -> None:
+        """Send the client a message."""
+        data = message if self.serialize is None else self.serialize(message)
+        try:
+            async with self._writing:
+                await self._connection.send(Kind.MESSAGE, data)
+        except OSError as error:
+            self.hang_up()
+            raise grpc.aio.UsageError(f"the call is over: {error}") from None
+
+    def hang_up(self) -> None:
+        """Cancel the call: the client has gone, or sends what it must not."""
+        self.hung_up = True
+        self._connection.close()
+        self._task.cancel()
+
+    def abort(
+        self, code: grpc.StatusCode, details: str = "", trailing_metadata: Sequence[tuple[str, bytes]] = ()
+    ) -> Awaitable[None]:
+        """End the call with a status."""
+        self.end(Status(code, details, next((value for _, value in trailing_metadata), b"")))
+        raise grpc.aio.AbortError("the servicer aborted the call")
+
+    def end(self, status: Status) -> None:
+        """End the call with the first status that comes."""
+        if self._status is None:
+            self._status = status
+
+    async def close(self) -> None:
+        """Send the status. See Note: [A status arrives]."""
+        assert self._status is not None, "the caller has set it"
+        with contextlib.suppress(OSError, TimeoutError):
+            async with asyncio.timeout(LINGER_S):
+                async with self._writing:
+                    await self._connection.send(Kind.STATUS, self._status.encode())
+                self._connection.shut_down()
+                await self._connection.discard()
+
+
+async def _hello(connection: Connection) -> bulk_pb2.BulkHello:
+    """The first frame."""
+    kind, body = await connection.receive()
+    if kind is not Kind.HELLO:
+        raise ConnectionError(f"a bulk connection began with a frame of kind {kind.name}")
+    return bulk_pb2.BulkHello.FromString(bytes(body))
+
+
+def _hash(capability: bytes) -> bytes:
+    """What capabilities are looked up by: how long that takes says nothing of a capability."""
+    return hashlib.sha256(capability).digest()

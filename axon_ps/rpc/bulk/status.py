@@ -1,0 +1,43 @@
+"""How a bulk call ended: what gRPC tells of a call, as a value and as the last frame."""
+
+from __future__ import annotations
+
+from typing import Final, NamedTuple
+
+import grpc
+
+from axon_ps.rpc.status import ERROR_KEY
+from axon_ps.wire.v1 import bulk_pb2
+
+_CODES: Final = {code.value[0]: code for code in grpc.StatusCode}
+
+
+class Status(NamedTuple):
+    """As gRPC's: code, details, and the `ErrorDetail` that came with it, if one did."""
+
+    code: grpc.StatusCode
+    details: str = ""
+    error: bytes = b""
+
+    @property
+    def trailing(self) -> tuple[tuple[str, bytes], ...]:
+        """The trailing metadata."""
+        return ((ERROR_KEY, self.error),) if self.error else ()
+
+    def encode(self) -> bytes:
+        """As a `BulkStatus`."""
+        number: int = self.code.value[0]
+        return bulk_pb2.BulkStatus(code=number, details=self.details, error=self.error).SerializeToString()
+
+    @classmethod
+    def decode(cls, frame: memoryview) -> Status:
+        """From a `BulkStatus`.
+
+        Raises:
+            DecodeError: it is none.
+        """
+        message = bulk_pb2.BulkStatus.FromString(bytes(frame))
+        return cls(_CODES.get(message.code, grpc.StatusCode.UNKNOWN), message.details, message.error)
+
+
+OK: Final = Status(grpc.StatusCode.OK)
