@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
 from typing import Any, Final, NamedTuple, TypeVar
 from weakref import WeakValueDictionary
 
@@ -24,6 +24,7 @@ import grpc
 
 from axon_ps.errors import Misuse
 from axon_ps.rpc.auth.credentials import OnRefused, Revocations
+from axon_ps.rpc.status import rpc_error
 
 SUFFIX: Final = ".in-process"
 """How the host names of this process end."""
@@ -99,17 +100,11 @@ class InProcessServer:
         """Accept no new calls, give those under way `grace_s` seconds, then cancel them."""
         if _servers.get(self.address) is self:  # and no other one that has come in its place
             del _servers[self.address]
-        if self._calls:
-            await asyncio.wait(self._calls, timeout=grace_s)
-        for call in self._calls:
-            call.cancel()
-        if self._calls:
-            await asyncio.wait(self._calls, timeout=CANCEL_WAIT_S)
+        await end_calls(self._calls, grace_s)
 
     def handler(self, path: str) -> Any:
         """gRPC's handler of "/SERVICE/METHOD"; None when it is not served."""
-        details: Any = _Method(path, ())
-        return next((found for s in self._services if (found := s.service(details)) is not None), None)
+        return handler_of(self._services, path)
 
     def perform(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Perform a call."""
@@ -169,13 +164,6 @@ class InProcessChannel:
         self._calls.add(call)
         call.add_done_callback(self._calls.discard)
         return call
-
-
-class _Method(NamedTuple):
-    """The argument of a generic handler."""
-
-    method: str
-    invocation_metadata: tuple[Any, ...]
 
 
 class _Status(NamedTuple):
@@ -417,5 +405,35 @@ async def _known(value: T) -> T:
 
 
 def _error(status: _Status) -> grpc.aio.AioRpcError:
-    metadata = grpc.aio.Metadata(*status.trailing)
-    return grpc.aio.AioRpcError(status.code, grpc.aio.Metadata(), metadata, details=status.details)
+    return rpc_error(status.code, status.details, status.trailing)
+
+
+# ---- what every server does that is not gRPC's ----
+
+
+class _Method(NamedTuple):
+    """The argument of a generic handler."""
+
+    method: str
+    invocation_metadata: tuple[Any, ...]
+
+
+def handler_of(services: Sequence[grpc.GenericRpcHandler], path: str) -> Any:
+    """gRPC's handler of "/SERVICE/METHOD"; None when it is not served."""
+    details: Any = _Method(path, ())
+    return next((found for s in services if (found := s.service(details)) is not None), None)
+
+
+async def end_calls(calls: Collection[asyncio.Task[None]], grace_s: float) -> None:
+    """Give calls under way `grace_s` seconds, then cancel them.
+
+    Args:
+        calls: those that have not ended, also later: whoever has them takes out each that ends.
+        grace_s: how long they may take.
+    """
+    if calls:
+        await asyncio.wait(calls, timeout=grace_s)
+    for call in calls:
+        call.cancel()
+    if calls:
+        await asyncio.wait(calls, timeout=CANCEL_WAIT_S)

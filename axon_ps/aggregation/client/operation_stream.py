@@ -6,15 +6,12 @@ See Note: [How an operation ends] at `aggregation.server.servicer`. Everything h
 from __future__ import annotations
 
 import asyncio
-from typing import Final
 
 from axon_ps.errors import AxonError, Broken
 from axon_ps.rpc.stream import EOF, Stream
 from axon_ps.types import Array
-from axon_ps.wire.frames import Target, encode_buffers
+from axon_ps.wire.frames import Target, decode_bulk, encode_buffers
 from axon_ps.wire.v1.collective_pb2 import CollectiveChunk
-
-_ANYWHERE: Final = Target(CollectiveChunk, lambda header, nbytes: None)
 
 
 class OperationStream:
@@ -85,4 +82,6 @@ class OperationStream:
         message = await self._stream.read(target)
         if message is EOF:
             raise Broken("a shard server ended the stream of an operation before its end")
-        return (target or _ANYWHERE).decode(message)
+        if target is None:
+            return (*decode_bulk(CollectiveChunk, message), False)
+        return target.decode(message)

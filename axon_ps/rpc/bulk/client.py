@@ -29,6 +29,7 @@ from axon_ps.rpc.channels import MAX_MESSAGE_BYTES, connected_ports, split_addre
 from axon_ps.rpc.in_process import is_in_process
 from axon_ps.rpc.limits import max_bulk_calls
 from axon_ps.rpc.security import Security
+from axon_ps.rpc.status import rpc_error
 from axon_ps.rpc.stream import EOF, Place, Stream
 from axon_ps.wire.v1 import bulk_pb2
 
@@ -88,8 +89,7 @@ class BulkCall:
             return message if self._parse is None else self._parse(bytes(message))
         status = self._ended()
         if status.code is not grpc.StatusCode.OK:
-            metadata = grpc.aio.Metadata(*status.trailing)
-            raise grpc.aio.AioRpcError(status.code, grpc.aio.Metadata(), metadata, details=status.details)
+            raise rpc_error(status.code, status.details, status.trailing)
         return EOF
 
     def send_serialized_message(self, message: bytes | tuple[Buffer, ...]) -> Awaitable[None]:

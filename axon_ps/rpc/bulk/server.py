@@ -23,7 +23,7 @@ import secrets
 import socket
 import ssl
 from collections.abc import Awaitable, Iterator, Sequence
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import grpc
 from google.protobuf.message import DecodeError
@@ -34,6 +34,7 @@ from axon_ps.rpc.auth.credentials import Credentials, Ended, Revocations, Revoke
 from axon_ps.rpc.bulk.connection import Connection, FrameError, Kind
 from axon_ps.rpc.bulk.status import OK, Status
 from axon_ps.rpc.channels import MAX_MESSAGE_BYTES
+from axon_ps.rpc.in_process import end_calls, handler_of
 from axon_ps.rpc.limits import HANDSHAKE_S, MAX_STRANGERS, max_connections
 from axon_ps.rpc.service import ServerStream
 from axon_ps.rpc.status import status_of
@@ -43,9 +44,6 @@ from axon_ps.wire.v1 import bulk_pb2
 
 LINGER_S: Final = 5.0
 """See Note: [A status arrives]."""
-
-CANCEL_WAIT_S: Final = 5.0
-"""How long a server that stops waits for the calls that it has cancelled."""
 
 _MAX_HELLO_BYTES: Final = 1024
 _NO_ROOM: Final = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
@@ -125,12 +123,7 @@ class BulkServer:
             self._listener = None
         for stranger in self._strangers:
             stranger.cancel()
-        if self._serving:
-            await asyncio.wait(self._serving, timeout=grace_s)
-        for task in self._serving:
-            task.cancel()
-        if self._serving:
-            await asyncio.wait(self._serving, timeout=CANCEL_WAIT_S)
+        await end_calls(self._serving, grace_s)
 
     # ------------------------------------------------------------------ inside
 
@@ -203,8 +196,7 @@ class BulkServer:
         await call.close()
 
     async def _handle(self, call: _Call, path: str, credentials: Credentials) -> None:
-        method: Any = _Method(path, ())
-        handler: Any = next((h for s in self._services if (h := s.service(method)) is not None), None)
+        handler = handler_of(self._services, path)
         if handler is None or handler.stream_stream is None:
             await call.abort(grpc.StatusCode.UNIMPLEMENTED, f"{path} is no streaming call of this server")
         if not may_call(credentials.roles, path):
@@ -212,13 +204,6 @@ class BulkServer:
             await call.abort(code, details, metadata)
         call.parse, call.serialize = handler.request_deserializer, handler.response_serializer
         await handler.stream_stream(None, call)
-
-
-class _Method(NamedTuple):
-    """The argument of a generic handler."""
-
-    method: str
-    invocation_metadata: tuple[Any, ...]
 
 
 class _Grant:

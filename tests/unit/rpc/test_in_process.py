@@ -10,49 +10,26 @@ from typing import Any
 import pytest
 
 import rpc_fakes
-from axon_ps.errors import Closed, InvalidRequest, Misuse, Unreachable
+from axon_ps.errors import Closed, Misuse, Unreachable
 from axon_ps.rpc.channels import connect
 from axon_ps.rpc.in_process import MAX_QUEUED_BYTES, SUFFIX, InProcessServer, new_network
 from axon_ps.rpc.security import Security
 from axon_ps.rpc.service import Stub
 from axon_ps.wire.v1 import shard_pb2
 from rpc_fakes import SHARD, run, serving
+from stream_tests import RAISED, STREAM_TESTS, name_of
 from tests.unit.rpc import test_service as service
-from tests.unit.rpc import test_stream as stream
 from tests.unit.rpc import test_stream_pool as pool_tests
 
-RAISED = InvalidRequest("offset 7 is not in the slice")
-
 SAME: list[Callable[[], None]] = [
-    stream.test_echo,
-    stream.test_several_tasks_may_write,
-    stream.test_all_messages_before_a_good_end_can_be_read_later,
-    stream.test_writing_after_a_half_close_is_closed,
-    stream.test_writing_after_a_good_end_is_closed,
-    *(partial(stream.test_cancelling_a_stream_closes_it_for_other_tasks, w) for w in ("read", "iterate", "write")),
-    *(partial(stream.test_a_stream_that_is_left_is_cancelled, how) for how in ("deleted", "broken out of", "left")),
-    stream.test_a_task_cancelled_while_reading_takes_the_stream_with_it,
-    stream.test_a_server_that_stops_breaks_its_streams,
+    *STREAM_TESTS,
     service.test_a_unary_call,
-    service.test_chunks_travel_as_bytes_in_both_directions,
-    service.test_streams_go_both_ways,
     partial(service.test_errors_arrive_from_unary_calls, RAISED),
-    partial(service.test_errors_arrive_after_messages_of_a_stream, RAISED),
-    partial(service.test_errors_arrive_while_the_client_still_writes, RAISED),
-    partial(service.test_errors_arrive_in_a_two_way_stream, RAISED),
-    service.test_a_servicer_whose_inner_task_was_cancelled_still_answers,
     service.test_deadlines,
     service.test_nobody_listens,
     service.test_a_service_that_is_not_there,
-    pool_tests.test_the_next_use_gets_the_same_stream,
-    pool_tests.test_streams_that_broke_while_idle_are_replaced,
-    pool_tests.test_a_use_that_is_not_over_in_time,
     pool_tests.test_a_server_that_stops_ends_idle_streams_now_and_later,
 ]
-
-
-def _name(test: Callable[[], None]) -> str:
-    return getattr(test, "func", test).__name__
 
 
 @pytest.fixture(autouse=True)
@@ -60,7 +37,7 @@ def _inside(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rpc_fakes, "HOST", [f"server{SUFFIX}"])
 
 
-@pytest.mark.parametrize("test", SAME, ids=_name)
+@pytest.mark.parametrize("test", SAME, ids=name_of)
 def test_as_over_a_socket(test: Callable[[], None]) -> None:
     test()
 
