@@ -36,6 +36,12 @@ def scale_of(largest: Any) -> Any:
 
 
 @compiled
+def _clear(quants: Any) -> None:
+    for i in range(quants.size):  # numba takes 2 s more to compile `quants[:] = 0`, with the error that it may raise
+        quants[i] = np.int8(0)
+
+
+@compiled
 def quantise(
     values: Any, residual: Any, residual_out: Any, scales: Any, quants: Any, block_numel: int, stride: int
 ) -> None:
@@ -60,12 +66,13 @@ def quantise(
         scale = scale_of(largest)
         scales[block] = scale
         if largest >= INFINITY:
-            target[:] = 0
+            _clear(target)
             if residual_out is not None:
-                error[:] = carried
+                for i in range(block_values.size):
+                    error[i] = carried[i]
             continue
         if largest < TINY:
-            target[:] = 0
+            _clear(target)
             if residual is not None:
                 for i in range(block_values.size):
                     error[i] = block_values[i] + carried[i]
@@ -97,7 +104,7 @@ def quantise_at_random(values: Any, scales: Any, quants: Any, block_numel: int, 
         scale = scale_of(largest)
         scales[block] = scale
         if largest >= INFINITY or largest < TINY:
-            target[:] = 0
+            _clear(target)
             continue
         inverse = F32(F32(1.0) / scale)
         for i in range(block_values.size):

@@ -11,7 +11,6 @@ import pytest
 
 from axon_ps import kernels
 from axon_ps.kernels import optimizer_loops, rounding
-from axon_ps.kernels.compiled import sources_hash
 
 SOURCES = {path.stem: path.read_text(encoding="utf-8") for path in Path(kernels.__file__).parent.glob("*.py")}
 HARD = (0x0000_0000, 0x0000_8000, 0x0000_8001, 0x3F80_8000, 0x3F81_8000, 0x7F7F_7FFF, 0x7F7F_8000, 0x7F80_0000)
@@ -26,18 +25,6 @@ def test_a_loop_calls_nothing_of_another_package() -> None:
     ours = {name: {m for m in modules if m.startswith("axon_ps.")} for name, modules in imported.items()}
     allowed = {"axon_ps.types", "axon_ps.errors", *(f"axon_ps.kernels.{name}" for name in SOURCES)}
     assert {name: sorted(modules - allowed) for name, modules in ours.items() if modules - allowed} == {}
-
-
-def test_a_loop_is_cached_under_a_name_that_changes_with_every_file(tmp_path: Path) -> None:
-    package = Path(kernels.__file__).parent
-    for loop in (rounding.convert, optimizer_loops.sgd):
-        assert loop.py_func.__qualname__.endswith(sources_hash(package))  # type: ignore[attr-defined]
-        assert sources_hash(package) in loop._cache._impl.filename_base  # type: ignore[attr-defined]
-    before = sources_hash(package)
-    for changed in SOURCES:
-        for name, source in SOURCES.items():
-            (tmp_path / f"{name}.py").write_text(source + "#" * (name == changed), encoding="utf-8")
-        assert sources_hash(tmp_path) != before
 
 
 def test_the_rounding_to_bf16_and_f16_is_written_once() -> None:
