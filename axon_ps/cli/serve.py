@@ -181,6 +181,14 @@ def shard(
     subscriber_memory: Annotated[
         float, typer.Option(help="MB of memory for versions that subscribers read, for each model.", min=0)
     ] = 1024,
+    queue_memory: Annotated[
+        float | None,
+        typer.Option(
+            help="MB of memory for gradients of workers that are ahead of others; 0: they wait.",
+            min=0,
+            show_default="an eighth of its memory",
+        ),
+    ] = None,
     memory_gb: Annotated[
         float | None,
         typer.Option(
@@ -239,6 +247,7 @@ def shard(
         drain_s=settings.drain_s,
         tracing=settings.tracing(),
         memory_bytes=int(settings.memory_gb * 1e9),
+        queue_bytes=None if queue_memory is None else int(queue_memory * 1e6),
         limits=SubscriberLimits(
             rate_bytes_s=math.inf if subscriber_rate is None else subscriber_rate * 1e6,
             max_bytes=subscriber_memory * 1e6,

@@ -113,6 +113,19 @@ class Compressor(ABC):
         """
         self._add(data, acc, first=False)
 
+    def check(self, data: Array, numel: int) -> None:
+        """Check what will be decompressed or accumulated later.
+
+        Args:
+            data: u8[compressed_bytes(n)]; as for `decompress`.
+            numel: n.
+
+        Raises:
+            InvalidRequest: it is not what `compress` writes for so many numbers.
+        """
+        check_array("data", data, _U8, (self.compressed_bytes(numel),))
+        self._check(readonly(data), numel)
+
     def warm_up(self) -> None:
         """Compile (or load from disk) the loops, on empty arrays."""
         nothing = np.empty(0, np.float32)
@@ -143,6 +156,10 @@ class Compressor(ABC):
     @abstractmethod
     def _decompress(self, data: Array, acc: Array, first: bool) -> None:
         """acc = data if `first`, else acc += data, after the checks; `data` is read-only."""
+
+    def _check(self, data: Array, numel: int) -> None:
+        """`check` after the checks; one in whose data nothing can be wrong need not decompress it."""
+        self._decompress(data, np.empty(numel, np.float32), True)
 
 
 def blocks_of(numel: int, block_numel: int) -> int:

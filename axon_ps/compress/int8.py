@@ -68,3 +68,6 @@ class Int8(Compressor):
         head = data.size - acc.size
         scales = data[:head].copy().view(np.float32)
         int8.dequantise(scales, data[head:].view(np.int8), acc, self.block_numel, self.block_numel, first)
+
+    def _check(self, data: Array, numel: int) -> None:
+        pass  # all bytes are numbers

@@ -71,4 +71,13 @@ class TopK(Compressor):
         indices = data[: 4 * count].copy().view(np.uint32)
         sent = data[4 * count :].copy().view(np.float32)
         if not top_k.scatter(indices, sent, acc, first):
-            raise InvalidRequest(f"the {count} indices of a top-k do not ascend below {acc.size}; the data is corrupt")
+            raise _corrupt(count, acc.size)
+
+    def _check(self, data: Array, numel: int) -> None:
+        indices = data[: data.size // 2].copy().view(np.uint32)
+        if indices.size and (indices[-1] >= numel or not (indices[1:] > indices[:-1]).all()):
+            raise _corrupt(indices.size, numel)
+
+
+def _corrupt(count: int, numel: int) -> InvalidRequest:
+    return InvalidRequest(f"the {count} indices of a top-k do not ascend below {numel}; the data is corrupt")

@@ -141,9 +141,20 @@ PLANTS: Final = (
     Plant(
         "a gradient that comes before its turn is dropped",
         "shard/core/gradients.py",
-        '        if not owned.accepts(number) or summed < turn:\n            self._counters["waits"] += 1\n'
-        "            return Push.WAIT",
-        "        if not owned.accepts(number) or summed < turn:\n            return Push.DUPLICATE",
+        "            return Push.QUEUED if done else Push.WAIT",
+        "            return Push.QUEUED",
+    ),
+    Plant(
+        "what is queued stays in the queue",
+        "shard/core/gradients.py",
+        "found or accumulator.add_queued(index, attempt.replicas)",
+        "found",
+    ),
+    Plant(
+        "what is queued is in the sum of the next attempt",
+        "shard/core/accumulator.py",
+        "        self.queued.clear()\n",
+        "",
     ),
     Plant(
         "what is forwarded in one generation goes on in the next",
@@ -155,8 +166,8 @@ PLANTS: Final = (
     Plant(
         "a gradient that comes twice is summed twice",
         "shard/core/gradients.py",
-        "        if summed > turn:\n",
-        "        if summed > turn and False:\n",
+        "        if summed > turn or (index, turn) in accumulator.queued:\n",
+        "        if False:\n",
     ),
     Plant(
         "gradients of an attempt that was aborted stay in the sum",

@@ -47,6 +47,8 @@ LENGTHS: Final = (*((4, 3.5),) * 60, *((8, 6.0),) * 8, (20, 12.0), (20, 12.0))
 """Versions to commit, and how long there are faults; then everything is started, healed and quick. Mostly short ones:
 what is found is found soon, if at all, and the more seeds the more beginnings."""
 
+QUEUES = (0, 64, 1 << 20)
+"""Bytes that a shard server has for gradients that come before their turn: none, too few, enough."""
 CHECKPOINTS: Final = 0.1
 """In how many jobs checkpoints are written."""
 
@@ -305,10 +307,18 @@ def _virtual_date(loop: VirtualLoop) -> Any:
 async def _simulated(loop: VirtualLoop, network: Network, rng: random.Random, only: Collection[int] | None) -> None:
     steps, faults_s = rng.choice(LENGTHS)
     workers, shards, collectives = rng.choice((1, 2, 3)), rng.choice((2, 3)), rng.random() < 0.4
+    queue_bytes = rng.choice(QUEUES)
     with tempfile.TemporaryDirectory() if rng.random() < CHECKPOINTS else contextlib.nullcontext("") as directory:
         loop.threads = bool(directory)
         job = Job(
-            loop, network, workers=workers, shards=shards, steps=steps, collectives=collectives, directory=directory
+            loop,
+            network,
+            workers=workers,
+            shards=shards,
+            steps=steps,
+            queue_bytes=queue_bytes,
+            collectives=collectives,
+            directory=directory,
         )
         await _run(loop, network, job, Faults(job, network, rng, faults_s, only))
 

@@ -362,6 +362,7 @@ class Job:
         workers: how many.
         shards: likewise.
         steps: versions to be committed.
+        queue_bytes: that a shard server has for gradients that come before their turn.
         collectives: whether workers perform collectives.
         directory: where checkpoints are written; empty = none is.
 
@@ -379,6 +380,7 @@ class Job:
         workers: int,
         shards: int,
         steps: int,
+        queue_bytes: int,
         collectives: bool,
         directory: str = "",
     ) -> None:
@@ -388,6 +390,7 @@ class Job:
         self.tasks: dict[str, asyncio.Task[Any]] = {}
         self.workers: dict[str, Worker] = {}
         self.directory = directory
+        self._queue_bytes = queue_bytes
         self._config = CoordinatorConfig(
             job=JOB,
             world_size=workers,
@@ -531,6 +534,7 @@ class Job:
                 port=PORT,
                 node=host,
                 threads=1,
+                queue_bytes=self._queue_bytes,
                 join_timeout_s=TIMEOUT_S,
             )
             await shard_server.serve(config, lambda port: None, asyncio.Event())

@@ -6,6 +6,8 @@ engine decides who may add what and when.
 Invariant: `summed[i]` is how many replicas have been added to chunk i, in replica order. It is bitmap and order in one:
 replica r may be added exactly when `summed[i] == r` (asynchronous: when it is 0).
 
+What comes before its turn may be `queued`; see `shard.core.queued`.
+
 Each chunk's digest is kept from one replica to the next, and until it is applied; see `shard.core.digests`.
 """
 
@@ -19,6 +21,7 @@ from axon_ps.compress import cast
 from axon_ps.errors import Broken, InvalidRequest
 from axon_ps.shard.core.chunks import BLOCK_NUMEL, Chunks
 from axon_ps.shard.core.digests import GRADIENT, ArrayDigests, Corruption
+from axon_ps.shard.core.queued import QueuedChunks, QueueLimit
 from axon_ps.sharding.precision import WirePrecision
 from axon_ps.types import Array
 
@@ -44,6 +47,7 @@ class Accumulator:
         present: per chunk, whether any of them had a gradient.
         squares: per chunk, the sum of squares; known with the last replica.
         missing: chunks that lack a replica.
+        queued: what came before its turn.
         digests: of what was summed, where something was.
         spoiled: whether `add` or `check` has found something: this attempt cannot be committed.
         rounds: whether a complete sum is rounded to the dtype in which gradients travel; see `shard.core.slices`,
@@ -60,6 +64,7 @@ class Accumulator:
         self._compressor = precision.grad_compression
         self._array: Array | None = None
         self.rounds = False
+        self.queued = QueuedChunks()
         self.digests = ArrayDigests(chunks, GRADIENT)
         self.restart()
 
@@ -82,6 +87,7 @@ class Accumulator:
         self.squares = [0.0] * self._count
         self.missing = self._count
         self.spoiled = False
+        self.queued.clear()
 
     def freeze(self) -> None:
         """Every replica was added: make `array` the sum, zero in chunks without gradient. The counters restart."""
@@ -132,6 +138,37 @@ class Accumulator:
         self.summed[index] += 1
         if last:
             self.missing -= 1
+        return []
+
+    def queue(self, index: int, turn: int, grad: Array | None, limit: QueueLimit, *, borrowed: bool) -> bool:
+        """Keep a gradient of chunk `index` until `add_queued`; whether there was memory for it.
+
+        Args:
+            index: which chunk.
+            turn: how many replicas come before this one.
+            grad: as for `add`.
+            limit: the server's.
+            borrowed: its memory is the sender's.
+
+        Raises:
+            InvalidRequest: as for `add`.
+        """
+        if grad is not None:
+            self._check_length(index, grad)
+            if self._compressor is not None:
+                begin, end = self._chunks.bounds[index]
+                self._compressor.check(grad, end - begin)
+        return self.queued.put(index, turn, grad, limit, borrowed=borrowed)
+
+    def add_queued(self, index: int, replicas: int) -> list[Corruption]:
+        """Add what is queued for chunk `index` and has its turn now, of `replicas` in all. Returns as `add`."""
+        while (index, turn := self.summed[index]) in self.queued:
+            grad, intact = self.queued.take(index, turn)
+            if not intact:
+                self.spoiled = True
+                return [Corruption(GRADIENT, self._chunks.unit, *self._chunks.bounds[index])]
+            if found := self.add(index, grad, last=turn == replicas - 1):
+                return found
         return []
 
     def _check_length(self, index: int, grad: Array) -> None:

@@ -30,6 +30,7 @@ from axon_ps.errors import InternalError, InvalidRequest, Misuse, StepAborted
 from axon_ps.shard.core.gradients import GradientSums
 from axon_ps.shard.core.master import Update
 from axon_ps.shard.core.parameters import ServedParameters
+from axon_ps.shard.core.queued import QueueLimit
 from axon_ps.shard.core.slices import OwnedSlice, OwnedSlices
 from axon_ps.shard.core.updater import Updater
 from axon_ps.sharding.job import JobSpec
@@ -40,6 +41,9 @@ from axon_ps.types import Array, Decision, Hyper, OptimizerSpec, Outcome
 
 class ShardEngine:
     """The slices of one model on one shard server, and the step under way.
+
+    Args:
+        queue: the server's memory for gradient chunks that come before their turn; None = they wait.
 
     Attributes:
         generation: of the newest membership; 0 before the first.
@@ -55,7 +59,7 @@ class ShardEngine:
         counters: see `statistics`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, queue: QueueLimit | None = None) -> None:
         self.spec: JobSpec | None = None
         self.updater: Updater | None = None
         self.generation = 0
@@ -65,7 +69,7 @@ class ShardEngine:
         self.slices = OwnedSlices()
         self.counters: Counter[str] = Counter()
         self.parameters = ServedParameters(self.slices, self.counters)
-        self.gradients = GradientSums(self.slices, self.counters)
+        self.gradients = GradientSums(self.slices, self.counters, queue)
         self.placement: Placement | None = None
         self._last_committed: Decision | None = None
         # hyperparameters that this step is expected to have, and the update that they make
@@ -374,8 +378,7 @@ class ShardEngine:
         backups and got from primaries, and of slices copied; versions published to subscribers, chunks encoded for them
         and sent; memory by kind (see `shard.core.slices`); generation, step, version and what is missing.
         """
-        memory = ("master_bytes", "accumulator_bytes", "state_bytes", "residual_bytes", "frame_bytes", "shared_bytes")
-        values: Counter[str] = Counter(dict.fromkeys((*memory, *_COUNTERS), 0))
+        values: Counter[str] = Counter(dict.fromkeys((*_MEMORY, *_COUNTERS), 0))
         values.update(self.counters)
         for owned in self.slices.values():
             values.update(owned.memory())
@@ -391,6 +394,15 @@ class ShardEngine:
         return {name: float(value) for name, value in sorted(values.items())}
 
 
+_MEMORY = (
+    "master_bytes",
+    "accumulator_bytes",
+    "queued_bytes",
+    "state_bytes",
+    "residual_bytes",
+    "frame_bytes",
+    "shared_bytes",
+)
 _COUNTERS = (
     "bytes_copied_in",
     "bytes_copied_out",
@@ -414,6 +426,7 @@ _COUNTERS = (
     "published_encodings",
     "published_pulls",
     "pushes",
+    "queued",
     "restores",
     "steps_aborted",
     "steps_committed",

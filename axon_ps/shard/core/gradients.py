@@ -1,7 +1,8 @@
 """The step attempts under way on a shard server, one of all replicas or one of each, and what is summed for them. Pure.
 
 Invariants:
-- Chunks are summed in replica order, whatever the order of arrival, so a step's result does not depend on timing.
+- Chunks are summed in replica order, whatever the order of arrival, so a step's result does not depend on timing. What
+  comes before its turn is queued, as far as there is memory for it, or waits.
 - A chunk of another step than the one under way is never summed: of a decided one it is a duplicate or an abort, of a
   later one it waits.
 
@@ -23,16 +24,21 @@ from dataclasses import dataclass
 
 from axon_ps.compress.compressor import Compressor
 from axon_ps.errors import InvalidRequest, Misuse, SliceMoved, StepAborted
+from axon_ps.shard.core.queued import QueueLimit
 from axon_ps.shard.core.slices import OwnedSlice, OwnedSlices
 from axon_ps.sharding.job import JobSpec
 from axon_ps.types import Array, Decision, DType
+
+PushedAt = tuple[int, int, int, int]
+"""Where a gradient chunk belongs: step, unit, offset in the unit, and replica."""
 
 
 class Push(enum.Enum):
     """What became of a gradient chunk."""
 
     SUMMED = "summed"
-    DUPLICATE = "duplicate"  # it was summed before; acknowledge and drop it
+    QUEUED = "queued"  # it will be summed when its turn comes; acknowledge it
+    DUPLICATE = "duplicate"  # it was summed or queued before; acknowledge and drop it
     WAIT = "wait"  # a replica before it, the decision, or the unit's apply has to come first; ask again
 
 
@@ -58,7 +64,8 @@ class GradientSums:
 
     Args:
         slices: of the model; their accumulators are used.
-        counters: where duplicates and waits are counted.
+        counters: where duplicates, waits and queued chunks are counted.
+        limit: of the memory for chunks that come before their turn; None = there is none, and they wait.
 
     Attributes:
         asynchronous: whether each replica's gradient is a step of its own.
@@ -68,7 +75,7 @@ class GradientSums:
         attempts: by the index of their accumulator: 0 where replicas step together, else the replica's number.
     """
 
-    def __init__(self, slices: OwnedSlices, counters: Counter[str]) -> None:
+    def __init__(self, slices: OwnedSlices, counters: Counter[str], limit: QueueLimit | None = None) -> None:
         self.asynchronous = False
         self.dtype = DType.F32
         self.compressor: Compressor | None = None
@@ -76,6 +83,7 @@ class GradientSums:
         self.attempts = [Attempt()]
         self._slices = slices
         self._counters = counters
+        self._limit = limit or QueueLimit()
         self._generation = 0
 
     def configure(self, spec: JobSpec) -> None:
@@ -106,8 +114,18 @@ class GradientSums:
 
     # ------------------------------------------------------------------ chunks
 
-    def push(self, step: int, unit: int, offset: int, replica: int, dtype: DType, grad: Array | None) -> Push:
-        """Add one replica's gradient chunk to the step's sum, if it is its turn.
+    def push(
+        self,
+        step: int,
+        unit: int,
+        offset: int,
+        replica: int,
+        dtype: DType,
+        grad: Array | None,
+        *,
+        borrowed: bool = False,
+    ) -> Push:
+        """Add one replica's gradient chunk to the step's sum, and those queued behind it, if it is its turn.
 
         Args:
             step: the step attempt it belongs to.
@@ -115,11 +133,13 @@ class GradientSums:
             offset: where the chunk begins in the unit.
             replica: whose gradient.
             dtype: of `grad`.
-            grad: wire[c], u8 when compressed; None when this replica has none for the unit.
+            grad: wire[c], u8 when compressed; None when this replica has none for the unit. It must not change.
+            borrowed: its memory is the caller's, and may change once this has returned.
 
         Raises:
             Misuse: the layout is not known, or the unit is frozen.
-            InvalidRequest: unit, offset, replica, dtype or length is wrong.
+            InvalidRequest: unit, offset, replica, dtype or length is wrong, or `grad` is nothing that a compressor
+                writes.
             SliceMoved: this server is not, or no longer, its primary.
             StepAborted: the step ended without a commit.
         """
@@ -143,20 +163,23 @@ class GradientSums:
                 "primary"
             )
         summed = accumulator.summed[index]
-        if summed > turn:
+        if summed > turn or (index, turn) in accumulator.queued:
             self._counters["duplicates"] += 1
             return Push.DUPLICATE
-        if not owned.accepts(number) or summed < turn:
+        if not owned.accepts(number):
             self._counters["waits"] += 1
             return Push.WAIT
         if turn and accumulator.spoiled:
             return Push.WAIT  # for the generation in which all is summed again
-        last = turn == attempt.replicas - 1
-        if found := accumulator.add(index, grad, last=last):
-            owned.corruptions += found
+        if summed < turn:
+            done = accumulator.queue(index, turn, grad, self._limit, borrowed=borrowed)
+            self._counters["queued" if done else "waits"] += 1
+            return Push.QUEUED if done else Push.WAIT
+        found = accumulator.add(index, grad, last=turn == attempt.replicas - 1)
+        owned.corruptions += found or accumulator.add_queued(index, attempt.replicas)
+        if found:
             return Push.WAIT
-        if last:
-            attempt.missing -= 1
+        attempt.missing -= accumulator.is_complete(index, attempt.replicas)
         return Push.SUMMED
 
     def push_sum(
@@ -247,9 +270,9 @@ class GradientSums:
         number, turn = self._place(replica)
         if not 0 <= number < len(self.attempts) or step != self.attempts[number].step:
             return begin  # `push` decides what becomes of its chunks
-        summed = owned.accumulators[number].summed
-        for (offset, _), replicas in zip(owned.chunks.bounds[first:], summed[first:], strict=True):
-            if replicas <= turn:
+        accumulator = owned.accumulators[number]
+        for index, (offset, _) in enumerate(owned.chunks.bounds[first:], first):
+            if accumulator.summed[index] <= turn and (index, turn) not in accumulator.queued:
                 return offset
         return owned.chunks.end
 
@@ -259,9 +282,11 @@ class GradientSums:
         """The index of the accumulator that a replica's gradients are added to."""
         return self._place(replica)[0]
 
-    def is_last(self, replica: int) -> bool:
-        """Whether a chunk of this replica's may be what a step was waiting for."""
-        return self.asynchronous or replica == self.num_replicas - 1
+    def turn_of(self, unit: int, offset: int, replica: int) -> tuple[OwnedSlice, int, bool]:
+        """(slice, replica whose turn it is, whether all had theirs) at a chunk, where a replica's are added."""
+        owned, number = self._slices.of(unit, offset), self.accumulator_of(replica)
+        turn = owned.accumulators[number].summed[owned.chunks.index_of(offset)]
+        return owned, turn, turn == self.attempts[number].replicas
 
     def complete(self) -> Iterator[tuple[int, int]]:
         """Every attempt that has all its gradients, as (replica, step); replica is 0 where all step together."""

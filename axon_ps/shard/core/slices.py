@@ -8,9 +8,10 @@ each chunk from one thread. Other accumulators may be added to meanwhile.
 
 Note: [Memory of a slice]
     With n elements: master f32[n] and one wire copy of it, frames or mapped. A trainable slice adds the accumulator
-    f32[n] (one per replica where replicas step asynchronously, each from its first gradient on) and the moments f32[n]
-    each; if parameters travel compressed, a residual f32[n] too. While an apply runs there are also the new frames of
-    the unit, until they replace the old ones.
+    f32[n] (one per replica where replicas step asynchronously, each from its first gradient on) and the moments
+    f32[n] each, and while replicas are ahead of others what `shard.core.queued` keeps of theirs; if parameters
+    travel compressed, a residual f32[n] too. While an apply runs there are also the new frames of the unit, until
+    they replace the old ones.
 
     A backup has the same but for the wire copy: it makes frames only when somebody asks for them, or where parameters
     travel compressed, since the residual moves with them.
@@ -142,6 +143,7 @@ class OwnedSlice:
         return {
             "master_bytes": master_bytes,
             "accumulator_bytes": sum(a.nbytes for a in self.accumulators),
+            "queued_bytes": sum(a.queued.nbytes for a in self.accumulators),
             "state_bytes": sum(s.nbytes for s in self.master.state.values()),
             "residual_bytes": 0 if self.wire.residual is None else self.wire.residual.nbytes,
             "frame_bytes": sum(map(len, self.wire.frames)) + sum(map(len, self.speculative.frames)),
@@ -157,6 +159,7 @@ class OwnedSlice:
 
     def set_accumulators(self, count: int) -> None:
         """Have `count` empty accumulators; the memory of those that are too many is freed."""
+        self._clear_queued(count)
         more = count - len(self.accumulators)
         made = [
             Accumulator(self.chunks, self._precision, trainable=self.trainable, allocate=self._allocate)
@@ -167,6 +170,10 @@ class OwnedSlice:
         self.accumulators = self.accumulators[:count] + made
         for accumulator in range(count):
             self.restart(accumulator)
+
+    def _clear_queued(self, first: int) -> None:
+        for accumulator in self.accumulators[first:]:
+            accumulator.queued.clear()
 
     def accepts(self, accumulator: int) -> bool:
         """Whether an accumulator may be added to: it is not being applied."""
@@ -222,6 +229,7 @@ class OwnedSlice:
     def close(self) -> None:
         """Release the mapped memory; workers that have mapped it may go on reading it."""
         self.withdraw()
+        self._clear_queued(0)
         if self.wire.mapped is not None:
             self.wire.mapped.close()
 

@@ -30,7 +30,7 @@ from axon_ps.kernels import digest
 from axon_ps.observe.work import Work
 from axon_ps.rpc.limits import MAX_NEWER
 from axon_ps.shard.core.engine import ShardEngine
-from axon_ps.shard.core.gradients import Push
+from axon_ps.shard.core.gradients import Push, PushedAt
 from axon_ps.shard.core.slices import OwnedSlice
 from axon_ps.shard.server import snapshot
 from axon_ps.shard.server.apply import ApplyPool, ApplyTrace, Pin, VersionPins
@@ -99,7 +99,7 @@ class ModelShell:
     ) -> None:
         self.number = number
         self.name = ""
-        self.engine = ShardEngine()
+        self.engine = ShardEngine(server.queue)
         self._server = server
         self.room = ModelRoom(server)
         self._membership: Membership | None = None
@@ -443,21 +443,21 @@ class ModelShell:
         finally:
             self._pushing.discard(task)
 
-    async def push(self, step: int, unit: int, offset: int, replica: int, dtype: DType, grad: Array | None) -> bool:
-        """Add a gradient chunk when its turn comes; False for a duplicate. See `Gradients.push`."""
-        gradients = self.engine.gradients
-        while (done := gradients.push(step, unit, offset, replica, dtype, grad)) is Push.WAIT:
+    async def push(self, at: PushedAt, dtype: DType, grad: Array | None, *, borrowed: bool = False) -> bool:
+        """Add a gradient chunk when its turn comes, or queue it; False for a duplicate. See `GradientSums.push`."""
+        gradients, (_, unit, offset, replica) = self.engine.gradients, at
+        while (done := gradients.push(*at, dtype, grad, borrowed=borrowed)) is Push.WAIT:
             self.corruptions.report(self.engine.slices.of(unit, offset))
             await self._waiters.wait(unit, offset, replica)
-        if done is Push.DUPLICATE:
-            return False
-        self._waiters.wake_turn(unit, offset, replica + 1)
-        if gradients.is_last(replica):
-            if self._forwarding is not None:
-                owned = self.engine.slices.of(unit, offset)
+        if done is Push.SUMMED:
+            owned, turn, complete = gradients.turn_of(unit, offset, replica)
+            self._waiters.wake_turn(unit, offset, turn)
+            self.corruptions.report(owned)
+            if complete and self._forwarding is not None:
                 self._forwarding.completed(owned, owned.chunks.index_of(offset), gradients.accumulator_of(replica))
-            self._report_ready()
-        return True
+            if complete:
+                self._report_ready()
+        return done is not Push.DUPLICATE
 
     async def push_sum(self, header: Chunk, total: Array | None, placement: int) -> bool:
         """Take a chunk of a sum from the primary; False for a duplicate, or one that is of no use any more.
@@ -488,7 +488,7 @@ class ModelShell:
         chunks = self.engine.slices.of(unit, offset).chunks
         first, last = chunks.range_of(offset, offset + numel)
         dtype = self.engine.gradients.dtype
-        return sum([await self.push(step, unit, begin, replica, dtype, None) for begin, _ in chunks.bounds[first:last]])
+        return sum([await self.push((step, unit, at, replica), dtype, None) for at, _ in chunks.bounds[first:last]])
 
     async def available(self, unit: int, begin: int, epoch: int, min_version: int, generation: int) -> None:
         """Wait until the slice with an element can be served at `min_version` of `epoch` or later.

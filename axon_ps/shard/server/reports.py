@@ -10,6 +10,7 @@ from axon_ps.coordinator.core.events import Copied, Corrupted, Ready, SnapshotFi
 from axon_ps.errors import AxonError
 from axon_ps.observe.tracing.tracer import Tracer
 from axon_ps.observe.work import Work
+from axon_ps.shard.core.queued import QueueLimit
 from axon_ps.shard.server.links import Links
 from axon_ps.shard.server.room import Room
 
@@ -53,12 +54,14 @@ class ServerShell(Protocol):
         links: the way to the other shard servers; None where there are none.
         tracer: the spans of this process.
         room: the memory that it has.
+        queue: of it, for gradients that come before their turn.
     """
 
     reports: Reports | None
     links: Links | None
     tracer: Tracer
     room: Room
+    queue: QueueLimit
 
     def start(self, coroutine: Coroutine[Any, Any, None]) -> None:
         """Run something; if it raises, the server ends."""

@@ -8,7 +8,7 @@ import socket
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 from axon_ps.compress import registry as compressors
 from axon_ps.coordinator.client.session import CoordinatorClient
@@ -26,6 +26,7 @@ from axon_ps.rpc.metrics import metrics
 from axon_ps.rpc.security import Security
 from axon_ps.rpc.server import Server, listen
 from axon_ps.rpc.service import service_handler
+from axon_ps.shard.core.queued import QueueLimit
 from axon_ps.shard.server.departure import hand_over
 from axon_ps.shard.server.job_watch import JobWatch
 from axon_ps.shard.server.links import Links
@@ -35,6 +36,9 @@ from axon_ps.shard.server.servicer import ShardServicer
 from axon_ps.shard.server.shell import ShardShell
 from axon_ps.types import Role
 from axon_ps.wire.v1 import shard_pb2
+
+QUEUE_FRACTION: Final = 8
+"""The memory that could be had, over what gradients that come before their turn may take of it by default."""
 
 _logger = logging.getLogger(__name__)
 _SERVICE = shard_pb2.DESCRIPTOR.services_by_name["Shard"]
@@ -64,6 +68,8 @@ class ShardConfig:
         drain_s: how long others may take to get what this server holds when it is asked to stop; 0 = it just leaves.
         tracing: which steps are traced.
         memory_bytes: what this process may have in all; 0 = what the machine and its control groups let it have.
+        queue_bytes: of it, for gradients that come before their turn (see `shard.core.queued`); 0 = none, and they
+            wait; None = an eighth of what could be had when it began.
     """
 
     coordinator: str
@@ -84,6 +90,7 @@ class ShardConfig:
     drain_s: float = 0.0
     tracing: TracePolicy = NO_TRACES
     memory_bytes: int = 0
+    queue_bytes: int | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "security", self.security.acting(Principal.SHARD, self.job))
@@ -109,7 +116,9 @@ async def serve(
         AxonError: the session ended for good, or this server's parameters can no longer be right.
     """
     retain_message_memory()
-    shell, watch = ShardShell(config.job, config.threads, config.limits, Room(config.memory_bytes)), JobWatch()
+    room = Room(config.memory_bytes)
+    queue = QueueLimit(room.free_bytes() // QUEUE_FRACTION if config.queue_bytes is None else config.queue_bytes)
+    shell, watch = ShardShell(config.job, config.threads, config.limits, room, queue), JobWatch()
     servicer = ShardServicer(shell)
     handler = service_handler(_SERVICE, servicer)
     bulk_port = None if _is_behind_another(config) else config.bulk_port

@@ -181,7 +181,7 @@ class ShardServicer:
                     leased = header.HasField("lease")
                     for one in self._leased_payloads(engine, member, header, span) if leased else (payload,):
                         dtype, grad = _gradient(engine, header, one)
-                        summed += await shell.push(step, unit, header.offset, replica, dtype, grad)
+                        summed += await shell.push((step, unit, header.offset, replica), dtype, grad, borrowed=leased)
                 message = None
         return shard_pb2.ReduceScatterReply(step=step, chunks=summed)
 

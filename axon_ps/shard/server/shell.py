@@ -35,6 +35,7 @@ from axon_ps.observe.tracing.tracer import Tracer
 from axon_ps.observe.work import Work, process_measures, to_measures
 from axon_ps.rpc.limits import FENCE_S, MAX_NEWER
 from axon_ps.shard.core.engine import ShardEngine
+from axon_ps.shard.core.queued import QueueLimit
 from axon_ps.shard.same_host.access import SameHostCallers
 from axon_ps.shard.same_host.mapped_units import sum_memory
 from axon_ps.shard.server.apply import Pin
@@ -70,6 +71,7 @@ class ShardShell:
         threads: for applying, a model; None = one per core this process may use.
         limits: what subscribers get; None = the default.
         room: the memory that it has; None = what the machine lets it have.
+        queue: of it, for gradients that come before their turn; None = none, and they wait.
 
     Attributes:
         pacer: decides when subscribers get what they pull.
@@ -88,6 +90,7 @@ class ShardShell:
         threads: int | None = None,
         limits: SubscriberLimits | None = None,
         room: Room | None = None,
+        queue: QueueLimit | None = None,
     ) -> None:
         self.job = job
         self.pacer = Pacer(limits or SubscriberLimits())
@@ -99,6 +102,7 @@ class ShardShell:
         self.same_host = SameHostCallers()
         self.tracer = Tracer()
         self.room = room or Room()
+        self.queue = queue or QueueLimit()
         self._threads = threads
         self._generation = 0
         self._membership: Membership | None = None

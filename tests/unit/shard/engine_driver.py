@@ -9,6 +9,7 @@ import numpy as np
 from axon_ps.compress import cast
 from axon_ps.shard.core.engine import ShardEngine
 from axon_ps.shard.core.gradients import Push
+from axon_ps.shard.core.queued import QueueLimit
 from axon_ps.shard.core.slices import OwnedSlice
 from axon_ps.sharding.job import JobSpec
 from axon_ps.sharding.layout import Layout, build_unit
@@ -59,11 +60,18 @@ class Servers:
     """All shard servers of a job."""
 
     def __init__(
-        self, spec: JobSpec, num_servers: int = 1, *, replicas: int = 1, optimizer: OptimizerSpec | None = None
+        self,
+        spec: JobSpec,
+        num_servers: int = 1,
+        *,
+        replicas: int = 1,
+        optimizer: OptimizerSpec | None = None,
+        queue_bytes: int = 0,
     ) -> None:
         self.spec = spec
         self.plan = spec.plan(num_servers)
-        self.engines = [ShardEngine() for _ in range(num_servers)]
+        self.queues = [QueueLimit(queue_bytes) for _ in range(num_servers)]
+        self.engines = [ShardEngine(queue) for queue in self.queues]
         for rank, engine in enumerate(self.engines):
             engine.configure(spec, rank, num_servers)
             engine.set_optimizer(optimizer or one_group(spec.layout, lr=0.1))

@@ -39,7 +39,8 @@ def test_every_interleaving_gives_the_same_bits(data: st.DataObject) -> None:
     dtype = data.draw(st.sampled_from([DType.F32, DType.BF16, DType.F16]), "dtype")
     layout = layout_of(*units)
     spec = job_of(layout, chunk_numel=data.draw(st.integers(1, 64), "chunk_numel"), grad=dtype)
-    servers = Servers(spec, data.draw(st.integers(1, 3), "servers"), replicas=replicas)
+    queue_bytes = data.draw(st.sampled_from([0, 100, 1 << 20]), "queue_bytes")
+    servers = Servers(spec, data.draw(st.integers(1, 3), "servers"), replicas=replicas, queue_bytes=queue_bytes)
     servers.upload([np.zeros(u.numel, np.float32) for u in layout.units])
     grads = gradients([u.numel for u in layout.units], replicas, seed=7)
     if dtype is DType.F16:
@@ -62,16 +63,20 @@ def test_every_interleaving_gives_the_same_bits(data: st.DataObject) -> None:
         wire = cast_to(grads[replica][unit], dtype)[begin:end]
         owned = engine.slices.of(unit, begin)
         before = owned.accumulators[0].summed[owned.chunks.index_of(begin)]
+        queue = servers.queues[server]
+        fits = 0 < queue.queued_bytes + wire.nbytes <= queue_bytes
         done = engine.gradients.push(1, unit, begin, replica, dtype, wire)
-        assert done is (Push.SUMMED if before == replica else Push.WAIT)
-        if done is Push.SUMMED:
+        assert done is (Push.SUMMED if before == replica else Push.QUEUED if fits else Push.WAIT)
+        if done is not Push.WAIT:
             if random.random() < 0.3:
                 assert engine.gradients.push(1, unit, begin, replica, dtype, wire) is Push.DUPLICATE
+                assert engine.gradients.resume_offset(1, unit, begin, replica) == end
             chunks.pop(0)
             if not chunks:
                 streams.remove(stream)
         elif random.random() < 0.5:
             assert engine.gradients.resume_offset(1, unit, begin, replica) == begin
+    assert [queue.queued_bytes for queue in servers.queues] == [0] * len(servers.queues)
 
     total = 0.0
     for unit in range(len(units)):
