@@ -66,9 +66,9 @@ Place = Loopback | Network
 
 @contextmanager
 def axon_cluster(
-    place: Place, servers: Sequence[str], *, workers: int, replication: int = 1
+    place: Place, servers: Sequence[str], *, workers: int, replication: int = 1, shard: Sequence[str] = ()
 ) -> Iterator[tuple[list[subprocess.Popen[Any]], str]]:
-    """A coordinator, on the first host of `servers`, and a shard server on each; yields them and its address."""
+    """A coordinator on the first of `servers`, shard servers (options: `shard`) on all; yields them and its address."""
     port = free_port()
     coordinator = f"{place.address(servers[0])}:{port}"
     listen = ["--insecure", "--log-level", "warning", "--host"]
@@ -78,7 +78,7 @@ def axon_cluster(
     processes = [place.popen(servers[0], command)]
     for host in servers:
         who = ["--node", place.node(host), "--coordinator", coordinator, "--port", "0"]
-        processes.append(place.popen(host, [*CLI, "shard", *who, *listen, place.address(host)]))
+        processes.append(place.popen(host, [*CLI, "shard", *shard, *who, *listen, place.address(host)]))
     try:
         yield processes, coordinator
     finally:

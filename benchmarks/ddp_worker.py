@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from step_worker import ResidualMLP, Side, Step, serve, void
+from step_worker import Batches, ResidualMLP, Side, Step, serve, void
 
 
 def gloo(options: argparse.Namespace) -> Side:
@@ -44,9 +44,10 @@ def stepper(model: torch.nn.Module, options: argparse.Namespace) -> Step:
     """Forward, backward and a local optimizer's step."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr, fused=True)
 
-    def step(x: Tensor, target: Tensor) -> Tensor:
-        loss = F.cross_entropy(model(x), target)
-        loss.backward()
+    def step(batches: Batches) -> Tensor:
+        for x, target, _ in batches:
+            loss = F.cross_entropy(model(x), target)
+            loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         return loss.detach()
@@ -65,6 +66,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--warmup", type=int, default=2)
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--lr", type=float, default=1e-4)
+    parser.set_defaults(micro=1, spread=1.0, device_s=0.0)
     return parser.parse_args()
 
 

@@ -10,15 +10,17 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import os
 import statistics
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from random import Random
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -26,15 +28,20 @@ from torch import Tensor, nn
 
 CLASSES = 64
 STRATEGIES = ("full_shard", "shard_grad_op", "hybrid_shard")
-Step = Callable[[Tensor, Tensor], Tensor]
+Batches = Iterator[tuple[Tensor, Tensor, bool]]
+"""Micro-batches of a step: input, target, whether it is the last."""
+Step = Callable[[Batches], Tensor]
 
 
 class Device(torch.autograd.Function):
     """An emulated accelerator: the thread waits, using no processor, in forward and twice as long in backward."""
 
+    length: ClassVar[float] = 1.0
+    """Of this micro-batch's sequences, where the mean is 1: its time is in proportion to it."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, seconds: float) -> Tensor:
-        ctx.seconds = seconds
+        ctx.seconds = seconds = seconds * Device.length
         time.sleep(seconds)
         return x.view_as(x)
 
@@ -83,7 +90,7 @@ class Side:
 
     rank: int
     world_size: int
-    step: Step  # forward, backward, optimizer step; returns the loss
+    step: Step  # forward and backward of every micro-batch, optimizer step; returns the last loss
     barrier: Callable[[], None]
     close: Callable[[], None]
     trace: Any = None  # a step_trace.Trace, on the side axon if asked for
@@ -110,9 +117,11 @@ def fsdp2(options: argparse.Namespace) -> Side:
     fully_shard(model, mesh=mesh, mp_policy=policy)
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr, fused=True)
 
-    def step(x: Tensor, target: Tensor) -> Tensor:
-        loss = F.cross_entropy(model(x).float(), target)
-        loss.backward()
+    def step(batches: Batches) -> Tensor:
+        for x, target, is_last in batches:
+            model.set_requires_gradient_sync(is_last)  # type: ignore[operator]  # of `fully_shard`
+            loss = F.cross_entropy(model(x).float(), target)
+            loss.backward()
         if options.clip:
             nn.utils.clip_grad_norm_(model.parameters(), options.clip)
         optimizer.step()
@@ -146,9 +155,11 @@ def axon(options: argparse.Namespace) -> Side:
     if options.device_s:
         go_first()
 
-    def step(x: Tensor, target: Tensor) -> Tensor:
-        loss = F.cross_entropy(model(x).float(), target)
-        loss.backward()
+    def step(batches: Batches) -> Tensor:
+        for x, target, is_last in batches:
+            with contextlib.nullcontext() if is_last else model.no_sync():
+                loss = F.cross_entropy(model(x).float(), target)
+                loss.backward()
         if options.clip:
             model.clip_grad_norm(options.clip)
         if not optimizer.step().committed:
@@ -172,6 +183,23 @@ def ask(side: Side, word: str) -> None:
     side.barrier()
 
 
+def lengths_of(rank: int, step: int, options: argparse.Namespace) -> list[float]:
+    """The lengths of a rank's sequences in a step, one a micro-batch: log-uniform over `spread`, with a mean of 1."""
+    if options.spread == 1.0:
+        return [1.0] * options.micro
+    mean = (options.spread - 1.0) / math.log(options.spread)
+    random = Random(f"{rank} {step}")
+    return [options.spread ** random.random() / mean for _ in range(options.micro)]
+
+
+def batches(data: torch.Generator, lengths: list[float], options: argparse.Namespace) -> Batches:
+    """The micro-batches of a step, whose sequences have these lengths for the emulated accelerator."""
+    for number, length in enumerate(lengths, 1):
+        Device.length = length
+        x = torch.randn(options.tokens, options.width, generator=data)
+        yield x, torch.randint(CLASSES, (options.tokens,), generator=data), number == len(lengths)
+
+
 def run(side: Side, options: argparse.Namespace) -> dict[str, Any]:
     """Warm up, then time the steps."""
     data = torch.Generator().manual_seed(1000 + side.rank)
@@ -181,9 +209,8 @@ def run(side: Side, options: argparse.Namespace) -> dict[str, Any]:
         if number == 0:
             ask(side, "READY")
             begin_s = last_s = time.perf_counter()
-        x = torch.randn(options.tokens, options.width, generator=data)
-        target = torch.randint(CLASSES, (options.tokens,), generator=data)
-        loss = side.step(x, target)
+        lengths = lengths_of(side.rank, number, options)
+        loss = side.step(batches(data, lengths, options))
         if number >= 0:
             now_s = time.perf_counter()
             times_s.append(now_s - last_s)
@@ -204,6 +231,7 @@ def run(side: Side, options: argparse.Namespace) -> dict[str, Any]:
         "mean_s": whole_s / options.steps,
         "times_s": [round(t, 4) for t in times_s],
         "losses": losses,
+        "device_s": [options.device_s * sum(lengths_of(side.rank, n, options)) for n in range(options.steps)],
     }
 
 
@@ -236,6 +264,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--lr", type=float, default=1e-4)
     parser.add_argument("--clip", type=float, default=0.0)
     parser.add_argument("--device-s", type=float, default=0.0, help="seconds a step that an emulated accelerator takes")
+    parser.add_argument("--micro", type=int, default=1, help="micro-batches of a step")
+    parser.add_argument("--spread", type=float, default=1.0, help="the longest sequence over the shortest one")
     parser.add_argument("--trace", type=Path, help="side axon: write rank 0's spans here")
     return parser.parse_args()
 

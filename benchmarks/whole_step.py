@@ -78,6 +78,7 @@ class Figures:
     server_rss_mib: float = 0.0
     moved_mib: float = 0.0
     losses: list[float] = field(default_factory=list)
+    slowest_s: list[float] = field(default_factory=list)
     trace: dict[str, float] = field(default_factory=dict)
 
     @property
@@ -148,7 +149,16 @@ def go_on(worker: subprocess.Popen[str]) -> None:
     worker.stdin.flush()
 
 
-def one_run(place: Place, team: Team, command: Sequence[str], steps: int, into: Figures, *, replication: int) -> None:
+def one_run(
+    place: Place,
+    team: Team,
+    command: Sequence[str],
+    steps: int,
+    into: Figures,
+    *,
+    replication: int,
+    shard: Sequence[str] = (),
+) -> None:
     """Run one side's worker command for the whole team once, with a cluster unless `replication` is 0."""
     environment = os.environ | {
         "OMP_NUM_THREADS": "1",
@@ -161,7 +171,8 @@ def one_run(place: Place, team: Team, command: Sequence[str], steps: int, into: 
         "PYTHONUNBUFFERED": "1",
     }
     if replication:
-        with axon_cluster(place, team.servers, workers=team.size, replication=replication) as (servers, coordinator):
+        cluster = axon_cluster(place, team.servers, workers=team.size, replication=replication, shard=shard)
+        with cluster as (servers, coordinator):
             measure(place, team, command, steps, environment | {"AXON_PS_COORDINATOR": coordinator}, servers, into)
     else:
         measure(place, team, command, steps, environment, [], into)
@@ -194,6 +205,7 @@ def measure(
         results.append(json.loads(output.strip().splitlines()[-1]))
     into.times_s += results[0]["times_s"]
     into.losses = results[0]["losses"]
+    into.slowest_s += [max(own) for own in zip(*(result["device_s"] for result in results), strict=True)]
     into.trace = results[0].get("trace", {})
     into.cpu_s.append((after.cpu_s - before.cpu_s) / steps)
     into.worker_mib = after.per_step(before, steps, team.hosts)
