@@ -22,6 +22,8 @@ FAILOVER_ARGS ?=
 COMPOSE_ARGS ?=
 FUZZ_ARGS ?=
 CHAOS_ARGS ?=
+# without it, each of the hundreds of processes of a test run would compile the package anew, 0.4 s of a processor
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: help setup demo test house gpu soak simulate simulate-record planted fuzz pages faults faults-sample flips all-killed failover chaos loaders launchers subscribers observability integrations compose rolling-update dist torch-suite torch-range check lint audit locks format proto proto-drift bench docs clean
 
