@@ -18,6 +18,7 @@ from axon_ps.rpc.security import Security
 from axon_ps.rpc.server import Server
 from axon_ps.rpc.service import Stub, service_handler
 from axon_ps.shard.client.client import ShardGroup
+from axon_ps.shard.core.queued import QueueLimit
 from axon_ps.shard.server.links import Links
 from axon_ps.shard.server.servicer import ShardServicer
 from axon_ps.shard.server.shell import ShardShell
@@ -186,14 +187,20 @@ class Job:
 
 @contextlib.asynccontextmanager
 async def job(
-    spec: JobSpec, *, servers: int = 1, workers: int = 1, replication: int = 1, optimizer: OptimizerSpec | None = None
+    spec: JobSpec,
+    *,
+    servers: int = 1,
+    workers: int = 1,
+    replication: int = 1,
+    optimizer: OptimizerSpec | None = None,
+    queue_bytes: int = 0,
 ) -> AsyncIterator[Job]:
     """A running job, configured, with no values yet."""
     made = Job(spec, workers)
     placement = placements.place(spec.plan(servers), [placements.Server(rank) for rank in range(servers)], replication)
     try:
         for rank in range(servers):
-            shell = ShardShell("j", threads=2)
+            shell = ShardShell("j", threads=2, queue=QueueLimit(queue_bytes))
             made.shells.append(shell)
             reports = FakeReports(rank, replicated=replication > 1)
             made.reports.append(reports)

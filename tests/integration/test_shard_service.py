@@ -284,6 +284,34 @@ def test_a_replica_waits_for_its_turn_without_blocking_others() -> None:
     run(scenario())
 
 
+@pytest.mark.parametrize("replication", [1, 2])
+def test_a_replica_that_is_ahead_is_done_before_the_others_come(replication: int) -> None:
+    """It may use its buffer for something else then; sums go to the backups when they are complete."""
+
+    async def scenario() -> None:
+        async with job(SPEC, servers=2, workers=3, replication=replication, queue_bytes=1 << 20) as j:
+            await j.upload(FIRST)
+            for rank in (2, 1):
+                grad = shared(GRADS[rank - 1][0])
+                await j.push(rank, 0, grad)
+                await j.push(rank, 1, GRADS[rank - 1][1])
+                grad[:] = 0.0
+            queued = 2 * sum(g.nbytes for g in GRADS[0])
+            assert j.statistics("queued_bytes") == sum(shell.queue.queued_bytes for shell in j.shells) == queued
+            assert j.statistics("waits") == 0
+            assert not any(reports.ready_for for reports in j.reports)
+            for unit in (0, 1):
+                await j.push(0, unit, GRADS[0][unit])
+            await until(lambda: all(reports.ready_for for reports in j.reports))
+            assert j.statistics("queued_bytes") == 0
+            j.commit()
+            for unit in (0, 1):
+                total = GRADS[0][unit] + GRADS[0][unit] + GRADS[1][unit]
+                assert (await j.gather(0, unit, min_version=1))[1].tobytes() == (FIRST[unit] - total).tobytes()
+
+    run(scenario())
+
+
 def test_a_gather_waits_for_its_version_and_is_served_unit_by_unit() -> None:
     async def scenario() -> None:
         async with job(SPEC, servers=2) as j:
