@@ -256,6 +256,6 @@ CALLS: Final[dict[str, Callable[[SmallJob], Any]]] = {
     "kv_add": lambda job: job.world.kv_add("n", 1),
     "agree": lambda job: job.world.agree("x", 1),
     "barrier": lambda job: job.world.barrier(timeout_s=TIMEOUT_S),
-    "statistics": lambda job: job.world.server_statistics(0),
+    "statistics": lambda job: job.world.server_statistics(0, TIMEOUT_S),
     "status": _status,
 }
