@@ -6,7 +6,8 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 PROTOS := $(wildcard protos/axon_ps/wire/v1/*.proto)
 PROTOC := $(BIN)/python -m grpc_tools.protoc -Iprotos
-TEST_PROCESSES ?= 2
+# one more than the two cores that everything is made to run on, since tests wait now and then
+TEST_PROCESSES ?= 3
 TORCH_VERSIONS ?= 2.11 2.15
 PYTEST_ARGS ?=
 DEMO_ARGS ?=
@@ -24,6 +25,8 @@ FUZZ_ARGS ?=
 CHAOS_ARGS ?=
 # without it, each of the hundreds of processes of a test run would compile the package anew, 0.4 s of a processor
 export PYTHONDONTWRITEBYTECODE :=
+# nor do they multiply matrices with numpy, whose threads spin for 0.1 s when it is imported
+test pages faults-sample: export OPENBLAS_NUM_THREADS := 1
 
 .PHONY: help setup demo test house gpu soak simulate simulate-record planted fuzz pages faults faults-sample flips all-killed failover chaos loaders launchers subscribers observability integrations compose rolling-update dist torch-suite torch-range check lint audit locks format proto proto-drift bench docs clean
 
