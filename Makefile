@@ -6,8 +6,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 PROTOS := $(wildcard protos/axon_ps/wire/v1/*.proto)
 PROTOC := $(BIN)/python -m grpc_tools.protoc -Iprotos
-# one more than the two cores that everything is made to run on, since tests wait now and then
-TEST_PROCESSES ?= 3
+TEST_PROCESSES ?= 2
 TORCH_VERSIONS ?= 2.11 2.15
 PYTEST_ARGS ?=
 DEMO_ARGS ?=
