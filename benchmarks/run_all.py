@@ -17,6 +17,7 @@ BENCHMARKS = (
     "collectives_netns",
     "whole_step",
     "whole_step --one-host",
+    "unequal",
     "overlap",
     "ddp",
     "pipeline",
