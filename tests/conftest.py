@@ -33,6 +33,11 @@ hypothesis.settings.register_profile("no test asserts a time", deadline=None)
 hypothesis.settings.load_profile("no test asserts a time")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The simulation goes first: a file has one process, and one that takes minutes must not be the last to begin."""
+    items.sort(key=lambda item: "simulation" not in item.path.parts)
+
+
 def pytest_collection_finish() -> None:
     """No collection of garbage visits what was imported and collected: that took 0.6 s in every fifteenth test."""
     gc.collect()
