@@ -174,13 +174,18 @@ def warm_up(dtype: DType) -> None:
     encode(acc, wire, dtype)
     decode(wire, acc, dtype)
     round_in_place(acc, dtype)
-    for chunk in (wire, _received(dtype, offset=0), _received(dtype, offset=1)):
+    for chunk in examples(dtype):
         digests = np.zeros((2, 0), np.uint64)
         accumulate(acc, chunk, dtype, True)
         accumulate(acc, chunk, dtype, True, digests)
         accumulate_last(acc, chunk, dtype, True, digests)
         accumulate_last(acc, chunk, dtype, True, digests, rounds=True)
     sum_of_squares(acc)
+
+
+def examples(dtype: DType) -> tuple[Array, ...]:
+    """Empty chunks of every kind that loops are compiled for: our own, and received ones, aligned and not."""
+    return np.empty(0, dtype.numpy), _received(dtype, offset=0), _received(dtype, offset=1)
 
 
 def _received(dtype: DType, offset: int) -> Array:

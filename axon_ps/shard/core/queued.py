@@ -13,8 +13,9 @@ Note: [Chunks that are ahead]
 
 from __future__ import annotations
 
+from axon_ps.compress import cast
 from axon_ps.kernels.digest import digest
-from axon_ps.types import Array
+from axon_ps.types import Array, DType
 
 
 class QueueLimit:
@@ -84,6 +85,12 @@ class QueuedChunks:
         """Keep nothing."""
         self._limit.queued_bytes -= self.nbytes
         self._chunks.clear()
+
+
+def warm_up(dtype: DType) -> None:
+    """Compile what looks at chunks of `dtype`. Any thread."""
+    for chunk in cast.examples(dtype):
+        _digest(chunk)
 
 
 def _nbytes(grad: Array | None) -> int:

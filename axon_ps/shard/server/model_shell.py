@@ -29,6 +29,7 @@ from axon_ps.host.priority import Throttle
 from axon_ps.kernels import digest
 from axon_ps.observe.work import Work
 from axon_ps.rpc.limits import MAX_NEWER
+from axon_ps.shard.core import queued
 from axon_ps.shard.core.engine import ShardEngine
 from axon_ps.shard.core.gradients import Push, PushedAt
 from axon_ps.shard.core.slices import OwnedSlice
@@ -56,6 +57,7 @@ def warm_up(spec: JobSpec) -> None:
     for dtype in (precision.param, precision.grad):
         cast.warm_up(dtype)
     digest.warm_up()
+    queued.warm_up(precision.grad if precision.grad_compression is None else DType.U8)
     for compression in (precision.param_compression, precision.grad_compression):
         if compression is not None:
             compression.warm_up()

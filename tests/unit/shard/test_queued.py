@@ -5,9 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from axon_ps.compress import cast
 from axon_ps.compress.int8 import Int8
 from axon_ps.compress.top_k import TopK
 from axon_ps.errors import InvalidRequest
+from axon_ps.kernels import digest
+from axon_ps.shard.core import queued
 from axon_ps.shard.core.digests import GRADIENT, Corruption
 from axon_ps.shard.core.gradients import Push
 from axon_ps.sharding.job import JobSpec
@@ -131,6 +134,18 @@ def test_a_bit_that_changes_while_it_is_queued_is_found_when_it_is_added() -> No
         push(made, replica, 0)
         push(made, replica, 2 * CHUNK)
     assert engine.gradients.ready() is None
+
+
+@pytest.mark.parametrize("dtype", [DType.F32, DType.BF16, DType.U8])
+def test_nothing_is_compiled_when_a_chunk_is_queued(dtype: DType) -> None:
+    queued.warm_up(dtype)
+    before = set(digest._sum.signatures)
+    for chunk in cast.examples(dtype):
+        for borrowed in (False, True):
+            kept = queued.QueuedChunks()
+            assert kept.put(0, 1, chunk, queued.QueueLimit(1), borrowed=borrowed)
+            assert kept.take(0, 1)[1]
+    assert set(digest._sum.signatures) == before
 
 
 def compressed(compressor: Int8 | TopK) -> Servers:
