@@ -16,6 +16,7 @@ from axon_ps.host.children import Child, wait_for_any
 from axon_ps.storage import manifest
 from axon_ps.testing.faults import FaultyCluster, Hit, Moment
 from axon_ps.testing.faults.cluster import MODULES as SERVICE_MODULES
+from axon_ps.testing.faults.proxy import ProxiesStalled
 from axon_ps.testing.workers import WorkerProcess
 from fault_grid import DISTURBANCES, LEASE_S, PATIENCE_S, STOPS_S, Cell, Fault, Target
 from fault_model import Attempt, Values, attempts_in, expected, train
@@ -70,8 +71,12 @@ def run(cell: Cell) -> Outcome:
     outcome = Outcome(name=cell.name)
     try:
         with _cluster(cell) as cluster:
-            Scene(cell, cluster, outcome).play()
-            outcome.stalled_s = round(cluster.take_stall(), 2)
+            try:
+                Scene(cell, cluster, outcome).play()
+            except ProxiesStalled as error:
+                outcome.problems.append(f"hang: {error}")
+            finally:
+                outcome.stalled_s = round(cluster.take_stall(), 2)
             if outcome.problems:
                 raise AxonError("; ".join(outcome.problems))
     except Exception as error:

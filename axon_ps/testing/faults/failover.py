@@ -34,7 +34,7 @@ class FailoverCluster(LocalCluster):
     def __init__(self, shards: int, world_size: int, *, lease_s: float, etcd_members: int = 3) -> None:
         super().__init__(shards, world_size, lease_s=lease_s, coordinators=COORDINATORS)
         self.etcd = LocalEtcd(etcd_members)
-        self._proxies = Proxies(lambda: ())
+        self._proxies = Proxies()
         self._to_etcd: list[list[TcpProxy]] = []
         self._to_coordinators: list[TcpProxy] = []
 

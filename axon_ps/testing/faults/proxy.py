@@ -4,7 +4,7 @@ All proxies of a test run on one event loop in one thread (`Proxies`). Each dire
 task and written by another, with a bounded queue between them, so that bytes can be delayed without being lost: a
 connection keeps TCP's guarantees while it lives.
 
-The client of a connection is determined when a disturbance needs it: the process that owns its port, by `/proc`.
+Which connections are a process's is determined when a disturbance needs it: those of its ports, by `/proc`.
 """
 
 from __future__ import annotations
@@ -16,11 +16,13 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Collection, Coroutine, Iterator
+from collections.abc import Collection, Coroutine, Iterator
 from dataclasses import dataclass
 from enum import Enum
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
+
+Returned = TypeVar("Returned")
 
 _READ_BYTES = 1 << 16
 _QUEUED = 256  # reads of a direction that wait to be written
@@ -28,6 +30,10 @@ _CALL_S = 10.0
 _TICK_S = 0.05
 _LISTENS = "0A"  # the state of a socket in /proc/net/tcp
 _ABORT = struct.pack("ii", 1, 0)  # SO_LINGER: close with a reset
+
+
+class ProxiesStalled(Exception):
+    """The thread of the proxies did not run, so that nothing was forwarded: the fault of the test or its machine."""
 
 
 class Kind(Enum):
@@ -63,12 +69,35 @@ class Disturbance:
         return 2 * self.seconds if self.kind is Kind.DELAY else self.seconds
 
 
+class _Clients:
+    """The processes whose connections are disturbed, also those that they open meanwhile.
+
+    Their files are read once, and once for each later connection: to do it for each piece of data could keep the
+    thread of all proxies busy for many seconds.
+    """
+
+    def __init__(self, processes: Collection[int]) -> None:
+        self._processes = processes
+        self._ports: set[int] = set()
+        self._look()
+
+    def _look(self) -> None:
+        self._looked = time.monotonic()
+        self._ports |= ports_of(self._processes)  # a port that was closed stays: its last bytes may be on their way
+
+    def have(self, connection: _Connection) -> bool:
+        """Whether the client of a connection is one of them."""
+        if connection.opened >= self._looked:
+            self._look()
+        return connection.port in self._ports
+
+
 @dataclass(eq=False)
 class _Rule:
     """A current disturbance of one proxy."""
 
     what: Disturbance
-    clients: Collection[int] | None
+    clients: _Clients | None
     began: float
 
     def due(self, read_at: float) -> float:
@@ -93,19 +122,13 @@ class _Connection:
     def __init__(self, proxy: TcpProxy, client: socket.socket, server: socket.socket) -> None:
         self.proxy = proxy
         self.client, self.server = client, server
-        self._port = int(client.getpeername()[1])
-        self._pid = -1
+        self.port = int(client.getpeername()[1])
+        self.opened = time.monotonic()
         self._cut = False
         self._reset = False
         self._up: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue(_QUEUED)
         self._down: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue(_QUEUED)
         self._tasks: list[asyncio.Task[None]] = []
-
-    def matches(self, clients: Collection[int] | None) -> bool:
-        """Whether its client is one of these processes; None = any."""
-        if clients is not None and self._pid < 0:
-            self._pid = owner_of(self._port, self.proxy.processes())
-        return clients is None or self._pid in clients
 
     async def run(self) -> None:
         """Pass bytes until both directions have ended, or one is broken."""
@@ -175,18 +198,11 @@ class TcpProxy:
     Attributes:
         address: "host:port" where clients connect.
         upstream: (host, port) of the server; may be changed. None = there is none: clients are refused.
-        processes: returns the ids of all processes that may be clients.
     """
 
-    def __init__(
-        self,
-        loop: asyncio.AbstractEventLoop,
-        upstream: tuple[str, int] | None,
-        processes: Callable[[], Collection[int]],
-    ) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, upstream: tuple[str, int] | None) -> None:
         self._loop = loop
         self.upstream = upstream
-        self.processes = processes
         self._listener = socket.create_server(("127.0.0.1", 0), backlog=64)
         self._listener.setblocking(False)
         self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
@@ -200,8 +216,11 @@ class TcpProxy:
         Args:
             what: the disturbance.
             clients: process ids of the clients whose connections are disturbed; None = all.
+
+        Raises:
+            ProxiesStalled: their thread did not run.
         """
-        self._call(self._disturb(what, clients))
+        _run(self._loop, self._disturb(what, None if clients is None else _Clients(clients)))
 
     @property
     def connections(self) -> int:
@@ -241,15 +260,15 @@ class TcpProxy:
         """When bytes that were read from a connection may be written."""
         due = read_at
         for rule in self._rules:
-            if connection.matches(rule.clients):
+            if _matches(rule.clients, connection):
                 due = max(due, rule.due(read_at))
         return due
 
     def pause_s(self, connection: _Connection, count: int) -> float:
         """How long a connection is busy with so many bytes."""
-        return max((r.pause_s(count) for r in self._rules if connection.matches(r.clients)), default=0.0)
+        return max((r.pause_s(count) for r in self._rules if _matches(r.clients, connection)), default=0.0)
 
-    async def _disturb(self, what: Disturbance, clients: Collection[int] | None) -> None:
+    async def _disturb(self, what: Disturbance, clients: _Clients | None) -> None:
         if what.kind in (Kind.BLACK_HOLE, Kind.DELAY, Kind.SLOW):
             rule = _Rule(what, clients, time.monotonic())
             self._rules.append(rule)
@@ -262,18 +281,18 @@ class TcpProxy:
         else:
             self._start(self._reset_for(what, clients))
 
-    async def _reset_for(self, what: Disturbance, clients: Collection[int] | None) -> None:
+    async def _reset_for(self, what: Disturbance, clients: _Clients | None) -> None:
         ends = time.monotonic() + what.seconds
         while time.monotonic() < ends:
             self._reset(clients)
             await asyncio.sleep(what.every_s)
 
-    def _reset(self, clients: Collection[int] | None) -> None:
+    def _reset(self, clients: _Clients | None) -> None:
         for connection in self._matching(clients):
             connection.reset()
 
-    def _matching(self, clients: Collection[int] | None) -> list[_Connection]:
-        return [c for c in self._connections if c.matches(clients)]
+    def _matching(self, clients: _Clients | None) -> list[_Connection]:
+        return [c for c in self._connections if _matches(clients, c)]
 
     def _start(self, coroutine: Coroutine[Any, Any, None]) -> None:
         task = self._loop.create_task(coroutine)
@@ -287,23 +306,35 @@ class TcpProxy:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._listener.close()
 
-    def _call(self, coroutine: Coroutine[Any, Any, None]) -> None:
-        asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(_CALL_S)
+
+def _matches(clients: _Clients | None, connection: _Connection) -> bool:
+    """Whether the client of a connection is one of these; None = any."""
+    return clients is None or clients.have(connection)
+
+
+def _run(loop: asyncio.AbstractEventLoop, coroutine: Coroutine[Any, Any, Returned]) -> Returned:
+    """Run it on the proxies' thread.
+
+    Raises:
+        ProxiesStalled: the thread did not run.
+    """
+    running = asyncio.run_coroutine_threadsafe(coroutine, loop)
+    try:
+        return running.result(_CALL_S)
+    except TimeoutError:
+        running.cancel()
+        raise ProxiesStalled(f"the thread of the proxies did not answer within {_CALL_S:g} s") from None
 
 
 class Proxies:
     """The thread that proxies run in, as a context manager.
-
-    Args:
-        processes: returns the ids of all processes that may be clients.
 
     Attributes:
         stalled_s: the longest time for which the thread did not run, so that no proxy forwarded anything. May be set
             to 0.
     """
 
-    def __init__(self, processes: Callable[[], Collection[int]]) -> None:
-        self._processes = processes
+    def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="axon-ps-proxies", daemon=True)
         self._all: list[tuple[TcpProxy, asyncio.Task[None]]] = []
@@ -317,10 +348,10 @@ class Proxies:
 
     def open(self, upstream: tuple[str, int] | None = None) -> TcpProxy:
         """A proxy that listens on a port of loopback."""
-        return asyncio.run_coroutine_threadsafe(self._open(upstream), self._loop).result(_CALL_S)
+        return _run(self._loop, self._open(upstream))
 
     async def _open(self, upstream: tuple[str, int] | None) -> TcpProxy:
-        proxy = TcpProxy(self._loop, upstream, self._processes)
+        proxy = TcpProxy(self._loop, upstream)
         self._all.append((proxy, self._loop.create_task(proxy.serve())))
         return proxy
 
@@ -343,7 +374,7 @@ class Proxies:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        asyncio.run_coroutine_threadsafe(self._close(), self._loop).result(_CALL_S)
+        _run(self._loop, self._close())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(_CALL_S)
         self._loop.close()
@@ -355,11 +386,11 @@ def owner_of(port: int, processes: Collection[int]) -> int:
     return next((pid for pid in processes if wanted.intersection(_files_of(pid))), -1)
 
 
-def listening_ports(pid: int) -> set[int]:
-    """The TCP ports that a process listens on."""
-    files = set(_files_of(pid))
-    listening = (fields for fields in _sockets() if fields[3] == _LISTENS and f"socket:[{fields[9]}]" in files)
-    return {int(fields[1].rpartition(":")[2], 16) for fields in listening}
+def ports_of(processes: Collection[int], *, listening: bool = False) -> set[int]:
+    """The local TCP ports of processes; only those that they listen on, if so wanted."""
+    files = {file for pid in processes for file in _files_of(pid)}
+    theirs = (fields for fields in _sockets() if f"socket:[{fields[9]}]" in files)
+    return {int(fields[1].rpartition(":")[2], 16) for fields in theirs if not listening or fields[3] == _LISTENS}
 
 
 def _sockets() -> Iterator[list[str]]:

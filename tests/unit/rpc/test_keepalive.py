@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from typing import Any
 
 import pytest
@@ -47,7 +46,7 @@ def test_a_peer_behind_a_black_hole_ends_what_waits_for_it(end: str, monkeypatch
                 raise
 
         async with serving(all_gather=all_gather) as served:
-            with Proxies(lambda: [os.getpid()]) as proxies:
+            with Proxies() as proxies:
                 proxy = proxies.open(split_address(served.address))
                 channel = connect(proxy.address, Security())
                 stream = Stub(channel, SHARD).open("AllGather")

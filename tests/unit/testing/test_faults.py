@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 import pytest
@@ -20,7 +20,7 @@ from axon_ps.observe.moments import Moment, reached
 from axon_ps.testing.faults import Moments, Proxies, TcpProxy, stacks
 from axon_ps.testing.faults.clock_jumps import Clocks
 from axon_ps.testing.faults.injector import MAX_PROCESSES, Injector
-from axon_ps.testing.faults.proxy import Disturbance, Kind, owner_of
+from axon_ps.testing.faults.proxy import Disturbance, Kind, owner_of, ports_of
 
 
 class Ends:
@@ -38,7 +38,7 @@ class Ends:
 
 @pytest.fixture
 def ends() -> Iterator[Ends]:
-    with Proxies(lambda: (os.getpid(),)) as proxies, socket.create_server(("127.0.0.1", 0)) as listener:
+    with Proxies() as proxies, socket.create_server(("127.0.0.1", 0)) as listener:
         listener.settimeout(5.0)
         found = Ends(proxies.open(listener.getsockname()), listener)
         with found.client, found.server:
@@ -118,6 +118,24 @@ def test_other_connections_are_not_disturbed(ends: Ends) -> None:
     ends.client.sendall(b"still")
     assert ends.server.recv(5) == b"still"
     assert ends.proxy.connections == 1
+
+
+def test_whose_connections_are_disturbed_is_read_once_for_each_and_not_for_what_they_send(
+    ends: Ends, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks: list[Collection[int]] = []
+
+    def counted(processes: Collection[int]) -> set[int]:
+        looks.append(processes)
+        return ports_of(processes)
+
+    monkeypatch.setattr("axon_ps.testing.faults.proxy.ports_of", counted)
+    ends.proxy.disturb(Disturbance(kind=Kind.SLOW, seconds=5.0, bytes_per_s=1e9), {os.getpid() + 1})
+    ends.proxy.disturb(Disturbance(kind=Kind.SLOW, seconds=5.0, bytes_per_s=1e9), {os.getpid()})
+    for _ in range(20):
+        ends.client.sendall(b"a" * 1000)
+        assert len(ends.server.recv(1000, socket.MSG_WAITALL)) == 1000
+    assert len(looks) == 2
 
 
 def test_a_server_that_is_not_there_refuses(ends: Ends) -> None:
