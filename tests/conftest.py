@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
 import os
@@ -70,10 +71,23 @@ def _left(directory: Path, pattern: str) -> set[Path]:
     return set(directory.glob(pattern)) if directory.is_dir() else set()
 
 
+def _processes() -> set[int]:
+    """All processes of this machine."""
+    return {int(name) for name in os.listdir("/proc") if name.isdigit()}
+
+
+def _sockets() -> set[str]:
+    """The sockets of this process, by what /proc calls them."""
+    found = set()
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # it was that of the list
+            found.add(os.readlink(f"/proc/self/fd/{fd}"))
+    return {name for name in found if name.startswith("socket:")}
+
+
 def _present(me: psutil.Process) -> dict[str, set[Any]]:
     """What a test could leave behind, by kind."""
     return {
-        "processes": set(me.children(recursive=True)),
         "segments in /dev/shm": _left(Path("/dev/shm"), "axon*"),
         "directories": _left(Path(tempfile.gettempdir()), f"axon-ps-{me.pid}-*"),
         "log handlers": set(logging.getLogger(ROOT).handlers),
@@ -82,12 +96,19 @@ def _present(me: psutil.Process) -> dict[str, set[Any]]:
 
 @pytest.fixture(autouse=True)
 def nothing_left_behind() -> Iterator[None]:
-    """No process, listening port, shared-memory segment, directory or log handler of ours outlives a test."""
+    """No process, listening port, shared-memory segment, directory or log handler of ours outlives a test.
+
+    Whose a process is, and what a socket is for, takes milliseconds to find out: of those that are new, only.
+    """
     me = psutil.Process(os.getpid())
-    before = _present(me)
+    before, processes, sockets = _present(me), _processes(), _sockets()
     yield
     after = _present(me)
     for (what, old), new in zip(before.items(), after.values(), strict=True):
         assert not new - old, f"the test left {what} behind: {new - old}"
-    listening = [c.laddr for c in me.net_connections("tcp") if c.status == psutil.CONN_LISTEN]
-    assert not listening, f"the test left listening ports behind: {listening}"
+    if new_processes := _processes() - processes:
+        left = [child for child in me.children(recursive=True) if child.pid in new_processes]
+        assert not left, f"the test left processes behind: {left}"
+    if _sockets() - sockets:
+        listening = [c.laddr for c in me.net_connections("tcp") if c.status == psutil.CONN_LISTEN]
+        assert not listening, f"the test left listening ports behind: {listening}"

@@ -1,17 +1,12 @@
-"""One rank of a group on this host, for the tests of the shared-memory backend.
-
-    shm_worker.py DIRECTORY RANK N SCENARIO OPTIONS_AS_JSON
-
-The ranks meet in a directory. A scenario is a function of this module; what it returns is printed as JSON.
+"""One rank of a group on this host, for the tests of the shared-memory backend: `play` a scenario, a function of this
+module.
 """
 
 from __future__ import annotations
 
 import itertools
-import json
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -388,21 +383,12 @@ def registered_memory(rank: Rank, options: dict[str, Any]) -> Any:
     return {"before": before, "during": during, "after": mappings(), "mapped": mapped}
 
 
-def main() -> None:
-    directory, rank, n, scenario, options = sys.argv[1:]
-    given = json.loads(options)
-    result: Any = None
+def play(directory: Path, rank: int, n: int, scenario: str, options: dict[str, Any]) -> Any:
+    """Be one rank of a group of `n`, which meets in a directory; returns what the scenario does."""
     try:
-        backend = SharedMemoryBackend(
-            context(DirectoryStore(Path(directory)), int(rank), int(n)), **given.get("backend", {})
-        )
+        backend = SharedMemoryBackend(context(DirectoryStore(directory), rank, n), **options.get("backend", {}))
     except AxonError as error:
-        result = {"error": type(error).__name__, "text": str(error)}
-    else:
-        result = globals()[scenario](Rank(backend, given.get("registered", False)), given)
-        backend.close()
-    print(json.dumps(result))
-
-
-if __name__ == "__main__":
-    main()
+        return {"error": type(error).__name__, "text": str(error)}
+    result = globals()[scenario](Rank(backend, options.get("registered", False)), options)
+    backend.close()
+    return result

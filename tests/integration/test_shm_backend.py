@@ -6,53 +6,49 @@ import json
 import os
 import random
 import signal
-import subprocess
-import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from axon_ps.collectives.backends.shm.rendezvous import joined_key, offer_key
+from axon_ps.testing.workers import WorkerProcess
 from axon_ps.types import DType, ReduceOp
-from shm_worker import DirectoryStore
+from shm_worker import DirectoryStore, play
 
-WORKER = Path(__file__).with_name("shm_worker.py")
 NUMELS = [0, 1, 5, 1000, 40_000]
 ALL = {"dtypes": [d.value for d in DType], "ops": [op.value for op in ReduceOp]}
 
 
-def start(path: Path, n: int, scenario: str, **options: Any) -> list[subprocess.Popen[str]]:
+def start(path: Path, n: int, scenario: str, ranks: Sequence[int] = (), **options: Any) -> list[WorkerProcess]:
+    """Processes of the ranks of a group of `n`, of all if none is named; they meet in the directory."""
     path.mkdir(exist_ok=True)
     return [
-        subprocess.Popen(
-            [sys.executable, WORKER, path, str(rank), str(n), scenario, json.dumps(options)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
+        WorkerProcess(
+            rank,
+            play,
+            (path, rank, n, scenario, options),
+            {},
+            environment=os.environ,
+            log=path.with_name(f"{path.name}-{rank}.log"),
         )
-        for rank in range(n)
+        for rank in ranks or range(n)
     ]
 
 
-def results(path: Path, processes: list[subprocess.Popen[str]], killed: tuple[int, ...] = ()) -> list[Any]:
-    """What the ranks report, None for those that were to be killed; and that the store is as empty as it was."""
-    said = []
-    try:
-        for rank, process in enumerate(processes):
-            out, err = process.communicate(timeout=50)
-            assert process.returncode == (-signal.SIGKILL if rank in killed else 0), err
-            said.append(json.loads(out) if out else None)
-    finally:
-        for process in processes:
-            process.kill()
-            process.communicate()
+def results(path: Path, workers: list[WorkerProcess], killed: tuple[int, ...] = ()) -> list[Any]:
+    """What the ranks return, None for those that were to be killed; and that the store is as empty as it was."""
+    ended = [worker.result() for worker in workers]
+    for one in ended:
+        assert one.exit_code == (-signal.SIGKILL if one.rank in killed else 0), (one.error, one.output)
     assert not os.listdir(path), "the store is not empty"
-    return said
+    return [one.value for one in ended]
 
 
 def run(path: Path, n: int, scenario: str, killed: tuple[int, ...] = (), **options: Any) -> list[Any]:
-    return results(path, start(path, n, scenario, **options), killed)
+    store = path / "store"
+    return results(store, start(store, n, scenario, **options), killed)
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 4])
@@ -106,13 +102,13 @@ def test_nothing_is_left_when_ranks_are_killed_at_random(tmp_path: Path) -> None
     for i in range(6):
         victims = tuple(range(2)) if i % 3 == 0 else (chance.randrange(2),)
         path = tmp_path / str(i)
-        processes = start(path, 2, "kill", numel=200_000, victim=victims[0], after_s=chance.uniform(0, 0.05))
+        workers = start(path, 2, "kill", numel=200_000, victim=victims[0], after_s=chance.uniform(0, 0.05))
         if len(victims) == 2:
-            for process in processes:
-                process.kill()
-        said = [p.communicate(timeout=50)[0] for p in processes]
+            for worker in workers:
+                worker.kill()
+        said = [worker.result().value for worker in workers]
         if len(victims) == 1 and any(said):
-            assert "MemberLost" in said[1 - victims[0]]
+            assert said[1 - victims[0]]["error"] == "MemberLost"
         assert shared_memory() == before
 
 
@@ -194,8 +190,8 @@ def test_ranks_that_share_no_memory_all_learn_it(tmp_path: Path) -> None:
     """This process offers the second rank a socket that is not there, as if it were in another container."""
     store = DirectoryStore(tmp_path)
     store.put(offer_key("test"), json.dumps({"socket": "axon-ps-" + 32 * "0", "nonce": 32 * "0"}).encode())
-    command = [sys.executable, WORKER, tmp_path, "1", "2", "everything", "{}"]
-    said = json.loads(subprocess.run(command, capture_output=True, check=True, timeout=50).stdout)
+    (second,) = start(tmp_path, 2, "everything", ranks=[1])
+    said = second.result().value
     assert said["error"] == "Unreachable"
     assert "rank 11 shares no memory with rank 10" in said["text"]
     assert b"cannot be reached: Connection refused" in store.wait(joined_key("test", 1), 0)
