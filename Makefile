@@ -45,7 +45,7 @@ demo: $(INSTALLED) ## train a small GPT on two workers and two shard servers of 
 test: $(INSTALLED) ## run the tests; PYTEST_ARGS='-k word' picks some
 	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
-pages: $(INSTALLED) ## run what the pages of the documentation tell to type (3 minutes); PYTEST_ARGS='-k word'
+pages: $(INSTALLED) ## run what the documentation tells to type, and the examples (4 minutes); PYTEST_ARGS='-k word'
 	$(BIN)/python -m pytest -n $(TEST_PROCESSES) tests/pages $(PYTEST_ARGS)
 
 faults-sample: $(INSTALLED) ## the tests of what dies, freezes or is cut off, one of each kind (6 minutes); PYTEST_ARGS='-k word'

@@ -23,8 +23,8 @@ import pytest
 from command_line import environment
 
 ROOT = Path(__file__).parents[2]
-README = ROOT / "README.md"
-PAGES = sorted([README, *ROOT.glob("docs/*.md"), *ROOT.glob("services/*/README.md")])
+
+PAGES = sorted([ROOT / "README.md", *ROOT.glob("docs/*.md"), *ROOT.glob("services/*/README.md")])
 HERE = ("openssl", "printf")
 """Tools whose commands are run, too."""
 

@@ -1,4 +1,4 @@
-"""What the documentation tells to type, page by page; the README's is a part of `make test`.
+"""What the documentation tells to type, page by page.
 
 Scripts of libraries that an extra installs are tried by `make integrations`.
 """
@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from page import PAGES, README, Block, label, shell_blocks
+from page import Block, label, shell_blocks
 
-TRIED = [found for found in shell_blocks(p for p in PAGES if p != README) if found[1].is_run]
+TRIED = [found for found in shell_blocks() if found[1].is_run]
 
 
 @pytest.mark.parametrize(("page", "block"), TRIED, ids=label)

@@ -46,7 +46,7 @@ def test_examples_equal_plain_training(tmp_path: Path) -> None:
         ]
         plan = [(name, [*map(str, arguments)], environments(cluster)) for cluster, name, arguments in runs]
         (tmp_path / "runs.json").write_text(json.dumps({"path": str(EXAMPLES), "runs": plan}))
-        script = Path(__file__).with_name("forked_workers.py")
+        script = EXAMPLES.parent / "tests" / "integration" / "forked_workers.py"
         (result,) = four.run_workers(script, n=1, args=(tmp_path / "runs.json",), timeout_s=110.0)
     for sharded, plain in ((hybrid, plain_4), (full, plain_2)):
         assert losses(sharded) == pytest.approx(losses(plain), rel=1e-5)
