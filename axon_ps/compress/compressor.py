@@ -43,11 +43,12 @@ class Compressor(ABC):
 
     Attributes:
         name: what it is registered as ("int8"); `registry.register` sets it.
-        gradients_only: whether it leaves elements out, to send them later. Then parameters cannot travel like this.
+        gradients_only: what it does that only gradients can travel like this ("leaves elements out", to send them
+            later); empty: parameters can, too.
     """
 
     name: ClassVar[str]
-    gradients_only: ClassVar[bool] = False
+    gradients_only: ClassVar[str] = ""
 
     @property
     def options(self) -> dict[str, float]:

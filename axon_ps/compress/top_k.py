@@ -38,7 +38,7 @@ class TopK(Compressor):
         InvalidRequest: the fraction is out of range.
     """
 
-    gradients_only: ClassVar[bool] = True
+    gradients_only: ClassVar[str] = "leaves elements out"
 
     fraction: float = 0.01
 

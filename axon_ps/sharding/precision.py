@@ -40,7 +40,5 @@ class WirePrecision:
                 )
             if compression is not None and dtype is not DType.F32:
                 raise InvalidRequest(f"{what} travel as {compression}, made of f32; {dtype.value} was given beside it")
-        if self.param_compression is not None and self.param_compression.gradients_only:
-            raise InvalidRequest(
-                f"parameters cannot travel as {self.param_compression}, which leaves elements out; use int8 or a dtype"
-            )
+        if (how := self.param_compression) is not None and how.gradients_only:
+            raise InvalidRequest(f"parameters cannot travel as {how}, which {how.gradients_only}; use int8 or a dtype")
