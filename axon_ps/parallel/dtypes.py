@@ -44,8 +44,8 @@ def dtype_from_torch(dtype: torch.dtype, what: str) -> DType:
 class MixedPrecision:
     """In which dtypes a wrapped model computes and its bytes travel. Masters and optimizer state are always f32.
 
-    What travels may also be compressed, with error feedback: `Int8()` (or "int8") both ways, `TopK(0.01)` (or "top_k")
-    for gradients, or any other compressor or its name. See docs/compression.md.
+    What travels may also be compressed, with error feedback: `Int8()` (or "int8") both ways, `Int4()` (or "int4") or
+    `TopK(0.01)` (or "top_k") for gradients, or any other compressor or its name. See docs/compression.md.
 
     Attributes:
         param_dtype: parameters during forward and backward; None = the dtype the model was built with.
@@ -98,7 +98,9 @@ def _travels(choice: torch.dtype | Compressor | str, what: str) -> tuple[DType, 
         try:
             choice = compressor(choice)
         except InvalidRequest as error:
-            raise InvalidRequest(f"{what} is {choice!r}; use a torch dtype, 'int8' or 'top_k': {error}") from error
+            raise InvalidRequest(
+                f"{what} is {choice!r}; use a torch dtype, 'int8', 'int4' or 'top_k': {error}"
+            ) from error
     return (dtype_from_torch(choice, what), None) if isinstance(choice, torch.dtype) else (DType.F32, choice)
 
 

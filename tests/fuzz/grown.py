@@ -35,7 +35,7 @@ FLOATS: Final = (0.0, -0.0, 1.0, -1.0, 0.5, 1e-3, 1e-300, 5e-324, 1e38, 1e300, -
 SPECIAL_FLOATS: Final = (float("nan"), float("inf"), float("-inf"))
 TEXTS: Final = (
     *("", "a", "model 0", "sgd", "adamw", "int8", "top_k", "lr", "beta1", "block_numel", "fraction", "momentum"),
-    *("param", "residual", "frame", "exp_avg", "weight", "uploaded", "{}", '{"a": 1}', "[[", "NaN", "1e999"),
+    *("int4", "param", "residual", "frame", "exp_avg", "weight", "uploaded", "{}", '{"a": 1}', "[[", "NaN", "1e999"),
     *("\0", "\n", "\x7f", "é", "\U0001f600", "\u202e", "%s%n", "../..", "/", "-1"),
 )
 LONG_TEXTS: Final = ("a" * 1024, "a" * 1025, "[" * 3000, "x" * 70_000)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections import Counter
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -36,6 +37,7 @@ def sequences(step: int, replica: int) -> torch.Tensor:
     return tokens
 
 
+@cache
 def plain_losses(replicas: int) -> list[float]:
     """Plain torch in f32 on the joined batch; the loss of every step."""
     torch.set_num_threads(1)
@@ -69,8 +71,11 @@ def count_calls(steps: StepClient) -> tuple[Counter[int], Counter[int]]:
     return gathers, pushes
 
 
-def train_int8(per_node: int) -> Any:
-    """One worker's losses, traffic, and final values. Several workers of a node share their units (HYBRID_SHARD)."""
+def train_int8(per_node: int, reduce_dtype: str) -> Any:
+    """One worker's losses, traffic, and final values, with parameters as int8.
+
+    Several workers of a node share their units (HYBRID_SHARD).
+    """
     torch.set_num_threads(1)
     rank = int(os.environ["RANK"])
     if per_node > 1:
@@ -83,7 +88,7 @@ def train_int8(per_node: int) -> Any:
             world.default_group,
             sharding_strategy=parallel.ShardingStrategy["HYBRID_SHARD" if per_node > 1 else "FULL_SHARD"],
             intra_node_size=per_node if per_node > 1 else None,
-            mixed_precision=parallel.MixedPrecision(wire_dtype="int8"),
+            mixed_precision=parallel.MixedPrecision(wire_dtype="int8", reduce_dtype=reduce_dtype),
             unit_types={Block},
             plan_options=OPTIONS,
             prefetch=False,  # so that every gather that begins is waited for, and its bytes are counted
@@ -125,29 +130,41 @@ def chunks_of(spec: JobSpec, unit: int, servers: int, per_node: int, rank: int) 
     ]
 
 
-@pytest.mark.parametrize(("workers", "per_node"), [(2, 1), (4, 2)], ids=["FULL_SHARD", "HYBRID_SHARD"])
-def test_int8_both_ways_learns_as_f32_does_and_moves_what_the_formula_says(
-    workers: int, per_node: int, record_property: Record
+SENT = {
+    "int8": lambda numel: numel + 4 * math.ceil(numel / 256),
+    "int4": lambda numel: 17 * math.ceil(numel / 32) + 4 * math.ceil(numel / 1024),
+}
+"""Bytes of a chunk by what gradients travel as."""
+
+
+@pytest.mark.parametrize(
+    ("workers", "per_node", "grads"),
+    [(2, 1, "int8"), (4, 2, "int8"), (2, 1, "int4")],
+    ids=["FULL_SHARD", "HYBRID_SHARD", "FULL_SHARD, int4 gradients"],
+)
+def test_int8_learns_as_f32_does_and_moves_what_the_formula_says(
+    workers: int, per_node: int, grads: str, record_property: Record
 ) -> None:
     with LocalCluster(shards=2, world_size=workers) as cluster:
-        results = [r.value for r in cluster.run_workers(train_int8, args=(per_node,))]
+        results = [r.value for r in cluster.run_workers(train_int8, args=(per_node, grads))]
     expected = np.mean(plain_losses(workers)[-LAST:])
     got = np.mean([np.mean(losses[-LAST:]) for losses, *_ in results])
-    assert abs(got / expected - 1) < 0.01, f"loss {got} with int8, {expected} in f32"
+    assert abs(got / expected - 1) < 0.01, f"loss {got} with int8 and gradients as {grads}, {expected} in f32"
     for rank, (_, traffic, (gathers, pushes), memory, values, spec) in enumerate(results):
         units = range(len(spec.layout.units))
         chunks = {u: chunks_of(spec, u, 2, per_node, rank) for u in units}
-        payload = {u: sum(numel + 4 * math.ceil(numel / 256) for numel in chunks[u]) for u in units}
+        received, sent = ({u: sum(map(SENT[how], chunks[u])) for u in units} for how in ("int8", grads))
         moved = [u for u in units if chunks[u]]
         assert pushes == dict.fromkeys(moved, STEPS + 1)
         if per_node > 1:  # once, and again when it has changed: in the node, units are gathered from its workers
             assert gathers == dict.fromkeys(moved, STEPS + 1)
-        expected_in = sum(n * payload[u] for u, n in gathers.items())
-        expected_out = sum(n * payload[u] for u, n in pushes.items())
+        expected_in = sum(n * received[u] for u, n in gathers.items())
+        expected_out = sum(n * sent[u] for u, n in pushes.items())
         tables.add(
             record_property,
-            f"Payload bytes of a worker in {STEPS + 1} steps, int8 both ways",
+            f"Payload bytes of a worker in {STEPS + 1} steps, parameters as int8",
             wrapper=f"FSDP {'HYBRID_SHARD' if per_node > 1 else 'FULL_SHARD'}",
+            gradients=grads,
             rank=rank,
             received=int(traffic["wire_bytes_in"]),
             by_formula=expected_in,
@@ -158,8 +175,8 @@ def test_int8_both_ways_learns_as_f32_does_and_moves_what_the_formula_says(
         assert traffic["wire_bytes_out"] == expected_out
         assert memory == 8 * sum(sum(numels) for numels in chunks.values())
         assert all(np.array_equal(value, results[0][4][name]) for name, value in values.items())
-    sent = [traffic["wire_bytes_out"] for _, traffic, *_ in results]
-    assert sum(sent[:per_node]) == sum(sent[-per_node:])  # a node sends what a worker alone would
+    out = [traffic["wire_bytes_out"] for _, traffic, *_ in results]
+    assert sum(out[:per_node]) == sum(out[-per_node:])  # a node sends what a worker alone would
 
 
 class Sum(torch.nn.Module):

@@ -21,7 +21,7 @@ from axon_ps.errors import InvalidRequest
 from axon_ps.types import Array
 
 ALL = [compressor("int8"), compressor("int8", block_numel=16), compressor("top_k", fraction=0.1)]
-ALL += [compressor("bf16"), compressor("fp16")]
+ALL += [compressor("int4"), compressor("bf16"), compressor("fp16")]
 NAMES = [f"{c.name}-{i}" for i, c in enumerate(ALL)]
 FINITE = st.floats(width=32, allow_nan=False, allow_infinity=False, min_value=-(2.0**100), max_value=2.0**100)
 F32 = np.float32
@@ -232,5 +232,6 @@ def test_a_compressor_is_its_name_and_options() -> None:
 
 
 def test_importing_compressors_imports_no_numba() -> None:
-    code = "import sys; from axon_ps.compress.registry import compressor; compressor('int8'); compressor('top_k')"
+    code = "import sys; from axon_ps.compress.registry import compressor"
+    code += "; [compressor(name) for name in ('int8', 'int4', 'top_k')]"
     subprocess.run([sys.executable, "-c", f"{code}; assert 'numba' not in sys.modules"], check=True)

@@ -10,7 +10,7 @@ from axon_ps.compress.feedback import Feedback
 from axon_ps.compress.registry import compressor
 from axon_ps.types import Array
 
-COMPRESSORS = [compressor("int8", block_numel=16), compressor("top_k", fraction=0.1)]
+COMPRESSORS = [compressor("int8", block_numel=16), compressor("top_k", fraction=0.1), compressor("int4")]
 
 
 def normals(numel: int, seed: int) -> Array:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from axon_ps.errors import InvalidRequest
-from axon_ps.parallel import Int8, MixedPrecision, TopK
+from axon_ps.parallel import Int4, Int8, MixedPrecision, TopK
 from axon_ps.sharding.precision import WirePrecision
 from axon_ps.types import DType
 
@@ -25,6 +25,10 @@ F32, BF16 = DType.F32, DType.BF16
             {"param_dtype": torch.bfloat16, "wire_dtype": Int8(64), "reduce_dtype": torch.bfloat16},
             WirePrecision(param_compression=Int8(64), grad=BF16),
         ),
+        (
+            {"wire_dtype": "int8", "reduce_dtype": "int4"},
+            WirePrecision(param_compression=Int8(), grad_compression=Int4()),
+        ),
         ({"reduce_dtype": TopK(0.1)}, WirePrecision(grad_compression=TopK(0.1))),
         ({"wire_dtype": torch.bfloat16, "reduce_dtype": "top_k"}, WirePrecision(param=BF16, grad_compression=TopK())),
     ],
@@ -37,7 +41,8 @@ def test_what_travels(given: dict[str, Any], expected: WirePrecision) -> None:
     ("given", "match"),
     [
         ({"wire_dtype": "top_k"}, "parameters cannot travel as a top-k"),
-        ({"wire_dtype": "int4"}, "'int8' or 'top_k'"),
+        ({"wire_dtype": Int4()}, "parameters cannot travel as int4 in blocks of 32, which has 4 bits of a number"),
+        ({"wire_dtype": "int2"}, "'int8', 'int4' or 'top_k'"),
         ({"reduce_dtype": torch.int8}, "reduce_dtype has dtype torch.int8"),
     ],
 )

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from axon_ps.compress import Compressor, Int8, TopK
+from axon_ps.compress import Compressor, Int4, Int8, TopK
 from axon_ps.coordinator.core.records import (
     ParameterState,
     job_record,
@@ -82,7 +82,7 @@ def quantum(values: Array) -> float:
     return float(np.abs(values).max()) / 127
 
 
-@pytest.mark.parametrize("grad", [Int8(16), TopK(0.2)], ids=["int8", "top_k"])
+@pytest.mark.parametrize("grad", [Int8(16), Int4(), TopK(0.2)], ids=["int8", "int4", "top_k"])
 def test_compressed_gradients_are_summed_in_f32_in_replica_order(grad: Compressor) -> None:
     made, c = servers(job(None, grad), replicas=3), grad
     before = [master(made, unit) for unit in (0, 1)]
@@ -100,7 +100,7 @@ def test_compressed_gradients_are_summed_in_f32_in_replica_order(grad: Compresso
         np.testing.assert_allclose(master(made, unit), expected, rtol=1e-6, atol=1e-7)
 
 
-@pytest.mark.parametrize("grad", [Int8(16), TopK(0.05)], ids=["int8", "top_k"])
+@pytest.mark.parametrize("grad", [Int8(16), Int4(), TopK(0.05)], ids=["int8", "int4", "top_k"])
 def test_a_nan_reaches_the_vote(grad: Compressor) -> None:
     made, c = servers(job(None, grad)), grad
     bad = normals(341)
@@ -214,7 +214,7 @@ def test_what_does_not_fit_the_job_is_refused() -> None:
         payload_array(header, memoryview(bytes(80)), 64, c.compressed_bytes)
 
 
-@pytest.mark.parametrize("grad", [None, Int8(64), TopK(0.25)])
+@pytest.mark.parametrize("grad", [None, Int8(64), Int4(), TopK(0.25)])
 def test_the_spec_travels_and_differs_in_words(grad: Compressor | None) -> None:
     spec = job(PARAMS, grad)
     assert job_spec_from_proto(job_spec_to_proto(spec)) == spec
@@ -227,9 +227,10 @@ def test_specs_that_cannot_work_are_refused() -> None:
         JobSpec(layout=LAYOUT, precision=WirePrecision(param=DType.BF16, param_compression=Int8()))
     message = job_spec_to_proto(job())
     message.param_compression.Clear()
-    message.param_compression.name = "top_k"
-    with pytest.raises(InvalidRequest, match="parameters cannot travel"):
-        job_spec_from_proto(message)
+    for name, why in (("top_k", "which leaves elements out"), ("int4", "which has 4 bits of a number")):
+        message.param_compression.name = name
+        with pytest.raises(InvalidRequest, match=f"parameters cannot travel as .*, {why}"):
+            job_spec_from_proto(message)
     message.param_compression.name = "int8"
     message.param_compression.options["block_numel"] = 3
     with pytest.raises(InvalidRequest, match="from 16 to 65536"):
@@ -248,7 +249,7 @@ def test_specs_that_cannot_work_are_refused() -> None:
         job_spec_from_proto(message)
 
 
-@pytest.mark.parametrize("grad", [None, Int8(64), TopK(0.25)])
+@pytest.mark.parametrize("grad", [None, Int8(64), Int4(), TopK(0.25)])
 def test_a_restarted_coordinator_knows_the_compression(grad: Compressor | None) -> None:
     spec = job(PARAMS, grad)
     nobody = Membership(generation=1, step=1, version=0, workers=(), shards=(), num_replicas=0, complete=False)

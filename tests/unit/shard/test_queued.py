@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from axon_ps.compress import cast
+from axon_ps.compress.int4 import Int4
 from axon_ps.compress.int8 import Int8
 from axon_ps.compress.top_k import TopK
 from axon_ps.errors import InvalidRequest
@@ -148,7 +149,7 @@ def test_nothing_is_compiled_when_a_chunk_is_queued(dtype: DType) -> None:
     assert set(digest._sum.signatures) == before
 
 
-def compressed(compressor: Int8 | TopK) -> Servers:
+def compressed(compressor: Int4 | Int8 | TopK) -> Servers:
     spec = JobSpec(
         layout=layout_of([NUMEL]),
         precision=WirePrecision(grad_compression=compressor),
@@ -160,12 +161,12 @@ def compressed(compressor: Int8 | TopK) -> Servers:
 
 
 def test_what_no_compressor_writes_is_refused_to_who_sent_it() -> None:
-    for compressor in (TopK(fraction=0.1), Int8(block_numel=16)):
+    for compressor in (TopK(fraction=0.1), Int4(), Int8(block_numel=16)):
         made = compressed(compressor)
         (engine,) = made.engines
         data = np.empty(compressor.compressed_bytes(CHUNK), np.uint8)
         compressor.compress(np.arange(CHUNK, dtype=np.float32), data)
-        bad = np.full_like(data, 255) if isinstance(compressor, TopK) else data[:-1]
+        bad = data[:-1] if isinstance(compressor, Int8) else np.full_like(data, 255)
         with pytest.raises(InvalidRequest):
             engine.gradients.push(1, 0, 0, 1, DType.U8, bad)
         assert engine.gradients.push(1, 0, 0, 1, DType.U8, data) is Push.QUEUED

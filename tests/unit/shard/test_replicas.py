@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from axon_ps.compress import Compressor, Int8, TopK
+from axon_ps.compress import Compressor, Int4, Int8, TopK
 from axon_ps.errors import Broken, InvalidRequest, SliceMoved, StepAborted
 from axon_ps.optim import names
 from axon_ps.shard.core.engine import ShardEngine
@@ -207,7 +207,7 @@ def test_copies_are_equal_with_every_dtype(param: DType, grad: DType) -> None:
 
 
 @pytest.mark.parametrize("param", [None, Int8(16)], ids=["plain", "int8"])
-@pytest.mark.parametrize("grad", [None, Int8(16), TopK(0.3)], ids=["plain", "int8", "top_k"])
+@pytest.mark.parametrize("grad", [None, Int8(16), Int4(), TopK(0.3)], ids=["plain", "int8", "int4", "top_k"])
 def test_copies_are_equal_where_arrays_travel_compressed(param: Int8 | None, grad: Compressor | None) -> None:
     precision = WirePrecision(param_compression=param, grad_compression=grad)
     made = Replicated(job(precision), optimizer=one_group(LAYOUT, "adam", lr=0.1))
