@@ -25,7 +25,7 @@ import torch
 from torch import nn
 
 import axon_ps
-from axon_ps.parallel import AdamW, Int8, MixedPrecision, ShardingStrategy, TopK
+from axon_ps.parallel import AdamW, MixedPrecision, ShardingStrategy, TopK
 from axon_ps.parallel import FullyShardedDataParallel as FSDP
 from axon_ps.storage.export import export_model
 from corpus import Corpus
@@ -36,6 +36,7 @@ from sample import sample
 MOST_FAILED_STEPS = 20
 PLAN_AFTER = 10  # steps: then it is known how many fit into the time
 VALIDATION_PARTS = 8
+DTYPES = ("float32", "bfloat16", "float16")
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -66,7 +67,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     system.add_argument("--strategy", choices=[s.name.lower() for s in ShardingStrategy], default="full_shard")
     system.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: a GPU if there is one")
     system.add_argument("--compute", choices=("auto", "float32", "bfloat16"), default="auto", help="auto: the faster")
-    system.add_argument("--wire", choices=("float32", "bfloat16", "float16", "int8"), default="bfloat16")
+    system.add_argument("--wire", choices=(*DTYPES, "int8"), default="bfloat16", help="parameters on their way")
+    system.add_argument("--reduce", choices=(*DTYPES, "int8", "int4"), help="gradients on theirs; default: as --wire")
     system.add_argument("--top-k", type=float, default=0.0, metavar="SHARE", help="send this share of the gradients")
     system.add_argument("--eval-windows", type=int, default=128, help="validation windows, over all workers")
     system.add_argument("--sample-bytes", type=int, default=300)
@@ -116,6 +118,11 @@ def compute_dtype(choice: str, world: axon_ps.World, device: torch.device) -> to
         choice = "bfloat16" if faster else "float32"
         choice = world.agree("compute", choice)
     return getattr(torch, choice)
+
+
+def travels_as(choice: str) -> torch.dtype | str:
+    """A dtype, or the name of a compressor."""
+    return getattr(torch, choice) if choice in DTYPES else choice
 
 
 def make_optimizer(model: nn.Module, options: argparse.Namespace) -> AdamW:
@@ -242,13 +249,12 @@ def main(arguments: Sequence[str] | None = None) -> float:
     with axon_ps.World.init() as world:
         device = device_of(options.device, world)
         dtype = compute_dtype(options.compute, world, device)
-        wire = Int8() if options.wire == "int8" else getattr(torch, options.wire)
-        grads = TopK(options.top_k) if options.top_k else wire
+        grads = TopK(options.top_k) if options.top_k else travels_as(options.reduce or options.wire)
         model = FSDP(
             GPT(model_config(options)).to(device),
             world.default_group,
             sharding_strategy=ShardingStrategy[options.strategy.upper()],
-            mixed_precision=MixedPrecision(param_dtype=dtype, wire_dtype=wire, reduce_dtype=grads),
+            mixed_precision=MixedPrecision(param_dtype=dtype, wire_dtype=travels_as(options.wire), reduce_dtype=grads),
             unit_types={Block},
         )
         corpus, report = Corpus(), Report(on=world.is_main_process)
