@@ -19,7 +19,7 @@ from axon_ps.testing.cluster import COORDINATOR, LocalCluster
 from axon_ps.testing.faults import clock_jumps, injector, stacks, trimming
 from axon_ps.testing.faults.clock_jumps import Clocks
 from axon_ps.testing.faults.injector import Moments
-from axon_ps.testing.faults.proxy import Disturbance, Proxies, TcpProxy, ports_of
+from axon_ps.testing.faults.proxy import Disturbance, Proxies, TcpProxy, listening_ports
 from axon_ps.testing.fork_server import run_command
 from axon_ps.testing.worker_main import Target
 from axon_ps.testing.workers import WorkerProcess
@@ -249,7 +249,7 @@ class FaultyCluster(LocalCluster):
     def _wait_for_shard(self, index: int) -> None:
         to_grpc, to_bulk = self._to_shards[index]
         host, port = to_grpc.upstream = self._listening_at(self._shards[index])
-        (bulk_port,) = ports_of((self._shards[index].pid,), listening=True) - {port}
+        (bulk_port,) = listening_ports(self._shards[index].pid) - {port}
         to_bulk.upstream = (host, bulk_port)
 
     def _service(self, name: str, argv: list[str], environment: Mapping[str, str]) -> Child:

@@ -4,7 +4,7 @@ All proxies of a test run on one event loop in one thread (`Proxies`). Each dire
 task and written by another, with a bounded queue between them, so that bytes can be delayed without being lost: a
 connection keeps TCP's guarantees while it lives.
 
-Which connections are a process's is determined when a disturbance needs it: those of its ports, by `/proc`.
+Which connections are a process's is determined when a disturbance needs it, by `/proc`.
 """
 
 from __future__ import annotations
@@ -78,18 +78,18 @@ class _Clients:
 
     def __init__(self, processes: Collection[int]) -> None:
         self._processes = processes
-        self._ports: set[int] = set()
+        self._theirs: set[tuple[int, int]] = set()
         self._look()
 
     def _look(self) -> None:
         self._looked = time.monotonic()
-        self._ports |= ports_of(self._processes)  # a port that was closed stays: its last bytes may be on their way
+        self._theirs |= connections_of(self._processes)  # one that was closed stays: its last bytes may be on their way
 
     def have(self, connection: _Connection) -> bool:
         """Whether the client of a connection is one of them."""
         if connection.opened >= self._looked:
             self._look()
-        return connection.port in self._ports
+        return connection.ports in self._theirs
 
 
 @dataclass(eq=False)
@@ -122,7 +122,7 @@ class _Connection:
     def __init__(self, proxy: TcpProxy, client: socket.socket, server: socket.socket) -> None:
         self.proxy = proxy
         self.client, self.server = client, server
-        self.port = int(client.getpeername()[1])
+        self.ports = (int(client.getpeername()[1]), int(client.getsockname()[1]))
         self.opened = time.monotonic()
         self._cut = False
         self._reset = False
@@ -386,11 +386,25 @@ def owner_of(port: int, processes: Collection[int]) -> int:
     return next((pid for pid in processes if wanted.intersection(_files_of(pid))), -1)
 
 
-def ports_of(processes: Collection[int], *, listening: bool = False) -> set[int]:
-    """The local TCP ports of processes; only those that they listen on, if so wanted."""
+def listening_ports(pid: int) -> set[int]:
+    """The TCP ports that a process listens on."""
+    return {_port(fields[1]) for fields in _sockets_of([pid]) if fields[3] == _LISTENS}
+
+
+def connections_of(processes: Collection[int]) -> set[tuple[int, int]]:
+    """The local and the remote TCP port of each socket of processes; a local one alone may be of many connections."""
+    return {(_port(fields[1]), _port(fields[2])) for fields in _sockets_of(processes)}
+
+
+def _sockets_of(processes: Collection[int]) -> Iterator[list[str]]:
+    """The fields of the TCP sockets of processes."""
     files = {file for pid in processes for file in _files_of(pid)}
-    theirs = (fields for fields in _sockets() if f"socket:[{fields[9]}]" in files)
-    return {int(fields[1].rpartition(":")[2], 16) for fields in theirs if not listening or fields[3] == _LISTENS}
+    return (fields for fields in _sockets() if f"socket:[{fields[9]}]" in files)
+
+
+def _port(address: str) -> int:
+    """Of an address in the kernel's table."""
+    return int(address.rpartition(":")[2], 16)
 
 
 def _sockets() -> Iterator[list[str]]:

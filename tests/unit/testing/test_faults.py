@@ -20,7 +20,7 @@ from axon_ps.observe.moments import Moment, reached
 from axon_ps.testing.faults import Moments, Proxies, TcpProxy, stacks
 from axon_ps.testing.faults.clock_jumps import Clocks
 from axon_ps.testing.faults.injector import MAX_PROCESSES, Injector
-from axon_ps.testing.faults.proxy import Disturbance, Kind, owner_of, ports_of
+from axon_ps.testing.faults.proxy import Disturbance, Kind, connections_of, owner_of
 
 
 class Ends:
@@ -125,11 +125,11 @@ def test_whose_connections_are_disturbed_is_read_once_for_each_and_not_for_what_
 ) -> None:
     looks: list[Collection[int]] = []
 
-    def counted(processes: Collection[int]) -> set[int]:
+    def counted(processes: Collection[int]) -> set[tuple[int, int]]:
         looks.append(processes)
-        return ports_of(processes)
+        return connections_of(processes)
 
-    monkeypatch.setattr("axon_ps.testing.faults.proxy.ports_of", counted)
+    monkeypatch.setattr("axon_ps.testing.faults.proxy.connections_of", counted)
     ends.proxy.disturb(Disturbance(kind=Kind.SLOW, seconds=5.0, bytes_per_s=1e9), {os.getpid() + 1})
     ends.proxy.disturb(Disturbance(kind=Kind.SLOW, seconds=5.0, bytes_per_s=1e9), {os.getpid()})
     for _ in range(20):
