@@ -7,7 +7,9 @@ import importlib.util
 from collections.abc import Sequence
 from concurrent.futures import Future
 from types import TracebackType
+from unittest import mock
 
+from axon_ps.coordinator.client import session
 from axon_ps.coordinator.core.config import CoordinatorConfig
 from axon_ps.coordinator.server import server as coordinator_server
 from axon_ps.rpc.background_loop import BackgroundLoop
@@ -18,6 +20,8 @@ from axon_ps.shard.server.server import ShardConfig
 from axon_ps.storage.state_store import MemoryStateStore
 
 TOKEN = "test-token"
+LEASE_S = 60.0
+"""Of members; and heartbeats come no more often than three times in it, which a hundred servers spend a core on."""
 
 
 def do_without_health() -> None:
@@ -52,6 +56,8 @@ class JobServices:
 
     def __enter__(self) -> JobServices:
         do_without_health()
+        self._patch = mock.patch.object(session, "MEASURE_S", LEASE_S)
+        self._patch.start()
         self._loop = BackgroundLoop(name="job services")
         self._stop = self._loop.run(self._make_stop())
         self._shards: list[Future[None]] = []
@@ -72,6 +78,7 @@ class JobServices:
             self._end(self._stop[1], self._coordinators)
         finally:
             self._loop.close()
+            self._patch.stop()
 
     def end_shards(self) -> None:
         """Stop the shard servers, and wait until they have ended."""
@@ -96,7 +103,9 @@ class JobServices:
 
     async def _coordinator(self, workers: int, servers: int, address: asyncio.Future[str]) -> None:
         await coordinator_server.serve(
-            CoordinatorConfig(world_size=workers, num_shards=servers, join_timeout_s=self._join_timeout_s),
+            CoordinatorConfig(
+                world_size=workers, num_shards=servers, lease_s=LEASE_S, join_timeout_s=self._join_timeout_s
+            ),
             "127.0.0.1",
             0,
             Security(token=TOKEN),

@@ -1,4 +1,4 @@
-"""The examples do what they say: the Hugging Face one equals plain transformers, LoRA moves nothing but adapters."""
+"""The examples do what they say: the Hugging Face one equals plain transformers, LoRA moves nothing but adapters, ..."""
 
 from __future__ import annotations
 
@@ -77,3 +77,9 @@ def test_the_number_of_steps_is_seen_to_move_on_a_narrow_terminal(
         report.step(version, None if version < 3 else 24, 2.5, 1024, costs)
     report.stop()
     assert "step 3/24  loss 2.500" in capsys.readouterr().out
+
+
+def test_a_sampler_plays_with_the_newest_weights() -> None:
+    with LocalCluster(shards=2, world_size=1) as cluster:
+        (result,) = cluster.run_workers(EXAMPLES / "rl_sampler.py", args=("--steps", "30"), timeout_s=60.0)
+    assert "samples were at most" in result.output
