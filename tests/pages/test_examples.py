@@ -1,4 +1,4 @@
-"""The examples do what they say: the Hugging Face one equals plain transformers, LoRA moves nothing but adapters, ..."""
+"""The examples do what they say: the Hugging Face one equals plain transformers, LoRA moves only adapters."""
 
 from __future__ import annotations
 
