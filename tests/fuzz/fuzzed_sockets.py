@@ -11,6 +11,7 @@ import contextlib
 import itertools
 import time
 from collections import Counter
+from collections.abc import AsyncIterator
 from typing import Any, Final
 
 import grpc
@@ -18,15 +19,21 @@ from google.protobuf.descriptor import Descriptor
 from google.protobuf.message import DecodeError, Message
 from google.protobuf.message_factory import GetMessageClass
 
+import hostile_bulk
+import hostile_http2
 from attackers import paced
 from axon_ps.errors import AxonError, InternalError
+from axon_ps.rpc.bulk.client import BULK, BulkClient
+from axon_ps.rpc.security import Security
+from axon_ps.rpc.service import Stub
 from axon_ps.rpc.status import error_of
 from axon_ps.rpc.stream import EOF, Stream
+from axon_ps.wire.v1 import bulk_pb2
 from entropy import Entropy
 from findings import Case, Findings
 from fuzzed_services import READS, awaited
 from grown import Facts, Grower, delimited
-from hostile_http2 import attack
+from hostile_bulk import Bulk
 from tapped import METHODS
 from turns import LoopClock
 
@@ -80,6 +87,7 @@ class Sockets:
         self._ports = ports
         self._token = token
         self._channels: dict[str, grpc.aio.Channel] = {}
+        self._stubs: dict[str, Stub] = {}
         self._clock: LoopClock | None = None
         self._grower = Grower(
             Facts(
@@ -102,6 +110,9 @@ class Sockets:
     async def __aexit__(self, *_: object) -> None:
         if self._clock is not None:
             self._clock.close()
+        for stub in self._stubs.values():
+            assert stub.bulk is not None
+            await stub.bulk.close()
         for channel in self._channels.values():
             await channel.close()
 
@@ -127,16 +138,36 @@ class Sockets:
     async def attacks(self, seed: str, count: int, side_by_side: int, seconds: float = 0.0) -> None:
         """Open hostile connections, evenly spread over the time; 0 = as fast as it goes."""
         free = asyncio.Semaphore(side_by_side)
+        async with contextlib.AsyncExitStack() as stack:
+            granted = {
+                name: await stack.enter_async_context(self._granted(name)) for name in self._ports if "shard" in name
+            }
 
-        async def one(number: int) -> None:
-            entropy = Entropy(f"{seed}/{number}")
-            port = entropy.pick(list(self._ports.values()))
-            self.connections[await attack(port, self._token, entropy)] += 1
+            async def one(number: int) -> None:
+                entropy = Entropy(f"{seed}/{number}")
+                service = entropy.pick(list(self._ports))
+                if service in granted and entropy.below(2):
+                    kind = await hostile_bulk.attack(granted[service], entropy)
+                else:
+                    kind = await hostile_http2.attack(self._ports[service], self._token, entropy)
+                self.connections[kind] += 1
 
+            await self._all(one, count, free, seconds)
+
+    @staticmethod
+    async def _all(one: Any, count: int, free: asyncio.Semaphore, seconds: float) -> None:
         async with asyncio.TaskGroup() as group:
             async for number in paced(count, seconds):
                 await free.acquire()
                 group.create_task(one(number)).add_done_callback(lambda _: free.release())
+
+    @contextlib.asynccontextmanager
+    async def _granted(self, service: str) -> AsyncIterator[Bulk]:
+        """The bulk connections of a server, for as long as this lasts."""
+        async with self._stub(service).open("Open") as stream:
+            await stream.write(bulk_pb2.OpenRequest())
+            reply = await stream.read()
+            yield Bulk(reply.port, reply.capability)
 
     def grown(self, entropy: Entropy) -> Case:
         """The messages of a call."""
@@ -189,7 +220,7 @@ class Sockets:
         if not METHODS[case.what].client_streaming:
             await channel.unary_unary(case.what)(case.messages[0], **options)
             return
-        async with Stream(channel.stream_stream(case.what)(**options), service, case.what, DEADLINE_S) as stream:
+        async with await self._opened(case, service, channel.stream_stream(case.what), options) as stream:
             writing = asyncio.create_task(self._write(stream, case))
             try:
                 for _ in range(READS):
@@ -199,12 +230,30 @@ class Sockets:
                 writing.cancel()
                 await asyncio.wait([writing])
 
+    async def _opened(self, case: Case, service: str, over_grpc: Any, options: Any) -> Stream:
+        """The stream of a call: every other one of a shard server's is a bulk call."""
+        if service != "coordinator" and len(case.messages[0]) % 2:
+            bulk = self._stub(service).bulk
+            assert bulk is not None
+            if (call := await bulk.open(case.what, None)) is not None:
+                asyncio.get_running_loop().call_later(DEADLINE_S, call.cancel)
+                return Stream(call, service, case.what, DEADLINE_S)
+        return Stream(over_grpc(**options), service, case.what, DEADLINE_S)
+
     @staticmethod
     async def _write(stream: Stream, case: Case) -> None:
         with contextlib.suppress(AxonError):  # the reader gets it, too
             for message in case.messages:
                 await stream.write(message)
             await stream.done_writing()
+
+    def _stub(self, service: str) -> Stub:
+        """Opens bulk calls."""
+        if service not in self._stubs:
+            security = Security(token=self._token)
+            made = self._stubs[service] = Stub(self._channel(service), BULK, security, peer=service)
+            made.bulk = BulkClient(made, "127.0.0.1", None)
+        return self._stubs[service]
 
     def _channel(self, service: str) -> grpc.aio.Channel:
         if service not in self._channels:
