@@ -94,6 +94,7 @@ class Side:
     barrier: Callable[[], None]
     close: Callable[[], None]
     trace: Any = None  # a step_trace.Trace, on the side axon if asked for
+    leased_bytes: Callable[[], float] = lambda: 0.0  # payload that has passed in shared memory so far
 
 
 def fsdp2(options: argparse.Namespace) -> Side:
@@ -167,7 +168,13 @@ def axon(options: argparse.Namespace) -> Side:
         optimizer.zero_grad()
         return loss.detach()
 
-    return Side(world.rank, world.world_size, step, lambda: void(world.gather_json(None)), world.close, trace)
+    def leased_bytes() -> float:
+        found = world.statistics()
+        return sum(found[name] for name in ("leased_bytes_in", "leased_bytes_out"))
+
+    return Side(
+        world.rank, world.world_size, step, lambda: void(world.gather_json(None)), world.close, trace, leased_bytes
+    )
 
 
 def void(_: Any) -> None:
@@ -208,6 +215,7 @@ def run(side: Side, options: argparse.Namespace) -> dict[str, Any]:
     for number in range(-options.warmup, options.steps):
         if number == 0:
             ask(side, "READY")
+            leased_bytes = side.leased_bytes()
             begin_s = last_s = time.perf_counter()
         lengths = lengths_of(side.rank, number, options)
         loss = side.step(batches(data, lengths, options))
@@ -220,6 +228,7 @@ def run(side: Side, options: argparse.Namespace) -> dict[str, Any]:
         losses.append(round(float(loss), 4))
     whole_s = time.perf_counter() - begin_s
     ask(side, "DONE")
+    leased_bytes = side.leased_bytes() - leased_bytes
     traced = {}
     if side.trace is not None:
         traced = {"trace": {name: round(value, 4) for name, value in side.trace.summary().items()}}
@@ -231,6 +240,7 @@ def run(side: Side, options: argparse.Namespace) -> dict[str, Any]:
         "mean_s": whole_s / options.steps,
         "times_s": [round(t, 4) for t in times_s],
         "losses": losses,
+        "leased_bytes": leased_bytes / options.steps,
         "device_s": [options.device_s * sum(lengths_of(side.rank, n, options)) for n in range(options.steps)],
     }
 

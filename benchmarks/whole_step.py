@@ -1,13 +1,16 @@
 """Step time of a 17M-parameter residual MLP: axon_ps against FSDP2 over gloo, the same torch model on both sides.
 
-Four places: loopback, where processes share memory; sockets, which is loopback as for processes that do not, such as
-containers of one host; and four worker hosts plus four server hosts (network namespaces, see netns.py) whose cards
-carry 500 Mbit/s or 1 Gbit/s each way. FULL_SHARD meets FSDP2 that reshards after forward, SHARD_GRAD_OP FSDP2 that does
+Places: loopback, where processes share memory; sockets, which is loopback as for processes that do not, such as
+containers of one host; four worker hosts plus four server hosts (network namespaces, see netns.py) whose cards carry
+500 Mbit/s or 1 Gbit/s each way; and own-500 and own-1000, four hosts in all, each with a worker and a shard server that
+pass each other shared memory, and one card for both. The coordinator is on the first host with a shard server, and
+moves next to nothing. FULL_SHARD meets FSDP2 that reshards after forward, SHARD_GRAD_OP FSDP2 that does
 not; f32 on both sides, then bf16 (parameters, compute and gradients) on both sides. The side axon-int8 computes in the
 same dtype, and what travels is int8 blocks with error feedback. A trace of rank 0 says what ours waits for. Runs of the
 sides take turns. A step's time is the median over the timed steps of all rounds; CPU seconds are of all processes of a
 side, workers and servers, and for a GB of what was moved those without the workers' forward and backward alone; bytes
-are what one card received and sent per step, workers' and servers' cards apart. With --one-host everything is on this
+are what one card received and sent per step, workers' and servers' cards apart; "uneven" is the busiest worker's card
+over the idlest, and "leased" what a worker passed servers of its host in memory. With --one-host everything is on this
 machine, and there is one shard server, whose memory workers map.
 """
 
@@ -43,6 +46,8 @@ SIDES = {
 """Per side, what step_worker.py is told. Of sides that end with -r2 two shard servers hold each slice, else one."""
 ONE_MACHINE = {"loopback": Loopback, "sockets": Sockets}
 """Places that are this machine as it is."""
+OWN = "own-"
+"""What a place begins with where each worker's host has a shard server, behind the same card."""
 
 RUN_TIMEOUT_S = 180.0
 MIB = 1 << 20
@@ -60,11 +65,20 @@ class Sample:
         """Read the counters now."""
         return cls(sum(cpu_s(p.pid) for p in processes), {host: place.counters(host) for host in hosts})
 
+    def each_per_step(self, before: Sample, steps: int, hosts: Sequence[str]) -> list[tuple[float, float]]:
+        """MiB that the card of each of `hosts` received and sent per step since `before`."""
+        mib = steps * MIB
+        pairs = ((self.cards[host], before.cards[host]) for host in hosts)
+        return [((now[0] - then[0]) / mib, (now[1] - then[1]) / mib) for now, then in pairs]
+
     def per_step(self, before: Sample, steps: int, hosts: Sequence[str]) -> tuple[float, float]:
         """MiB that the mean card of `hosts` received and sent per step since `before`."""
-        received = statistics.mean(self.cards[h][0] - before.cards[h][0] for h in hosts)
-        sent = statistics.mean(self.cards[h][1] - before.cards[h][1] for h in hosts)
-        return received / steps / MIB, sent / steps / MIB
+        return mean_card(self.each_per_step(before, steps, hosts))
+
+
+def mean_card(cards: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """What the mean card received and sent."""
+    return statistics.mean(card[0] for card in cards), statistics.mean(card[1] for card in cards)
 
 
 @dataclass
@@ -73,8 +87,9 @@ class Figures:
 
     times_s: list[float] = field(default_factory=list)
     cpu_s: list[float] = field(default_factory=list)
-    worker_mib: tuple[float, float] = (0.0, 0.0)
+    workers_mib: list[tuple[float, float]] = field(default_factory=list)  # of each worker's host
     server_mib: tuple[float, float] = (0.0, 0.0)
+    leased_mib: float = 0.0
     server_rss_mib: float = 0.0
     moved_mib: float = 0.0
     losses: list[float] = field(default_factory=list)
@@ -86,6 +101,17 @@ class Figures:
         """Median step time."""
         return statistics.median(self.times_s)
 
+    @property
+    def worker_mib(self) -> tuple[float, float]:
+        """What the mean card of a worker's host received and sent."""
+        return mean_card(self.workers_mib)
+
+    @property
+    def uneven(self) -> float:
+        """What the busiest worker's card carried over what the idlest did, in the less even direction."""
+        directions = ([card[way] for card in self.workers_mib] for way in (0, 1))
+        return max(max(mib) / min(mib) for mib in directions)
+
 
 @dataclass(frozen=True)
 class Team:
@@ -94,7 +120,7 @@ class Team:
     Attributes:
         hosts: names of their hosts.
         per_host: how many are on each.
-        servers: names of the shard servers' hosts, one each.
+        servers: names of the shard servers' hosts, one each; `hosts` where they are the workers'.
     """
 
     hosts: tuple[str, ...]
@@ -102,10 +128,20 @@ class Team:
     servers: tuple[str, ...]
 
     @classmethod
-    def of(cls, workers: int, per_host: int = 1, servers: int = 4) -> Team:
-        """`workers` and `servers` in all."""
+    def of(cls, workers: int, per_host: int = 1, servers: int | None = 4) -> Team:
+        """`workers` and `servers` in all; None: a server on each worker's host."""
         hosts = tuple(f"worker{i}" for i in range(workers // per_host))
-        return cls(hosts, per_host, tuple(server_hosts(servers)))
+        return cls(hosts, per_host, hosts if servers is None else tuple(server_hosts(servers)))
+
+    @property
+    def own_servers(self) -> bool:
+        """Whether shard servers are on the workers' hosts."""
+        return self.servers == self.hosts
+
+    @property
+    def all_hosts(self) -> tuple[str, ...]:
+        """Every host, once."""
+        return tuple(dict.fromkeys((*self.hosts, *self.servers)))
 
     @property
     def size(self) -> int:
@@ -208,10 +244,12 @@ def measure(
     into.slowest_s += [max(own) for own in zip(*(result["device_s"] for result in results), strict=True)]
     into.trace = results[0].get("trace", {})
     into.cpu_s.append((after.cpu_s - before.cpu_s) / steps)
-    into.worker_mib = after.per_step(before, steps, team.hosts)
+    into.workers_mib = after.each_per_step(before, steps, team.hosts)
+    into.leased_mib = statistics.mean(result["leased_bytes"] for result in results) / MIB
     senders = hosts[:1] if isinstance(place, Loopback) else hosts  # which has one device, for all
     into.moved_mib = sum(after.cards[h][1] - before.cards[h][1] for h in senders) / steps / MIB
-    into.server_mib = after.per_step(before, steps, [host for host in team.servers if host in place.hosts])
+    if not team.own_servers:
+        into.server_mib = after.per_step(before, steps, [host for host in team.servers if host in place.hosts])
 
 
 def compute_s(dtype: str, options: argparse.Namespace) -> float:
@@ -243,7 +281,7 @@ def row(
     compute_s: float,
 ) -> dict[str, Any]:
     """One line of the table."""
-    cards = 0 if place in ONE_MACHINE else len(team.hosts) + (len(team.servers) if side != "fsdp2" else 0)
+    cards = 0 if place in ONE_MACHINE else len(team.hosts if side == "fsdp2" else team.all_hosts)
     cpu_s = statistics.median(figures.cpu_s)
     return {
         "place": place,
@@ -261,6 +299,8 @@ def row(
         "cards": cards,
         "worker_rx_mib": round(figures.worker_mib[0], 1),
         "worker_tx_mib": round(figures.worker_mib[1], 1),
+        "uneven": round(figures.uneven, 3) if cards else None,
+        "leased_mib": round(figures.leased_mib, 1),
         "server_rx_mib": round(figures.server_mib[0], 1),
         "server_tx_mib": round(figures.server_mib[1], 1),
         "server_rss_mib": round(figures.server_rss_mib),
@@ -271,11 +311,23 @@ def row(
     }
 
 
-def bench(name: str, place: Place, options: argparse.Namespace, alone: dict[str, float]) -> list[dict[str, Any]]:
+def teams(place: str, options: argparse.Namespace) -> list[Team]:
+    """The teams of each size in a place."""
+    servers = None if place.startswith(OWN) else options.servers
+    return [Team.of(workers, options.per_host, servers) for workers in options.workers]
+
+
+def bench(
+    name: str,
+    place: Place,
+    in_place: Sequence[Team],
+    options: argparse.Namespace,
+    alone: dict[str, float],
+) -> list[dict[str, Any]]:
     """All settings in one place, sides taking turns."""
     rows = []
-    for workers, dtype, strategy in itertools.product(options.workers, options.dtypes, options.strategies):
-        team = Team.of(workers, options.per_host, options.servers)
+    for team, dtype, strategy in itertools.product(in_place, options.dtypes, options.strategies):
+        workers = team.size
         arguments = [*shape(options), "--dtype", dtype, "--strategy", strategy]
         figures = {side: Figures() for side in options.sides}
         for _ in range(options.rounds):
@@ -298,7 +350,10 @@ def parse() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--places", nargs="+", default=["loopback", "sockets", "500", "1000"], help="or another number of Mbit/s"
+        "--places",
+        nargs="+",
+        default=["loopback", "sockets", "500", "1000", "own-500", "own-1000"],
+        help="or another number of Mbit/s; own-: with a shard server on each worker's host",
     )
     parser.add_argument("--dtypes", nargs="+", choices=("float32", "bfloat16"), default=["float32", "bfloat16"])
     parser.add_argument(
@@ -308,7 +363,7 @@ def parse() -> argparse.Namespace:
         default=["full_shard", "shard_grad_op"],
     )
     parser.add_argument("--workers", type=int, nargs="+", default=[4])
-    parser.add_argument("--servers", type=int, default=4, help="shard servers; on hosts of their own but on loopback")
+    parser.add_argument("--servers", type=int, default=4, help="shard servers, where these have hosts of their own")
     parser.add_argument("--per-host", type=int, default=1, help="workers of a host; 2 with --strategies hybrid_shard")
     parser.add_argument("--sides", nargs="+", choices=SIDES, default=["fsdp2", "axon", "axon-int8"])
     parser.add_argument("--rounds", type=int, default=2, help="times each side runs under each setting")
@@ -341,7 +396,8 @@ def parse() -> argparse.Namespace:
 
 COLUMNS = (
     *("place", "workers", "servers", "dtype", "strategy", "side", "step_s", "ratio", "cpu_s_per_step", "cpu_s_per_gb"),
-    *("cards", "moved_mib", "worker_rx_mib", "worker_tx_mib", "server_rx_mib", "server_tx_mib", "server_rss_mib"),
+    *("cards", "moved_mib", "worker_rx_mib", "worker_tx_mib", "uneven", "leased_mib"),
+    *("server_rx_mib", "server_tx_mib", "server_rss_mib"),
 )
 
 
@@ -355,13 +411,14 @@ def main() -> None:
     """Run every place; where namespaces cannot be made, say so and go on with what can."""
     options = parse()
     Path(options.traces).mkdir(parents=True, exist_ok=True)
-    alone = {dtype: round(compute_s(dtype, options), 3) for dtype in options.dtypes}
-    hosts, rows = [*Team.of(max(options.workers), options.per_host).hosts, *server_hosts(options.servers)], []
+    alone, rows = {dtype: round(compute_s(dtype, options), 3) for dtype in options.dtypes}, []
     for place in options.places:
         try:
-            kind = ONE_MACHINE.get(place)
-            with kind(hosts) if kind is not None else Network(hosts, rate_mbit=float(place)) as network:
-                rows += bench(place if kind is not None else f"{place} Mbit/s", network, options, alone)
+            kind, rate, in_place = ONE_MACHINE.get(place), place.removeprefix(OWN), teams(place, options)
+            hosts = list(dict.fromkeys(host for team in in_place for host in team.all_hosts))
+            with kind(hosts) if kind is not None else Network(hosts, rate_mbit=float(rate)) as network:
+                name = place if kind is not None else f"{rate} Mbit/s{', own hosts' * place.startswith(OWN)}"
+                rows += bench(name, network, in_place, options, alone)
         except NetworkUnavailable as error:
             print(f"left out {place}: {error}", file=sys.stderr)
     _report.table("Whole step", COLUMNS, [[r[c] for c in COLUMNS] for r in rows])
