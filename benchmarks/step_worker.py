@@ -245,8 +245,8 @@ def run(side: Side, options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def compute_only(options: argparse.Namespace) -> float:
-    """Seconds of this process's forward and backward alone, nothing else running in the loop."""
+def compute_only(options: argparse.Namespace) -> dict[str, float]:
+    """Seconds of this process's forward and backward alone, nothing else running in the loop; and the model's size."""
     model = ResidualMLP(options.width, options.blocks, options.device_s).to(getattr(torch, options.dtype))
     if options.device_s:
         go_first()
@@ -256,7 +256,11 @@ def compute_only(options: argparse.Namespace) -> float:
         begin_s = time.perf_counter()
         F.cross_entropy(model(x).float(), torch.zeros(options.tokens, dtype=torch.long)).backward()
         times_s.append(time.perf_counter() - begin_s)
-    return statistics.median(times_s)
+    return {
+        "compute_s": statistics.median(times_s),
+        "block_numel": sum(p.numel() for p in model.blocks[0].parameters()),
+        "root_numel": sum(p.numel() for p in model.head.parameters()),
+    }
 
 
 def parse() -> argparse.Namespace:
@@ -300,7 +304,7 @@ def main() -> None:
     options = parse()
     if options.side == "compute":
         begin()
-        print(json.dumps({"compute_s": compute_only(options)}))
+        print(json.dumps(compute_only(options)))
     else:
         serve({"fsdp2": fsdp2, "axon": axon}[options.side], options)
 

@@ -9,9 +9,10 @@ not; f32 on both sides, then bf16 (parameters, compute and gradients) on both si
 same dtype, and what travels is int8 blocks with error feedback. A trace of rank 0 says what ours waits for. Runs of the
 sides take turns. A step's time is the median over the timed steps of all rounds; CPU seconds are of all processes of a
 side, workers and servers, and for a GB of what was moved those without the workers' forward and backward alone; bytes
-are what one card received and sent per step, workers' and servers' cards apart; "uneven" is the busiest worker's card
-over the idlest, and "leased" what a worker passed servers of its host in memory. With --one-host everything is on this
-machine, and there is one shard server, whose memory workers map.
+are what one card received and sent per step, workers' and servers' cards apart. theory.py says what a worker's card has
+to carry; less would mean that processes of two hosts took each other for neighbours, so the run fails. "uneven" is the
+busiest of these cards over the idlest, and "leased" what a worker passed servers of its host in memory. With --one-host
+everything is on this machine, and there is one shard server, whose memory workers map.
 """
 
 from __future__ import annotations
@@ -32,8 +33,10 @@ from pathlib import Path
 from typing import Any
 
 import _report
+from axon_ps.compress.registry import compressor
 from cluster import Loopback, Place, Sockets, axon_cluster, cpu_s, free_port, rss_mib
 from netns import CONGESTION, Network, NetworkUnavailable
+from theory import Sizes, card_bytes
 
 HERE = Path(__file__).parent
 SIDES = {
@@ -48,6 +51,8 @@ ONE_MACHINE = {"loopback": Loopback, "sockets": Sockets}
 """Places that are this machine as it is."""
 OWN = "own-"
 """What a place begins with where each worker's host has a shard server, behind the same card."""
+BYTES = {"float32": 4.0, "bfloat16": 2.0}
+LEAST_OF_THEORY = 0.98
 
 RUN_TIMEOUT_S = 180.0
 MIB = 1 << 20
@@ -252,13 +257,14 @@ def measure(
         into.server_mib = after.per_step(before, steps, [host for host in team.servers if host in place.hosts])
 
 
-def compute_s(dtype: str, options: argparse.Namespace) -> float:
-    """Seconds of forward and backward of one worker alone."""
+def one_alone(dtype: str, options: argparse.Namespace) -> tuple[float, Sizes]:
+    """Seconds of forward and backward of one worker alone; and its model."""
     command = [sys.executable, str(HERE / "step_worker.py"), "compute", *shape(options), "--dtype", dtype]
     done = subprocess.run(
         command, capture_output=True, text=True, check=True, env=os.environ | {"OMP_NUM_THREADS": "1"}
     )
-    return float(json.loads(done.stdout)["compute_s"])
+    found = json.loads(done.stdout)
+    return round(found["compute_s"], 3), Sizes(options.blocks, found["block_numel"], found["root_numel"])
 
 
 def shape(options: argparse.Namespace) -> list[str]:
@@ -270,6 +276,36 @@ def shape(options: argparse.Namespace) -> list[str]:
     ]
 
 
+def theory_mib(team: Team, dtype: str, strategy: str, side: str, sizes: Sizes) -> tuple[float, float]:
+    """MiB that a worker's card has to receive and send in a step."""
+    element_bytes = BYTES[dtype]
+    if "int8" in side:
+        element_bytes = compressor("int8").compressed_bytes(sizes.block) / sizes.block
+    received, sent = card_bytes(
+        sizes,
+        strategy,
+        ours=side != "fsdp2",
+        hosts=len(team.hosts),
+        own_servers=team.own_servers,
+        element_bytes=element_bytes,
+    )
+    return received / MIB, sent / MIB
+
+
+def of_theory(place: str, side: str, figures: Figures, theory: tuple[float, float]) -> float:
+    """What a worker's card carried over what it has to, in the direction where that is more.
+
+    Raises:
+        RuntimeError: one carried less than it has to: something passed beside the cards.
+    """
+    least = min(part / whole for card in figures.workers_mib for part, whole in zip(card, theory, strict=True))
+    if least < LEAST_OF_THEORY:
+        raise RuntimeError(
+            f"{place}, {side}: a card carried {least:.2f} of what it has to ({theory}): hosts share something else"
+        )
+    return max(part / whole for part, whole in zip(figures.worker_mib, theory, strict=True))
+
+
 def row(
     place: str,
     team: Team,
@@ -278,11 +314,15 @@ def row(
     side: str,
     figures: Figures,
     peer: Figures | None,
-    compute_s: float,
+    alone: tuple[float, Sizes],
 ) -> dict[str, Any]:
     """One line of the table."""
+    compute_s, sizes = alone
     cards = 0 if place in ONE_MACHINE else len(team.hosts if side == "fsdp2" else team.all_hosts)
     cpu_s = statistics.median(figures.cpu_s)
+    theory = None
+    if cards and (team.per_host == 1 or strategy == "hybrid_shard") and not (team.own_servers and side.endswith("-r2")):
+        theory = theory_mib(team, dtype, strategy, side, sizes)
     return {
         "place": place,
         "workers": f"{len(team.hosts)} x {team.per_host}" if team.per_host > 1 else str(team.size),
@@ -297,9 +337,12 @@ def row(
         "moved_mib": round(figures.moved_mib, 1),
         "cpu_s_per_gb": round((cpu_s - team.size * compute_s) / (figures.moved_mib * MIB / 1e9), 2),
         "cards": cards,
+        "theory_rx_mib": round(theory[0], 1) if theory else None,
+        "theory_tx_mib": round(theory[1], 1) if theory else None,
         "worker_rx_mib": round(figures.worker_mib[0], 1),
         "worker_tx_mib": round(figures.worker_mib[1], 1),
-        "uneven": round(figures.uneven, 3) if cards else None,
+        "of_theory": round(of_theory(place, side, figures, theory), 3) if theory else None,
+        "uneven": round(figures.uneven, 3) if theory else None,
         "leased_mib": round(figures.leased_mib, 1),
         "server_rx_mib": round(figures.server_mib[0], 1),
         "server_tx_mib": round(figures.server_mib[1], 1),
@@ -322,7 +365,7 @@ def bench(
     place: Place,
     in_place: Sequence[Team],
     options: argparse.Namespace,
-    alone: dict[str, float],
+    alone: dict[str, tuple[float, Sizes]],
 ) -> list[dict[str, Any]]:
     """All settings in one place, sides taking turns."""
     rows = []
@@ -396,8 +439,8 @@ def parse() -> argparse.Namespace:
 
 COLUMNS = (
     *("place", "workers", "servers", "dtype", "strategy", "side", "step_s", "ratio", "cpu_s_per_step", "cpu_s_per_gb"),
-    *("cards", "moved_mib", "worker_rx_mib", "worker_tx_mib", "uneven", "leased_mib"),
-    *("server_rx_mib", "server_tx_mib", "server_rss_mib"),
+    *("cards", "moved_mib", "theory_rx_mib", "worker_rx_mib", "theory_tx_mib", "worker_tx_mib", "of_theory", "uneven"),
+    *("leased_mib", "server_rx_mib", "server_tx_mib", "server_rss_mib"),
 )
 
 
@@ -411,7 +454,7 @@ def main() -> None:
     """Run every place; where namespaces cannot be made, say so and go on with what can."""
     options = parse()
     Path(options.traces).mkdir(parents=True, exist_ok=True)
-    alone, rows = {dtype: round(compute_s(dtype, options), 3) for dtype in options.dtypes}, []
+    alone, rows = {dtype: one_alone(dtype, options) for dtype in options.dtypes}, []
     for place in options.places:
         try:
             kind, rate, in_place = ONE_MACHINE.get(place), place.removeprefix(OWN), teams(place, options)
@@ -428,10 +471,11 @@ def main() -> None:
         (*BREAKDOWN_OF, *BREAKDOWN),
         [[*(r[c] for c in BREAKDOWN_OF), *(round(r["trace"].get(c, 0.0), 3) for c in BREAKDOWN)] for r in traced],
     )
-    print(f"Forward and backward of one worker alone: {alone} s; the workers share {os.cpu_count()} cores.")
+    alone_s = {dtype: compute_s for dtype, (compute_s, _) in alone.items()}
+    print(f"Forward and backward of one worker alone: {alone_s} s; the workers share {os.cpu_count()} cores.")
     settings = {k: v for k, v in vars(options).items() if k != "quick"}
     congestion = CONGESTION if set(options.places) - ONE_MACHINE.keys() else None
-    _report.write(options.write, rows, compute_alone_s=alone, settings=settings, congestion=congestion)
+    _report.write(options.write, rows, compute_alone_s=alone_s, settings=settings, congestion=congestion)
 
 
 if __name__ == "__main__":
