@@ -153,6 +153,30 @@ def test_gradients_are_added_from_where_they_lie() -> None:
     assert mapped == sent == 3 * (WIDTH * WIDTH + WIDTH) * 4
 
 
+def count_in_a_node() -> Any:
+    with axon_ps.World.init() as world:
+        layers = [Layer(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(3)]
+        strategy = parallel.ShardingStrategy.HYBRID_SHARD
+        model = parallel.FSDP(
+            nn.Sequential(*layers), world.default_group, sharding_strategy=strategy, unit_types={Layer}
+        )
+        optimizer = parallel.SGD(model, lr=0.1)
+        step(model, optimizer, 0)
+        before = world.statistics()
+        step(model, optimizer, 1)
+        model.state_dict()  # what was pulled behind the step has come
+        after = world.statistics()
+        return {name: after[name] - before[name] for name in before if name.endswith(("bytes_in", "bytes_out"))}
+
+
+def test_the_workers_of_a_node_share_memory_with_its_servers_both_ways() -> None:
+    with LocalCluster(shards=2, world_size=2) as cluster:
+        for result in cluster.run_workers(count_in_a_node):
+            moved = result.value
+            assert moved["leased_bytes_out"] == moved["bytes_out"] == 3 * (WIDTH * WIDTH + WIDTH) * 4 / 2
+            assert moved["leased_bytes_in"] == moved["bytes_in"] >= moved["bytes_out"]
+
+
 def count_repeated_gathers() -> Any:
     with axon_ps.World.init() as world:
         model = parallel.FSDP(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -105,6 +106,27 @@ def test_leased_chunks_go_through_no_socket() -> None:
             assert counters["leased_bytes_out"] == GRADS[0][0].nbytes
             assert j.statistics("leased_bytes_in") == counters["leased_bytes_out"]
             assert j.statistics("leased_bytes_out") == counters["leased_bytes_in"]
+
+    run(scenario())
+
+
+@LEASED
+def test_a_range_is_near_if_every_server_that_has_some_of_it_is_on_this_host() -> None:
+    async def scenario() -> None:
+        async with job(SPEC, servers=2) as j:
+            await j.upload(FIRST)
+            here, away = j.membership.shards
+            shards = (here, dataclasses.replace(away, node="elsewhere"))
+            j.groups[0].set_members(dataclasses.replace(j.membership, shards=shards))
+            near = j.groups[0].is_near
+            first, second = SPEC.plan(2).slices[0]
+            assert not near(0, first.begin, first.end)  # nothing is known of either yet
+            await j.gather(0, 0)
+            assert near(0, first.begin, first.end)
+            assert near(0, first.begin + 1, first.end - 1)
+            assert not near(0, second.begin, second.end)
+            assert not near(0, first.end - 1, second.begin + 1)
+            assert not near(0)
 
     run(scenario())
 

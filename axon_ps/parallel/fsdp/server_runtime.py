@@ -77,7 +77,7 @@ class ServerRuntime(Runtime):
             self.grad_meter,
             pinned=wrapping.on_device,
             device=device,
-            make=client.gradients.buffer if steps is None and not wrapping.on_device else None,
+            make=None if wrapping.on_device else client.gradients.buffer,
         )
         self._ticket: Ticket | None = None
         self._began: Position | None = None  # when the step began

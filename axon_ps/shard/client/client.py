@@ -268,8 +268,9 @@ class ShardGroup:
             known = self._mapped[unit] = memory, MappedCopy(memory, t.end, dtype)
         return known[1]
 
-    def is_near(self, unit: int) -> bool:
-        """Whether all of a unit lies on servers of this host that memory is shared with, as far as this is known.
+    def is_near(self, unit: int, begin: int = 0, end: int | None = None) -> bool:
+        """Whether elements [begin, end) of a unit are on servers of this host that memory is shared with, as far as
+        this is known.
 
         Any thread.
         """
@@ -277,7 +278,9 @@ class ShardGroup:
         if spec is None or placement is None or spec.precision.param_compression is not None:
             return False
         return all(
-            self._same_host.is_shared(self._holder(s).server) for s in spec.plan(placement.num_cuts).slices[unit]
+            self._same_host.is_shared(self._holder(s).server)
+            for s in spec.plan(placement.num_cuts).slices[unit]
+            if s.end > begin and (end is None or s.begin < end)
         )
 
     def buffer(self, size_bytes: int) -> Array:

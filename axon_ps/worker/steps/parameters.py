@@ -156,9 +156,10 @@ class Parameters:
                     span.add("bytes", copy.values.nbytes)
         return copy
 
-    def is_near(self, unit: int) -> bool:
-        """Whether all of a unit lies on servers of this host that memory is shared with, as far as this is known."""
-        return self._shards.is_near(unit)
+    def is_near(self, unit: int, begin: int = 0, end: int | None = None) -> bool:
+        """Whether elements [begin, end) of a unit are on servers of this host that memory is shared with, as far as
+        this is known."""
+        return self._shards.is_near(unit, begin, end)
 
     def gather_speculative(
         self,

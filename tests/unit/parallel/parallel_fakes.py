@@ -98,7 +98,7 @@ class FakeSteps:
         _tensor(out).fill_(float("nan"))
         return FakeWork(lambda: _tensor(out).copy_(self.values[unit]))
 
-    def is_near(self, unit: int) -> bool:
+    def is_near(self, unit: int, begin: int = 0, end: int | None = None) -> bool:
         return False
 
     def gather_speculative(

@@ -42,14 +42,15 @@ class ShardSteps(FakeSteps):
         super().__init__()
         self.values = {i: torch.arange(n, dtype=torch.float32) for i, n in enumerate(UNITS)}
         self.pushed: dict[tuple[int, int], Array | None] = {}
+        self.near: set[tuple[int, int]] = set()  # (unit, begin)
         self.timeout_s = 10.0
 
     def gather(self, unit: int, out: Array, *, exact: bool = False, begin: int = 0, end: int | None = None) -> FakeWork:
         self.log.append(("gather", unit))
         return FakeWork(lambda: np.copyto(out, self.values[unit][begin:end].numpy()))
 
-    def is_near(self, unit: int) -> bool:
-        return False
+    def is_near(self, unit: int, begin: int = 0, end: int | None = None) -> bool:
+        return (unit, begin) in self.near
 
     def gather_speculative(
         self, unit: int, out: Array, ticket: Any, hyper: Any, *, begin: int = 0, end: int | None = None
@@ -252,6 +253,20 @@ def test_shards_are_pulled_speculatively_behind_their_push_and_count_if_decided_
         assert pulled.count(0) == 3
     elif surprise != "skipped":
         assert (pulled.count(0), pulled.count(2) > 0) == (3, True)
+
+
+def test_a_shard_on_a_server_of_this_host_is_pulled_once_the_step_has_committed() -> None:
+    def do(mine: NodeSteps, steps: ShardSteps, rank: int) -> Any:
+        mine.agree()
+        steps.near = {(0, 0)}  # the first worker's shard; those of others are on other hosts
+        ticket = mine.ticket()
+        mine.expect(({"lr": 1.0},))
+        mine.gradients.push(0, np.ones(UNITS[0], np.float32), ticket).wait()
+        early = steps.units("speculative")
+        mine.vote(ticket, [], max_norm=0.0, hyper=({"lr": 1.0},))
+        return early, steps.units("gather").count(0)
+
+    assert node(do) == [([], 1), ([0], 0), ([0], 0)]
 
 
 @dataclass

@@ -217,10 +217,14 @@ class NodeParameters:
             shard.work = self._own.gather(unit, out, begin=shard.begin, end=shard.end)
 
     def pull_speculative(self, unit: int, ticket: NodeTicket) -> None:
-        """Behind its push, begin to pull our shard as the step is expected to leave it, over the old values."""
+        """Behind its push, begin to pull our shard as the step is expected to leave it, over the old values.
+
+        Not from memory of this host, as in `RemoteSource`.
+        """
         shard = self.shards[unit]
         with self._pulling:
-            if self.expected is not None and shard.end > shard.begin and not self._own.is_near(unit):
+            empty = shard.end == shard.begin
+            if self.expected is not None and not empty and not self._own.is_near(unit, shard.begin, shard.end):
                 shard.drop()
                 self._free_on_device(shard)
                 shard.speculative = True
