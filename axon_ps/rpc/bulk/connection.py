@@ -3,7 +3,9 @@
 Note: [Few wake-ups]
     A socket is readable as soon as one packet is there, and an event loop that looks each time spends more on looking
     than the kernel on copying. So a reader that needs many bytes is woken when `LOW_WATER_BYTES` of them are there, or
-    the last one (SO_RCVLOWAT; the kernel wakes it earlier where it cannot store as many, and at the end).
+    the last one (SO_RCVLOWAT; the kernel wakes it earlier where it cannot store as many, and at the end). It is read
+    where the loop finds it, and the task that waits runs only when all is there. The loop goes on watching until
+    something comes that nobody waits for: a connection that is asked and answers costs no system call for that.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ import asyncio
 import socket
 import ssl
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from enum import IntEnum
 from functools import partial
 from typing import Final, TypeVar
@@ -28,6 +30,9 @@ LOW_WATER_BYTES: Final = 256 << 10
 
 LARGE_BYTES: Final = 64 << 10
 """After a frame of this size the event loop has a turn, also if the socket never made us wait."""
+
+AHEAD_BYTES: Final = 4 << 10
+"""How much more than a frame is read, and copied once more, where more is there: several small messages at once."""
 
 FIRST_BYTES: Final = 512
 """How much of a large frame `Place` sees: more than the header of any chunk that has a payload."""
@@ -82,8 +87,10 @@ class Connection:
         self._fd = sock.fileno()
         self._loop = asyncio.get_running_loop()
         self._low_water = 0 if isinstance(sock, ssl.SSLSocket) else 1  # 0: it would hold back TLS records
-        self._head = memoryview(bytearray(HEAD.size))
-        self._readers: set[asyncio.Future[None]] = set()
+        self._ahead = memoryview(bytearray(AHEAD_BYTES))  # [_begin, _end) was read and is not used yet
+        self._begin = self._end = 0
+        self._readers: list[_Reading] = []
+        self._watched = False
         self._writers: set[asyncio.Future[None]] = set()
         self._hangups = hangups.of_this_loop()
 
@@ -118,8 +125,9 @@ class Connection:
             FrameError: the peer sends no frames of ours, or too long ones.
             OSError: the connection is over.
         """
-        await self._fill(self._head)
-        number, size = HEAD.unpack(self._head)
+        await self._read_ahead(HEAD.size)
+        number, size = HEAD.unpack_from(self._ahead, self._begin)
+        self._begin += HEAD.size
         if number > max(Kind) or size > self.max_bytes:
             raise FrameError(
                 f"a frame of kind {number} with {size} bytes came; kinds go to {max(Kind)}, bytes to {self.max_bytes}"
@@ -161,14 +169,14 @@ class Connection:
                 self.close()
 
     async def discard(self) -> None:
-        """Drop what comes in until the peer closes the connection.
+        """Drop what comes in.
 
         Raises:
-            OSError: it broke.
+            OSError: the peer closed the connection, or it broke.
         """
         dropped = memoryview(bytearray(LARGE_BYTES))
-        while await self._attempt(partial(self._sock.recv_into, dropped)):
-            pass
+        while True:
+            await self._read(_Reading(dropped, 1))
 
     def wake_writers(self) -> None:
         """Have those who wait to send fail: the peer takes nothing more."""
@@ -189,81 +197,146 @@ class Connection:
         self._loop.remove_reader(self._fd)
         self._loop.remove_writer(self._fd)
         self._sock.close()
-        _fail(self._readers)
+        _fail(reading.done for reading in self._readers)
         _fail(self._writers)
 
     # ------------------------------------------------------------------ inside
 
     async def _receive_large(self, size: int, place: Place | None) -> memoryview:
-        first = memoryview(bytearray(FIRST_BYTES))
-        await self._fill(first)
+        await self._read_ahead(FIRST_BYTES)
+        first = memoryview(bytes(self._ahead[self._begin : self._begin + FIRST_BYTES]))
         if place is not None and (found := place(first, size)) is not None:
             start, target = found
-            here = FIRST_BYTES - start
-            target[:here] = first[start:]
-            await self._fill(target[here:])
+            self._begin += start
+            await self._fill(target)
             return first[:start]
         body: memoryview = np.empty(size, np.uint8).data
-        body[:FIRST_BYTES] = first
-        await self._fill(body[FIRST_BYTES:])
+        await self._fill(body)
         return body
 
     async def _fill(self, view: memoryview) -> None:
-        position, size = 0, view.nbytes
-        while position < size:
-            left = view[position:]
-            got = await self._attempt(partial(self._sock.recv_into, left), wanted_bytes=left.nbytes)
+        """Receive so many bytes."""
+        held = min(self._end - self._begin, view.nbytes)
+        view[:held] = self._ahead[self._begin : self._begin + held]
+        self._begin += held
+        await self._read(_Reading(view[held:], view.nbytes - held))
+
+    async def _read_ahead(self, count: int) -> None:
+        """Have at least so many bytes at hand, and what else has come with them."""
+        held = self._end - self._begin
+        if held >= count:
+            return
+        self._ahead[:held] = self._ahead[self._begin : self._end]
+        self._begin, self._end = 0, held
+        reading = _Reading(self._ahead[held:], count - held)
+        await self._read(reading)
+        self._end += reading.count
+
+    async def _read(self, reading: _Reading) -> None:
+        """Read until it is enough."""
+        while not await self._attempt(partial(self._advance, reading)):
+            await self._readable(reading)
+
+    def _advance(self, reading: _Reading) -> bool:
+        """Read what is there; whether it is enough."""
+        while reading.count < reading.needed:
+            try:
+                got = self._sock.recv_into(reading.view[reading.count :])
+            except (BlockingIOError, InterruptedError, ssl.SSLWantReadError):
+                return False
             if not got:
                 raise ConnectionResetError("the peer closed the connection")
-            position += got
+            reading.count += got
+        return True
 
     async def _send_all(self, views: list[memoryview], send: Callable[[list[memoryview]], int]) -> None:
         while views:
-            sent = await self._attempt(partial(send, views), writes=True)
+            sent = await self._attempt(partial(send, views))
             while views and sent >= views[0].nbytes:
                 sent -= views.pop(0).nbytes
             if sent:
                 views[0] = views[0][sent:]
 
-    async def _attempt(self, operation: Callable[[], T], *, writes: bool = False, wanted_bytes: int = 1) -> T:
-        """Perform an operation of the socket as soon as it need not wait."""
+    async def _attempt(self, operation: Callable[[], T]) -> T:
+        """Perform an operation of the socket as soon as it need not wait; what only reads is for `_read`."""
         while True:
             if self.closed:
                 raise ConnectionResetError("this end closed the connection")
             try:
                 return operation()
-            except (BlockingIOError, InterruptedError):
-                await (self._writable() if writes else self._readable(wanted_bytes))
             except ssl.SSLWantReadError:
-                await self._readable(1)
-            except ssl.SSLWantWriteError:
+                await self._readable(_Reading(self._ahead, 0))
+            except (BlockingIOError, InterruptedError, ssl.SSLWantWriteError):
                 await self._writable()
 
-    async def _readable(self, wanted_bytes: int) -> None:
-        """See Note: [Few wake-ups]."""
-        low_water = min(wanted_bytes, LOW_WATER_BYTES)
+    async def _readable(self, reading: _Reading) -> None:
+        """Wait until enough was read, or something else is to be done; see Note: [Few wake-ups]."""
+        self._set_low_water(reading)
+        if not self._watched:
+            self._loop.add_reader(self._fd, self._on_readable)
+            self._watched = True
+        reading.done = self._loop.create_future()
+        self._readers.append(reading)
+        try:
+            await reading.done
+        except ssl.SSLWantWriteError:
+            await self._writable()
+        finally:
+            self._readers.remove(reading)
+
+    def _on_readable(self) -> None:
+        """Read for those who wait. See Note: [Few wake-ups]."""
+        waiting = [reading for reading in self._readers if not reading.done.done()]
+        for reading in waiting:
+            try:
+                if self._advance(reading):
+                    reading.done.set_result(None)
+                else:
+                    self._set_low_water(reading)
+            except OSError as error:
+                reading.done.set_exception(error)
+        if not waiting and not self.closed:
+            self._loop.remove_reader(self._fd)
+            self._watched = False
+
+    def _set_low_water(self, reading: _Reading) -> None:
+        low_water = min(max(1, reading.needed - reading.count), LOW_WATER_BYTES)
         if self._low_water not in (0, low_water):
             self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, low_water)
             self._low_water = low_water
-        await self._wait(self._readers, self._loop.add_reader, self._loop.remove_reader)
 
     async def _writable(self) -> None:
-        await self._wait(self._writers, self._loop.add_writer, self._loop.remove_writer)
-
-    async def _wait(
-        self, waiting: set[asyncio.Future[None]], add: Callable[..., None], remove: Callable[[int], object]
-    ) -> None:
-        """Wait until the socket is ready for one direction; several tasks may."""
+        """Wait until something can be sent; several tasks may."""
         future: asyncio.Future[None] = self._loop.create_future()
-        if not waiting:
-            add(self._fd, _wake, waiting)
-        waiting.add(future)
+        if not self._writers:
+            self._loop.add_writer(self._fd, _wake, self._writers)
+        self._writers.add(future)
         try:
             await future
         finally:
-            waiting.discard(future)
-            if not waiting and not self.closed:
-                remove(self._fd)
+            self._writers.discard(future)
+            if not self._writers and not self.closed:
+                self._loop.remove_writer(self._fd)
+
+
+class _Reading:
+    """What is to be read.
+
+    Args:
+        view: where to.
+        needed: how many bytes are enough.
+
+    Attributes:
+        count: how many were read.
+        done: while somebody waits for it.
+    """
+
+    __slots__ = ("count", "done", "needed", "view")
+    done: asyncio.Future[None]
+
+    def __init__(self, view: memoryview, needed: int) -> None:
+        self.view, self.needed = view, needed
+        self.count = 0
 
 
 def _wake(waiting: set[asyncio.Future[None]]) -> None:
@@ -272,7 +345,7 @@ def _wake(waiting: set[asyncio.Future[None]]) -> None:
             future.set_result(None)
 
 
-def _fail(waiting: set[asyncio.Future[None]]) -> None:
+def _fail(waiting: Iterable[asyncio.Future[None]]) -> None:
     for future in waiting:
         if not future.done():
             future.set_exception(ConnectionResetError("the connection is over"))
