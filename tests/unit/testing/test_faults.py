@@ -114,7 +114,7 @@ def test_what_is_late_arrives_in_order_and_whole(ends: Ends, kind: Kind) -> None
 
 
 def test_other_connections_are_not_disturbed(ends: Ends) -> None:
-    ends.proxy.disturb(Disturbance(kind=Kind.RESET), {os.getpid() + 1})
+    ends.proxy.disturb(Disturbance(kind=Kind.RESET), {os.getppid()})
     ends.client.sendall(b"still")
     assert ends.server.recv(5) == b"still"
     assert ends.proxy.connections == 1
@@ -130,7 +130,7 @@ def test_whose_connections_are_disturbed_is_read_once_for_each_and_not_for_what_
         return connections_of(processes)
 
     monkeypatch.setattr("axon_ps.testing.faults.proxy.connections_of", counted)
-    ends.proxy.disturb(Disturbance(kind=Kind.SLOW, seconds=5.0, bytes_per_s=1e9), {os.getpid() + 1})
+    ends.proxy.disturb(Disturbance(kind=Kind.SLOW, seconds=5.0, bytes_per_s=1e9), {os.getppid()})
     ends.proxy.disturb(Disturbance(kind=Kind.SLOW, seconds=5.0, bytes_per_s=1e9), {os.getpid()})
     for _ in range(20):
         ends.client.sendall(b"a" * 1000)
