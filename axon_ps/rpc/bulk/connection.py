@@ -31,7 +31,7 @@ LOW_WATER_BYTES: Final = 256 << 10
 LARGE_BYTES: Final = 64 << 10
 """After a frame of this size the event loop has a turn, also if the socket never made us wait."""
 
-AHEAD_BYTES: Final = 4 << 10
+BUFFER_BYTES: Final = 4 << 10
 """How much more than a frame is read, and copied once more, where more is there: several small messages at once."""
 
 FIRST_BYTES: Final = 512
@@ -87,7 +87,7 @@ class Connection:
         self._fd = sock.fileno()
         self._loop = asyncio.get_running_loop()
         self._low_water = 0 if isinstance(sock, ssl.SSLSocket) else 1  # 0: it would hold back TLS records
-        self._ahead = memoryview(bytearray(AHEAD_BYTES))  # [_begin, _end) was read and is not used yet
+        self._buffer = memoryview(bytearray(BUFFER_BYTES))  # [_begin, _end) was read and is not used yet
         self._begin = self._end = 0
         self._readers: list[_Reading] = []
         self._watched = False
@@ -125,8 +125,8 @@ class Connection:
             FrameError: the peer sends no frames of ours, or too long ones.
             OSError: the connection is over.
         """
-        await self._read_ahead(HEAD.size)
-        number, size = HEAD.unpack_from(self._ahead, self._begin)
+        await self._read_more(HEAD.size)
+        number, size = HEAD.unpack_from(self._buffer, self._begin)
         self._begin += HEAD.size
         if number > max(Kind) or size > self.max_bytes:
             raise FrameError(
@@ -203,8 +203,8 @@ class Connection:
     # ------------------------------------------------------------------ inside
 
     async def _receive_large(self, size: int, place: Place | None) -> memoryview:
-        await self._read_ahead(FIRST_BYTES)
-        first = memoryview(bytes(self._ahead[self._begin : self._begin + FIRST_BYTES]))
+        await self._read_more(FIRST_BYTES)
+        first = memoryview(bytes(self._buffer[self._begin : self._begin + FIRST_BYTES]))
         if place is not None and (found := place(first, size)) is not None:
             start, target = found
             self._begin += start
@@ -217,18 +217,18 @@ class Connection:
     async def _fill(self, view: memoryview) -> None:
         """Receive so many bytes."""
         held = min(self._end - self._begin, view.nbytes)
-        view[:held] = self._ahead[self._begin : self._begin + held]
+        view[:held] = self._buffer[self._begin : self._begin + held]
         self._begin += held
         await self._read(_Reading(view[held:], view.nbytes - held))
 
-    async def _read_ahead(self, count: int) -> None:
+    async def _read_more(self, count: int) -> None:
         """Have at least so many bytes at hand, and what else has come with them."""
         held = self._end - self._begin
         if held >= count:
             return
-        self._ahead[:held] = self._ahead[self._begin : self._end]
+        self._buffer[:held] = self._buffer[self._begin : self._end]
         self._begin, self._end = 0, held
-        reading = _Reading(self._ahead[held:], count - held)
+        reading = _Reading(self._buffer[held:], count - held)
         await self._read(reading)
         self._end += reading.count
 
@@ -265,7 +265,7 @@ class Connection:
             try:
                 return operation()
             except ssl.SSLWantReadError:
-                await self._readable(_Reading(self._ahead, 0))
+                await self._readable(_Reading(self._buffer, 0))
             except (BlockingIOError, InterruptedError, ssl.SSLWantWriteError):
                 await self._writable()
 

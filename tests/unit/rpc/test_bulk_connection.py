@@ -11,7 +11,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from axon_ps.rpc.bulk.connection import AHEAD_BYTES, FIRST_BYTES, HEAD, LARGE_BYTES, Connection, Kind
+from axon_ps.rpc.bulk.connection import BUFFER_BYTES, FIRST_BYTES, HEAD, LARGE_BYTES, Connection, Kind
 
 MOST = 2 * LARGE_BYTES
 SIZES = st.sampled_from(
@@ -22,8 +22,8 @@ SIZES = st.sampled_from(
         5,
         6,
         FIRST_BYTES,
-        AHEAD_BYTES - HEAD.size,
-        AHEAD_BYTES,
+        BUFFER_BYTES - HEAD.size,
+        BUFFER_BYTES,
         LARGE_BYTES - 1,
         LARGE_BYTES,
         LARGE_BYTES + 1,
@@ -72,7 +72,7 @@ async def received(bodies: Sequence[bytes], cuts: Sequence[int], start: int) -> 
 @settings(max_examples=40)
 @given(
     sizes=st.lists(SIZES, min_size=1, max_size=6),
-    cuts=st.lists(st.sampled_from((1, 3, 5, 6, FIRST_BYTES, AHEAD_BYTES, 70_000)), max_size=12),
+    cuts=st.lists(st.sampled_from((1, 3, 5, 6, FIRST_BYTES, BUFFER_BYTES, 70_000)), max_size=12),
     start=st.integers(0, FIRST_BYTES),
 )
 @example(sizes=[6] * 6, cuts=[], start=0)
