@@ -5,7 +5,7 @@ others wait, in rank order; so results and errors do not depend on how the threa
 
 Invariants:
 - The error that one rank is aborted with, or its time-out, is raised by the others too, when they need that rank.
-- A message is copied when it is sent, so `send` never waits.
+- A message is copied when it is sent, so `send` never waits; it is received also when its sender has gone meanwhile.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class _SharedState:
                 who = _who([self._ranks[i] for i in others])
                 self._abort(rank, Timeout(f"{who} did not send a message with tag {tag} within {timeout_s:g} s"))
             message = fitting()
-            if message is None or rank in self._aborted:
+            if message is None or isinstance(self._aborted.get(rank), Closed):
                 self._raise_end(rank, others)
             inbox[:] = [m for m in inbox if m is not message]
             return cast(_Message, message)

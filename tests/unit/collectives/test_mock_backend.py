@@ -11,7 +11,7 @@ import pytest
 from axon_ps.collectives.backends.base import Call, Operation, Request
 from axon_ps.collectives.backends.mock import MockBackend, mock_contexts
 from axon_ps.collectives.store import MAX_VALUE_BYTES, MemoryStore
-from axon_ps.errors import Broken, Closed, InvalidRequest, Timeout
+from axon_ps.errors import Broken, Closed, InvalidRequest, MemberLost, Timeout
 from axon_ps.types import DType, ReduceOp
 
 BARRIER = Call(sequence=0, operation=Operation.BARRIER)
@@ -100,3 +100,22 @@ def test_messages_need_a_rank_that_is_there() -> None:
             act()
     with pytest.raises(InvalidRequest, match="tag"):
         backend.send(data, DType.U8, 0, -1, 1.0)
+
+
+def test_what_was_sent_is_received_though_its_sender_has_finished_and_nothing_after_closing() -> None:
+    first, second = MockBackend.create_world(2)
+    data = np.array([3], np.int32)
+    for _ in range(2):
+        second.send(data, DType.I32, 0, 7, 1.0)
+    second.close()
+    first.abort(MemberLost("rank 1 has finished"))
+    out = np.zeros_like(data)
+    assert first.recv(out, DType.I32, 1, 7, 1.0) == 1
+    assert out == data
+    with pytest.raises(MemberLost, match="has finished"):
+        first.recv(out, DType.I32, 1, 8, 1.0)
+    first, second = MockBackend.create_world(2)
+    second.send(data, DType.I32, 0, 7, 1.0)
+    first.close()
+    with pytest.raises(Closed):
+        first.recv(out, DType.I32, 1, 7, 1.0)
