@@ -311,7 +311,7 @@ class BulkClient:
 
     async def _connect(self, granted: _Granted, path: str) -> Connection:
         """A connection on which HELLO was sent."""
-        sock = await _connected(self._host, granted.port)
+        sock, connection = await _connected(self._host, granted.port), None
         try:
             if self._tls is not None:
                 context, name = self._tls()
@@ -324,7 +324,7 @@ class BulkClient:
             if kind is not Kind.HELLO:
                 raise ConnectionError(f"it answered with a frame of kind {kind.name}")
         except BaseException:
-            sock.close()
+            (connection or sock).close()  # the event loop watches the socket of a connection
             raise
         return connection
 

@@ -72,6 +72,27 @@ def test_where_there_is_none_calls_go_over_grpc(why: str, monkeypatch: pytest.Mo
     run(main())
 
 
+def test_a_connection_that_is_not_answered_leaves_its_socket_unwatched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The event loop would take the next socket of that number for it, and never say that something has come."""
+    made: list[int] = []
+
+    async def unanswered(host: str, port: int) -> socket.socket:
+        ours, theirs = socket.socketpair()
+        ours.setblocking(False)
+        made.append(ours.fileno())
+        asyncio.get_running_loop().call_later(0.01, theirs.close)
+        return ours
+
+    async def main() -> None:
+        async with serving(reduce_scatter=count_bytes) as s:
+            monkeypatch.setattr(client, "_connected", unanswered)
+            stream = await Stub.open_bulk(s.stub, "ReduceScatter")
+            assert not isinstance(stream._call, BulkCall)
+            assert not asyncio.get_running_loop().remove_reader(made[0])
+
+    run(main())
+
+
 def test_what_would_take_too_many_files_goes_over_grpc(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client, "max_bulk_calls", lambda: 2)
     monkeypatch.setattr(client, "_under_way", WeakSet())
