@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import resource
 from collections.abc import Iterator
@@ -31,7 +30,7 @@ def pool() -> str:
 
 def _pools() -> Iterator[tuple[str, int]]:
     """The machine's memory, and that of every control group with a limit that we are in: name and free bytes."""
-    machine = _boot_id()
+    machine = _text(Path("/proc/sys/kernel/random/boot_id"))
     for line in _text(Path("/proc/meminfo")).splitlines():
         if line.startswith("MemAvailable:"):
             yield machine, int(line.split()[1]) * 1024
@@ -40,11 +39,6 @@ def _pools() -> Iterator[tuple[str, int]]:
             limit, used = _group_limit(group)
             if limit < _UNLIMITED:
                 yield f"{machine}/{os.stat(group).st_ino}", max(0, limit - used)
-
-
-@functools.cache
-def _boot_id() -> str:
-    return _text(Path("/proc/sys/kernel/random/boot_id"))
 
 
 def _groups() -> Iterator[Path]:

@@ -11,7 +11,7 @@ import contextlib
 import itertools
 import time
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any, Final
 
 import grpc
@@ -137,7 +137,6 @@ class Sockets:
 
     async def attacks(self, seed: str, count: int, side_by_side: int, seconds: float = 0.0) -> None:
         """Open hostile connections, evenly spread over the time; 0 = as fast as it goes."""
-        free = asyncio.Semaphore(side_by_side)
         async with contextlib.AsyncExitStack() as stack:
             granted = {
                 name: await stack.enter_async_context(self._granted(name)) for name in self._ports if "shard" in name
@@ -152,10 +151,13 @@ class Sockets:
                     kind = await hostile_http2.attack(self._ports[service], self._token, entropy)
                 self.connections[kind] += 1
 
-            await self._all(one, count, free, seconds)
+            await self._all(one, count, side_by_side, seconds)
 
     @staticmethod
-    async def _all(one: Any, count: int, free: asyncio.Semaphore, seconds: float) -> None:
+    async def _all(
+        one: Callable[[int], Coroutine[Any, Any, None]], count: int, side_by_side: int, seconds: float
+    ) -> None:
+        free = asyncio.Semaphore(side_by_side)
         async with asyncio.TaskGroup() as group:
             async for number in paced(count, seconds):
                 await free.acquire()
