@@ -107,11 +107,12 @@ def test_full_shard_memory_and_traffic(
         assert copied < copies <= copied + (2 * BLOCKS + 1) * 2 * mmap.PAGESIZE
 
 
-def test_shard_grad_op_keeps_all_parameters_and_those_of_the_next_version_as_they_travel() -> None:
-    with LocalCluster(shards=1, world_size=1) as cluster:
+@pytest.mark.parametrize("environment", [{}, {"AXON_PS_DIRECT_MEMORY": "0"}], ids=["mapped", "gathered"])
+def test_shard_grad_op_keeps_all_parameters_once(environment: dict[str, str]) -> None:
+    with LocalCluster(shards=1, world_size=1, environment=environment) as cluster:
         (result,) = cluster.run_workers(train, args=("SHARD_GRAD_OP", {}))
-    whole, unit = 4 * (BLOCKS * BLOCK_NUMEL + ROOT_NUMEL), 4 * BLOCK_NUMEL
-    assert whole <= result.value["worker"]["peak_param_memory_bytes"] <= 2 * whole + 2 * unit
+    whole = 4 * (BLOCKS * BLOCK_NUMEL + ROOT_NUMEL)
+    assert result.value["worker"]["peak_param_memory_bytes"] == whole
 
 
 def test_a_server_process_is_no_larger_than_its_counters() -> None:

@@ -72,18 +72,23 @@ def server_runtime(
     has_host_copies = wrapping.offload.offloads_params and node is None
     resident = wrapping.strategy is ShardingStrategy.SHARD_GRAD_OP and not has_host_copies
     in_node = None if node is None else node.device
+
+    def is_buffered(unit: Unit) -> bool:
+        dtype = wrapping.compute_of(unit)
+        return TORCH_DTYPES[wrapping.wire_of(dtype)] != dtype or (wrapping.on_device and in_node is None)
+
     wires = [(w.unit, wrapping.wire_of(wrapping.compute_of(w.unit))) for w in wrapped_units]
     limit_bytes = BUFFERS * max(unit.numel * wire.itemsize for unit, wire in wires)
-    limit_bytes += sum(unit.numel * wire.itemsize for unit, wire in wires if resident and unit.trainable)
+    beside = [(unit, wire) for unit, wire in wires if resident and unit.trainable and is_buffered(unit)]
+    limit_bytes += sum(unit.numel * wire.itemsize for unit, wire in beside)
     pool = BufferPool(limit_bytes, wrapping.meter, pinned=wrapping.on_device, device=in_node)
 
     def source_of(unit: Unit) -> ParameterSource:
-        dtype = wrapping.compute_of(unit)
-        wire = TORCH_DTYPES[wrapping.wire_of(dtype)]
-        buffered = resident or wire != dtype or (wrapping.on_device and in_node is None)
+        buffered = is_buffered(unit)
         if node is not None:
             return NodeSource(node, pool, buffered=buffered, on_device=in_node is not None)
         if has_host_copies:
+            wire = TORCH_DTYPES[wrapping.wire_of(wrapping.compute_of(unit))]
             copy = host_empty(unit.numel, wire, pinned=wrapping.on_device)
             wrapping.meter.add(copy.nbytes)
             return HostCopySource(client, copy)

@@ -24,17 +24,19 @@ Note: [States of a unit]
 
     SHARDED                 nothing here
     GATHERING               nothing here, values on their way
-    SPECULATIVE             nothing here, those of an undecided step on their way
+    SPECULATIVE             nothing here any more, those of an undecided step on their way
     UNSHARDED               `flat` has values: those of `_values_at`, which may be an older version
     UNSHARDED_GATHERING     it has, and newer ones come into a buffer beside it, or into memory that will be mapped
-    UNSHARDED_SPECULATIVE   it has, and those of an undecided step come into a buffer beside it (SHARD_GRAD_OP)
+    UNSHARDED_SPECULATIVE   it has, and those of an undecided step come into a buffer beside it (SHARD_GRAD_OP, where
+                            what travels must be cast or copied to a GPU)
 
     What is under way is one `PendingGather`. A unit of which another version is needed before a step is decided drops
     what it has of the step, which cannot commit any more.
 
-A unit gathers *directly* into `flat` when the wire dtype is the compute dtype, the memory is of the same kind, and the
-old values are not needed meanwhile; else into a buffer that `unshard` copies (and casts) from. It comes in host
-memory, but under HYBRID_SHARD on GPUs. `sources` has the ways in.
+A unit gathers *directly* into `flat` when the wire dtype is the compute dtype and the memory is of the same kind; else
+into a buffer that `unshard` copies (and casts) from. It comes in host memory, but under HYBRID_SHARD on GPUs. What was
+in `flat` is lost then, also where the unit is resident: of a step that is aborted it is gathered once more. `sources`
+has the ways in.
 
 Shapes: flat: param_dtype[unit_numel]; buffer: wire[unit_numel].
 """
@@ -82,6 +84,7 @@ _TRANSITIONS = {
     UnitState.UNSHARDED: {
         UnitState.SHARDED,  # resharded
         UnitState.GATHERING,  # over values that are no longer current
+        UnitState.SPECULATIVE,  # over values that nothing reads any more
         UnitState.UNSHARDED_GATHERING,
         UnitState.UNSHARDED_SPECULATIVE,
     },
@@ -192,12 +195,12 @@ class FlatUnit:
 
     @property
     def may_speculate(self) -> bool:
-        """Whether the values of an undecided step may be gathered now: those that are here are never overwritten."""
-        if not self.source.speculates(self):
+        """Whether the values of an undecided step may be gathered now: nothing reads those that they overwrite."""
+        if not self.source.speculates(self) or self.state not in (UnitState.SHARDED, UnitState.UNSHARDED):
             return False
-        if self.resident:
-            return self.state in (UnitState.SHARDED, UnitState.UNSHARDED)
-        return self.state is UnitState.SHARDED and not (self._allocated or self.source.buffered)
+        if self.source.buffered:
+            return self.resident
+        return not self._readable and (self.resident or not self._allocated)
 
     def start_gather(self, *, again: bool = False) -> None:
         """Begin to gather, unless current values are here or being gathered; `again` is not counted."""
@@ -212,10 +215,11 @@ class FlatUnit:
         self._enter(UnitState.UNSHARDED_GATHERING if beside else UnitState.GATHERING, pending)
 
     def start_speculative(self, ticket: Ticket, hyper: Sequence[Hyper]) -> None:
-        """Begin to gather the expected result of this step: into `flat` if it is free, else into a buffer beside it."""
+        """Begin to gather the expected result of this step, where `may_speculate`."""
         self._count(remote=True)
         pending = self.source.start_speculative(self, ticket, hyper)
-        self._enter(UnitState.UNSHARDED_SPECULATIVE if self.state.has_values else UnitState.SPECULATIVE, pending)
+        beside = self.state.has_values and not pending.in_place
+        self._enter(UnitState.UNSHARDED_SPECULATIVE if beside else UnitState.SPECULATIVE, pending)
 
     def commit_speculative(self) -> None:
         """The step committed as expected: the speculative gather becomes the ordinary one."""

@@ -440,6 +440,7 @@ class FullyShardedDataParallel(ShardedValues):
             shard_numel=runtime.shard_numel,
             state_bytes=2 * built.itemsize if state_bytes is None else state_bytes // trainable,
             copied=any(flat.swapped for flat in runtime.flats),
+            buffered=any(f.source.buffered for f in runtime.flats),
             world_size=self.process_group.world_size,
         )
 

@@ -129,7 +129,7 @@ class _GatheringSource(ParameterSource):
         steps: gathers.
         pool: buffers.
         buffered: whether values come into a buffer: where `flat` is of another dtype or kind of memory than what is
-            gathered, or its old values are needed meanwhile.
+            gathered.
     """
 
     def __init__(self, steps: Steps, pool: BufferPool, *, buffered: bool) -> None:

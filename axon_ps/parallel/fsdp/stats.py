@@ -6,13 +6,14 @@ G    workers of a node (HYBRID_SHARD); s optimizer state per trainable parameter
 
 strategy        parameters in memory                     gradients     optimizer state
 FULL_SHARD      c·(r + 2u)                               g·2u          on the servers
-SHARD_GRAD_OP   c·P + w·T (speculative copy)             g·2u          on the servers
+SHARD_GRAD_OP   c·P, + w·T if gathered into buffers      g·2u          on the servers
 HYBRID_SHARD    w·P/G + c·(r + 2u)                       g·2u          on the servers
 NO_SHARD        m·P, + c·(r + u) if computed in copies   m·T           s·T
 + PARAMS, FULL  w·P on the host + c·(r + u)              g·2u          on the servers
 
-A unit with frozen parameters is resharded one unit later in backward: + c·u where it says u, and with SHARD_GRAD_OP
-2·w·u of its frozen parameters, which were gathered into buffers.
+Values come into buffers where they are cast, decompressed, or copied to a GPU. A unit with frozen parameters is
+resharded one unit later in backward: + c·u where it says u, and with buffers under SHARD_GRAD_OP 2·w·u of its frozen
+parameters.
 """
 
 from __future__ import annotations
@@ -136,6 +137,7 @@ def estimate(
     shard_numel: int,
     state_bytes: int,
     copied: bool,
+    buffered: bool,
     world_size: int,
 ) -> FSDPMemoryStats:
     """The table of the module's docstring.
@@ -152,6 +154,7 @@ def estimate(
         shard_numel: HYBRID_SHARD: elements of this worker's shards.
         state_bytes: NO_SHARD: optimizer state per trainable parameter, in bytes.
         copied: NO_SHARD: whether the module computes with copies of the masters.
+        buffered: whether values are gathered into buffers.
         world_size: workers.
     """
     total, trainable = layout.numel, layout.trainable_numel
@@ -173,7 +176,7 @@ def estimate(
         params = wire_bytes * total + copies
         host = wire_bytes * total
     elif strategy is ShardingStrategy.SHARD_GRAD_OP:
-        params = compute_bytes * total + wire_bytes * (trainable + 2 * frozen)
+        params = compute_bytes * total + (wire_bytes * (trainable + 2 * frozen) if buffered else 0)
     else:
         params = prefetched
     return FSDPMemoryStats(

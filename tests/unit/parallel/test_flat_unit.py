@@ -59,7 +59,11 @@ class Job:
     """A unit of the values 0 to 3, of a gradient of ones."""
 
     def __init__(
-        self, source: Callable[[FakeSteps, BufferPool], ParameterSource] | None = None, *, resident: bool = False
+        self,
+        source: Callable[[FakeSteps, BufferPool], ParameterSource] | None = None,
+        *,
+        resident: bool = False,
+        buffered: bool = False,
     ) -> None:
         self.steps = FakeSteps()
         self.steps.values[0] = torch.arange(float(NUMEL))
@@ -79,7 +83,7 @@ class Job:
         )
         self.meter, self.counters = wrapping.meter, wrapping.counters
         self.pool = BufferPool(2 * NBYTES, self.meter)
-        remote = RemoteSource(self.steps, self.pool, buffered=resident)
+        remote = RemoteSource(self.steps, self.pool, buffered=buffered)
         self.flat = Recorded(
             0,
             WrappedUnit(owner="", unit=unit, params=(nn.Parameter(torch.zeros(NUMEL)),)),
@@ -139,8 +143,8 @@ def speculative() -> Job:
     return job
 
 
-def unsharded(*, resident: bool = True) -> Job:
-    job = Job(resident=resident)
+def unsharded(*, resident: bool = True, buffered: bool = True) -> Job:
+    job = Job(resident=resident, buffered=buffered)
     assert job.unsharded() == [0.0, 1.0, 2.0, 3.0]
     return job
 
@@ -194,7 +198,24 @@ def scenarios() -> Iterator[Job]:
     assert job.unsharded() == [0.0, 1.0, 2.0, 3.0]  # used once more before the decision
     yield job
 
-    job = unsharded(resident=False)
+    job = unsharded(buffered=False)
+    assert not job.flat.may_speculate  # it is in use
+    job.flat.reshard()
+    job.start_speculative()  # over values that nothing reads any more
+    assert job.flat.state is UnitState.SPECULATIVE
+    job.commit()
+    assert job.unsharded() == [-1.0, 0.0, 1.0, 2.0]
+    assert job.steps.units("gather") == [0]
+    yield job
+
+    job = unsharded(buffered=False)
+    job.flat.reshard()
+    job.start_speculative()
+    job.flat.discard_speculative()
+    assert job.unsharded() == [0.0, 1.0, 2.0, 3.0]  # gathered once more
+    yield job
+
+    job = unsharded(resident=False, buffered=False)
     job.restore()
     job.flat.start_gather()  # over values that nobody needs any more
     assert job.flat.state is UnitState.GATHERING
