@@ -10,6 +10,8 @@ Note: [Why a write failed]
     INTERNAL, "Internal error from Core", and the peer's message is lost. So we pass messages to the call below that
     layer, and when that fails wait for the status. It comes once all messages before it were read: while one task
     writes to a peer that may send, another task must read.
+
+What `Shielded` and the lock are for here is gRPC's; a bulk call needs neither.
 """
 
 from __future__ import annotations
@@ -57,7 +59,7 @@ class Stream:
     ) -> None:
         self._call = call
         self._is_current = is_current
-        self._takes_buffers = getattr(call, "takes_buffers", False)
+        self._is_bulk = getattr(call, "is_bulk", False)
         self._peer = peer
         self._method = method
         self._timeout_s = timeout_s
@@ -91,8 +93,10 @@ class Stream:
             Broken: the peer sent what cannot be parsed; the call is cancelled.
         """
         try:
-            reading = self._call.read(place) if self._takes_buffers else self._call.read()
-            message = await Shielded(reading, self._call.cancel)
+            if self._is_bulk:
+                message = await self._call.read(place)
+            else:
+                message = await Shielded(self._call.read(), self._call.cancel)
         except grpc.aio.AioRpcError as error:
             raise self._error_of(error) from None
         except asyncio.CancelledError:
@@ -117,13 +121,14 @@ class Stream:
         if not isinstance(message, tuple):
             data = message if isinstance(message, bytes) else message.SerializeToString()
         else:
-            data = message if self._takes_buffers else b"".join(message)
+            data = message if self._is_bulk else b"".join(message)
         try:
+            if self._is_bulk:  # whose messages do not mix
+                await self._check_writable()
+                await self._call.send_serialized_message(data)
+                return
             async with self._writing:
-                if self._half_closed:
-                    raise Closed(f"{self.place} was half-closed; nothing more can be written to it")
-                if self._call.done():
-                    raise await self._ended()
+                await self._check_writable()
                 await self._connect()
                 # See Note: [Why a write failed]
                 await Shielded(self._call._cython_call.send_serialized_message(data), self._call.cancel)
@@ -176,6 +181,12 @@ class Stream:
     async def _messages(self) -> AsyncIterator[Any]:
         while (message := await self.read()) is not EOF:
             yield message
+
+    async def _check_writable(self) -> None:
+        if self._half_closed:
+            raise Closed(f"{self.place} was half-closed; nothing more can be written to it")
+        if self._call.done():
+            raise await self._ended()
 
     async def _connect(self) -> None:
         if self._connected:

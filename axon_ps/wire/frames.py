@@ -12,9 +12,11 @@ Note: [The payload comes last]
     copy of the payload, the one that makes the message. Decoding is the reverse and copies nothing: skip over the small
     fields, have protobuf decode the bytes before the payload, and return the rest as a view.
 
-    Another client may write the fields in another order, write the payload twice (the last one counts), or put many
-    unknown fields into the message; then protobuf parses all of it, which copies more. Both ways accept the same
-    messages and give the same result.
+    Where the payload begins is found by its tag, followed by the length of all that is left. The tag's byte may be
+    found in another field, too; but if protobuf can decode all before it, a field begins there, and it is the payload.
+
+    Another client may write the fields in another order, or so many that the payload begins late; then protobuf parses
+    all of it, which copies more. Both ways accept the same messages and give the same result.
 """
 
 from __future__ import annotations
@@ -43,8 +45,8 @@ _PAYLOAD_FIELD: Final = common_pb2.Chunk.PAYLOAD_FIELD_NUMBER
 _LENGTH_DELIMITED: Final = 2
 _PAYLOAD_TAG: Final = _PAYLOAD_FIELD << 3 | _LENGTH_DELIMITED
 _PAYLOAD_TAG_BYTE: Final = bytes((_PAYLOAD_TAG,))
-_WALK_FIELDS: Final = 32
-"""With more fields than this before the payload, the protobuf library decodes the message (a chunk has twelve)."""
+_HEAD_BYTES: Final = 512
+"""If the payload begins later than this, the protobuf library decodes the message."""
 
 
 def encode_chunk(header: BulkMessage, payload: Payload | None) -> bytes:
@@ -94,11 +96,11 @@ def decode_bulk(kind: type[Bulk], data: bytes | memoryview) -> tuple[Bulk, memor
     Raises:
         InvalidRequest: `data` is not an encoded message of that kind.
     """
-    start = _payload_start(data, len(data))
+    found = _split(kind, data, len(data))
+    if found is not None:
+        header, start = found
+        return header, memoryview(data)[start:]
     try:
-        if start is not None:
-            body_start, tag_start = start
-            return kind.FromString(bytes(data[:tag_start])), memoryview(data)[body_start:]
         header = kind.FromString(bytes(data))
     except DecodeError as error:
         raise InvalidRequest(f"{len(data)} bytes received are not a {kind.DESCRIPTOR.name} message: {error}") from error
@@ -125,18 +127,15 @@ class Target(Generic[Bulk]):
 
     def __call__(self, first: memoryview, size: int) -> tuple[int, memoryview] | None:
         """Where the payload begins, and the memory for it, by the first bytes of a message of `size` bytes."""
-        start = _payload_start(first, size)
-        if start is None:
+        found = _split(self._kind, first, size)
+        if found is None:
             return None
-        try:
-            header = self._kind.FromString(bytes(first[: start[1]]))
-        except DecodeError:
-            return None
-        memory = self._memory(header, size - start[0])
+        header, start = found
+        memory = self._memory(header, size - start)
         if memory is None:
             return None
         self._header, self._payload = header, memory
-        return start[0], memory
+        return start, memory
 
     def decode(self, message: bytes | memoryview) -> tuple[Bulk, memoryview, bool]:
         """Header and payload of a message that was read, and whether the payload is where `memory` said.
@@ -210,49 +209,33 @@ def _varint(value: int) -> bytes:
     return bytes(out)
 
 
-def _payload_start(data: bytes | memoryview, size: int) -> tuple[int, int] | None:
-    """Where the payload's bytes and its tag begin, if it is the last of `size` bytes that begin with `data`; else None.
+def _split(kind: type[Bulk], data: bytes | memoryview, size: int) -> tuple[Bulk, int] | None:
+    """The header of a message of `size` bytes that begins with `data`, and where its payload begins.
 
-    It is None, too, where `data` ends before that.
+    None if it has none, or none that is found like this; see Note: [The payload comes last].
     """
-    try:
-        position = 0
-        for _ in range(_WALK_FIELDS):
-            tag_start = position
-            tag, position = _read_varint(data, position)
-            if tag == _PAYLOAD_TAG:
-                length, position = _read_varint(data, position)
-                return (position, tag_start) if position + length == size else None
-            wire_type = tag & 7
-            if wire_type == 0:
-                _, position = _read_varint(data, position)
-            elif wire_type == _LENGTH_DELIMITED:
-                length, position = _read_varint(data, position)
-                position += length
-            elif wire_type == 1:
-                position += 8
-            elif wire_type == 5:
-                position += 4
-            else:  # a group, or nonsense
-                return None
-    except IndexError:  # no payload, or truncated
-        pass
+    head = bytes(data[:_HEAD_BYTES])
+    tag = head.find(_PAYLOAD_TAG_BYTE)
+    while tag >= 0:
+        length, start = _read_varint(head, tag + 1)
+        if start + length == size:
+            try:
+                header = kind.FromString(head[:tag])
+            except DecodeError:  # it is in the middle of a field
+                pass
+            else:
+                header.ClearField("payload")  # of two the last counts
+                return header, start
+        tag = head.find(_PAYLOAD_TAG_BYTE, tag + 1)
     return None
 
 
-def _read_varint(data: bytes | memoryview, position: int) -> tuple[int, int]:
-    byte = data[position]
-    position += 1
-    if byte < 0x80:
-        return byte, position
-    value = byte & 0x7F
-    shift = 7
-    while True:
-        byte = data[position]
-        position += 1
+def _read_varint(data: bytes, position: int) -> tuple[int, int]:
+    """A varint of at most four bytes, and where it ends; (-1, position) if it is longer, or cut off."""
+    value = 0
+    for shift, byte in zip((0, 7, 14, 21), data[position : position + 4], strict=False):
         value |= (byte & 0x7F) << shift
+        position += 1
         if byte < 0x80:
             return value, position
-        shift += 7
-        if shift > 63:
-            raise IndexError("a varint has at most ten bytes")
+    return -1, position

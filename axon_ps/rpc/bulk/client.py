@@ -23,7 +23,7 @@ from google.protobuf.message import DecodeError
 from axon_ps.errors import AxonError, ConfigurationError
 from axon_ps.rpc.auth.identity import Principal
 from axon_ps.rpc.auth.tls_contexts import client_context
-from axon_ps.rpc.bulk.connection import Buffer, Connection, Kind
+from axon_ps.rpc.bulk.connection import Buffer, Connection, Kind, Turn
 from axon_ps.rpc.bulk.status import Status
 from axon_ps.rpc.channels import MAX_MESSAGE_BYTES, connected_ports, split_address
 from axon_ps.rpc.in_process import is_in_process
@@ -63,13 +63,14 @@ class BulkCall:
         self._is_local = False
         self._hung_up = False
         self._unread: deque[memoryview] = deque()
-        self._receiving = asyncio.Lock()
+        self._receiving = Turn()
         self._callbacks: list[Callable[[Any], object]] = []
-        self._cython_call = self  # where `Stream` looks for the two methods of gRPC's that have no public name
+        self._cython_call = self  # where `Stream` looks for a method of gRPC's that has no public name
         connection.on_hangup(self._on_hangup)
 
-    takes_buffers = True
-    """Whether a message may be a tuple of buffers, which is sent without being joined."""
+    is_bulk = True
+    """Whether it is no call of gRPC: a message may be a tuple of buffers, which is sent without being joined, and several
+    tasks may send; a task that is cancelled while it waits for the call leaves nothing behind."""
 
     async def wait_for_connection(self) -> None:
         """It is connected."""
@@ -150,20 +151,24 @@ class BulkCall:
     # ------------------------------------------------------------------ inside
 
     async def _receive(self, place: Place | None = None) -> None:
-        """Receive a frame, if nobody else has ended the call meanwhile."""
-        async with self._receiving:
-            if self._status is not None:
-                return
-            try:
-                kind, body = await self._connection.receive(place)
-                status = Status.decode(body) if kind is Kind.STATUS else None
-            except (OSError, DecodeError) as error:
-                self.end(Status(grpc.StatusCode.UNAVAILABLE, f"Socket closed: {error}"))
-                return
-            if status is not None:
-                self.end(status)
-            else:
-                self._unread.append(body)
+        """Receive a frame, if nobody else has received one or ended the call meanwhile."""
+        if self._receiving.taken:
+            await self._receiving.wait()
+            self._receiving.leave()
+            return
+        self._receiving.take()
+        try:
+            kind, body = await self._connection.receive(place)
+            status = Status.decode(body) if kind is Kind.STATUS else None
+        except (OSError, DecodeError) as error:
+            self.end(Status(grpc.StatusCode.UNAVAILABLE, f"Socket closed: {error}"))
+            return
+        finally:
+            self._receiving.leave()
+        if status is not None:
+            self.end(status)
+        else:
+            self._unread.append(body)
 
     async def _send(self, kind: Kind, *buffers: Buffer) -> None:
         try:

@@ -5,7 +5,8 @@ Note: [Few wake-ups]
     than the kernel on copying. So a reader that needs many bytes is woken when `LOW_WATER_BYTES` of them are there, or
     the last one (SO_RCVLOWAT; the kernel wakes it earlier where it cannot store as many, and at the end). It is read
     where the loop finds it, and the task that waits runs only when all is there. The loop goes on watching until
-    something comes that nobody waits for: a connection that is asked and answers costs no system call for that.
+    something comes that nobody waits for, and until it says so a socket that was read empty is not read again: a
+    connection that is asked and answers costs one system call for each message.
 """
 
 from __future__ import annotations
@@ -14,10 +15,10 @@ import asyncio
 import socket
 import ssl
 import struct
+from collections import deque
 from collections.abc import Callable, Iterable
 from enum import IntEnum
-from functools import partial
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
 
 import numpy as np
 
@@ -29,7 +30,7 @@ LOW_WATER_BYTES: Final = 256 << 10
 """See Note: [Few wake-ups]."""
 
 LARGE_BYTES: Final = 64 << 10
-"""After a frame of this size the event loop has a turn, also if the socket never made us wait."""
+"""With a frame of this size the event loop has a turn, also if the socket never makes us wait."""
 
 BUFFER_BYTES: Final = 4 << 10
 """How much more than a frame is read, and copied once more, where more is there: several small messages at once."""
@@ -53,6 +54,7 @@ class Kind(IntEnum):
     STATUS = 3
 
 
+_KINDS: Final = tuple(Kind)
 _NO_LINGER: Final = struct.pack("ii", 1, 0)
 HEAD: Final = struct.Struct("<BI")
 
@@ -61,8 +63,50 @@ class FrameError(ConnectionError):
     """The peer sends no frames of ours."""
 
 
+class Turn:
+    """One task after the other, in order: a lock that costs nothing where nobody waits. One event loop.
+
+        await turn.wait() if turn.taken else turn.take()
+        try: ...
+        finally: turn.leave()
+
+    Attributes:
+        taken: whether it is a task's turn.
+    """
+
+    __slots__ = ("_waiting", "taken")
+
+    def __init__(self) -> None:
+        self.taken = False
+        self._waiting: deque[asyncio.Future[None]] = deque()
+
+    def take(self) -> None:
+        """It is this task's turn, since it is nobody's."""
+        self.taken = True
+
+    async def wait(self) -> None:
+        """Wait until it is this task's turn."""
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.append(future)
+        try:
+            await future
+        except asyncio.CancelledError:
+            if not future.cancelled():
+                self.leave()
+            raise
+
+    def leave(self) -> None:
+        """The task's turn is over."""
+        self.taken = False
+        while self._waiting and not self.taken:
+            future = self._waiting.popleft()
+            if not future.done():
+                future.set_result(None)
+                self.taken = True
+
+
 class Connection:
-    """Frames over a socket. One task may receive while another sends. One event loop.
+    """Frames over a socket. One task may receive while others send, one after the other. One event loop.
 
     Args:
         sock: connected; a TLS one may have its handshake before it. It is ours from now on.
@@ -91,6 +135,9 @@ class Connection:
         self._begin = self._end = 0
         self._readers: list[_Reading] = []
         self._watched = False
+        self._empty = False  # whether the socket was read empty, and the loop has not said since that more is there
+        self._waits = 0  # how often somebody has waited for the socket
+        self._sending = Turn()
         self._writers: set[asyncio.Future[None]] = set()
         self._hangups = hangups.of_this_loop()
 
@@ -125,20 +172,27 @@ class Connection:
             FrameError: the peer sends no frames of ours, or too long ones.
             OSError: the connection is over.
         """
-        await self._read_more(HEAD.size)
+        if self._end - self._begin < HEAD.size:
+            await self._read_more(HEAD.size)
         number, size = HEAD.unpack_from(self._buffer, self._begin)
         self._begin += HEAD.size
-        if number > max(Kind) or size > self.max_bytes:
+        if number >= len(_KINDS) or size > self.max_bytes:
             raise FrameError(
-                f"a frame of kind {number} with {size} bytes came; kinds go to {max(Kind)}, bytes to {self.max_bytes}"
+                f"a frame of kind {number} with {size} bytes came; kinds go to {len(_KINDS) - 1}, bytes to "
+                f"{self.max_bytes}"
             )
         if size >= LARGE_BYTES:
+            waits = self._waits
             body = await self._receive_large(size, place)
-            await asyncio.sleep(0)
+            if self._waits == waits:
+                await asyncio.sleep(0)
+        elif size <= self._end - self._begin:
+            body = memoryview(bytes(self._buffer[self._begin : self._begin + size]))
+            self._begin += size
         else:
             body = memoryview(bytearray(size))
             await self._fill(body)
-        return Kind(number), body
+        return _KINDS[number], body
 
     async def send(self, kind: Kind, *buffers: Buffer) -> None:
         """Send a frame made of `buffers`; returns when the kernel has all of it.
@@ -146,18 +200,18 @@ class Connection:
         Raises:
             OSError: the connection is over; also if this was cancelled before, in the middle of a frame.
         """
-        views = [memoryview(buffer).cast("B") for buffer in buffers if len(buffer)]
-        size = sum(view.nbytes for view in views)
-        views.insert(0, memoryview(HEAD.pack(kind, size)))
+        size = sum(buffer.nbytes if isinstance(buffer, memoryview) else len(buffer) for buffer in buffers)
+        views: list[Buffer] = [HEAD.pack(kind, size), *(buffer for buffer in buffers if len(buffer))]
+        waits = self._waits
+        await self._sending.wait() if self._sending.taken else self._sending.take()
         try:
-            if isinstance(self._sock, ssl.SSLSocket):
-                await self._send_all(views, lambda left: self._sock.send(left[0]))
-            else:
-                await self._send_all(views, self._sock.sendmsg)
+            await self._send_all(views, size + HEAD.size)
         except asyncio.CancelledError:
             self.close(abort=True)
             raise
-        if size >= LARGE_BYTES:
+        finally:
+            self._sending.leave()
+        if size >= LARGE_BYTES and self._waits == waits:
             await asyncio.sleep(0)
 
     def shut_down(self) -> None:
@@ -234,8 +288,14 @@ class Connection:
 
     async def _read(self, reading: _Reading) -> None:
         """Read until it is enough."""
-        while not await self._attempt(partial(self._advance, reading)):
-            await self._readable(reading)
+        while reading.count < reading.needed:
+            if self.closed:
+                raise ConnectionResetError("this end closed the connection")
+            try:
+                if self._empty or not self._advance(reading):
+                    await self._readable(reading)
+            except ssl.SSLWantWriteError:
+                await self._writable()
 
     def _advance(self, reading: _Reading) -> bool:
         """Read what is there; whether it is enough."""
@@ -247,23 +307,31 @@ class Connection:
             if not got:
                 raise ConnectionResetError("the peer closed the connection")
             reading.count += got
+        self._empty = self._low_water > 0 and reading.count < reading.view.nbytes
         return True
 
-    async def _send_all(self, views: list[memoryview], send: Callable[[list[memoryview]], int]) -> None:
-        while views:
-            sent = await self._attempt(partial(send, views))
-            while views and sent >= views[0].nbytes:
-                sent -= views.pop(0).nbytes
-            if sent:
-                views[0] = views[0][sent:]
+    async def _send_all(self, views: list[Buffer], left: int) -> None:
+        send = self._send_first if isinstance(self._sock, ssl.SSLSocket) else self._sock.sendmsg
+        while True:
+            left -= (sent := await self._attempt(send, views))
+            if not left:
+                return
+            rest = [memoryview(view).cast("B") for view in views]
+            while sent >= rest[0].nbytes:
+                sent -= rest.pop(0).nbytes
+            rest[0] = rest[0][sent:]
+            views[:] = rest
 
-    async def _attempt(self, operation: Callable[[], T]) -> T:
+    def _send_first(self, views: list[Buffer]) -> int:
+        return self._sock.send(views[0])
+
+    async def _attempt(self, operation: Callable[..., T], *arguments: Any) -> T:
         """Perform an operation of the socket as soon as it need not wait; what only reads is for `_read`."""
         while True:
             if self.closed:
                 raise ConnectionResetError("this end closed the connection")
             try:
-                return operation()
+                return operation(*arguments)
             except ssl.SSLWantReadError:
                 await self._readable(_Reading(self._buffer, 0))
             except (BlockingIOError, InterruptedError, ssl.SSLWantWriteError):
@@ -271,6 +339,7 @@ class Connection:
 
     async def _readable(self, reading: _Reading) -> None:
         """Wait until enough was read, or something else is to be done; see Note: [Few wake-ups]."""
+        self._waits += 1
         self._set_low_water(reading)
         if not self._watched:
             self._loop.add_reader(self._fd, self._on_readable)
@@ -279,13 +348,12 @@ class Connection:
         self._readers.append(reading)
         try:
             await reading.done
-        except ssl.SSLWantWriteError:
-            await self._writable()
         finally:
             self._readers.remove(reading)
 
     def _on_readable(self) -> None:
         """Read for those who wait. See Note: [Few wake-ups]."""
+        self._empty = False
         waiting = [reading for reading in self._readers if not reading.done.done()]
         for reading in waiting:
             try:
@@ -307,6 +375,7 @@ class Connection:
 
     async def _writable(self) -> None:
         """Wait until something can be sent; several tasks may."""
+        self._waits += 1
         future: asyncio.Future[None] = self._loop.create_future()
         if not self._writers:
             self._loop.add_writer(self._fd, _wake, self._writers)
@@ -339,7 +408,7 @@ class _Reading:
         self.count = 0
 
 
-def _wake(waiting: set[asyncio.Future[None]]) -> None:
+def _wake(waiting: Iterable[asyncio.Future[None]]) -> None:
     for future in waiting:
         if not future.done():
             future.set_result(None)

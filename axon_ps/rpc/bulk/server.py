@@ -239,7 +239,6 @@ class _Call:
         self._task = task
         self._status: Status | None = None
         self._half_closed = False
-        self._writing = asyncio.Lock()
 
     def peer(self) -> str:
         """The address of the client."""
@@ -269,8 +268,7 @@ class _Call:
         """Send the client a message."""
         data = message if self.serialize is None else self.serialize(message)
         try:
-            async with self._writing:
-                await self._connection.send(Kind.MESSAGE, data)
+            await self._connection.send(Kind.MESSAGE, data)
         except OSError as error:
             self.hang_up()
             raise grpc.aio.UsageError(f"the call is over: {error}") from None
@@ -298,8 +296,7 @@ class _Call:
         assert self._status is not None, "the caller has set it"
         with contextlib.suppress(OSError, TimeoutError):
             async with asyncio.timeout(LINGER_S):
-                async with self._writing:
-                    await self._connection.send(Kind.STATUS, self._status.encode())
+                await self._connection.send(Kind.STATUS, self._status.encode())
                 self._connection.shut_down()
                 await self._connection.discard()
 

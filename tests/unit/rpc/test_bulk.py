@@ -214,9 +214,7 @@ def test_a_longer_message_than_the_limit_ends_the_call() -> None:
         async with serving(reduce_scatter=count_bytes) as s:
             stream = await Stub.open_bulk(s.stub, "ReduceScatter")
             call: Any = stream._call
-            await call._connection._send_all(
-                [memoryview(HEAD.pack(Kind.MESSAGE, MAX_MESSAGE_BYTES + 1))], send_to(call)
-            )
+            await call._connection._send_all([HEAD.pack(Kind.MESSAGE, MAX_MESSAGE_BYTES + 1)], HEAD.size)
             with pytest.raises(InvalidRequest, match="67108865 bytes"):
                 await stream.read()
 
@@ -294,6 +292,3 @@ async def until_hung_up(sock: socket.socket) -> None:
         assert await asyncio.get_running_loop().sock_recv(sock, 1) == b""
 
 
-def send_to(call: Any) -> Any:
-    """Sends on the socket of a call."""
-    return call._connection._sock.sendmsg
