@@ -9,9 +9,8 @@ Note: [Streams are pooled]
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import math
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from typing import Any, Generic, Protocol, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -54,34 +53,31 @@ class StreamPool(Generic[T]):
         self._max_idle = max_idle
         self._idle: WeakKeyDictionary[Stub, list[T]] = WeakKeyDictionary()
 
-    @contextlib.asynccontextmanager
-    async def acquire(self, stub: Stub, deadline: Deadline = NEVER) -> AsyncIterator[T]:
-        """A stream for one call; an error ends it, else it goes back to the pool.
+    def acquire(self, stub: Stub, deadline: Deadline = NEVER) -> Acquired[T]:
+        """A stream for one call, in the context; an error ends it, else it goes back to the pool.
 
         Raises:
             Timeout: the call was not over in time.
+        """
+        return Acquired(self, stub, deadline)
+
+    async def take(self, stub: Stub, deadline: Deadline) -> T:
+        """A stream that is used by nobody.
+
+        Raises:
+            Timeout: none could be opened in time.
         """
         idle = self._idle.setdefault(stub, [])
         while idle:
             stream = idle.pop()
             if await stream.is_free():
-                break
+                return stream
             stream.cancel()  # it may only be older than our credentials
-        else:
-            stream = await self._opened(stub, deadline)
-        timer = None
-        if (remaining_s := deadline.remaining()) < math.inf:  # lighter than asyncio.timeout, in what is done so often
-            timer = asyncio.get_running_loop().call_later(remaining_s, stream.cancel)
-        try:
-            yield stream
-        except BaseException as error:
-            stream.cancel()
-            if isinstance(error, Closed) and deadline.expired:
-                raise Timeout(f"{stream.place} did not answer within {deadline.timeout_s:g} s") from None
-            raise
-        finally:
-            if timer is not None:
-                timer.cancel()
+        return await self._opened(stub, deadline)
+
+    def give(self, stub: Stub, stream: T) -> None:
+        """Return a stream whose call is over."""
+        idle = self._idle.setdefault(stub, [])
         if len(idle) < self._max_idle:
             idle.append(stream)
         else:
@@ -94,6 +90,33 @@ class StreamPool(Generic[T]):
                 return await self._open(stub)
         except TimeoutError:
             raise Timeout(f"{stub.peer} did not answer within {deadline.timeout_s:g} s") from None
+
+
+class Acquired(Generic[T]):
+    """The context of a call, for `StreamPool.acquire`."""
+
+    __slots__ = ("_deadline", "_pool", "_stream", "_stub", "_timer")
+    _stream: T
+
+    def __init__(self, pool: StreamPool[T], stub: Stub, deadline: Deadline) -> None:
+        self._pool, self._stub, self._deadline = pool, stub, deadline
+        self._timer: asyncio.TimerHandle | None = None
+
+    async def __aenter__(self) -> T:
+        self._stream = await self._pool.take(self._stub, self._deadline)
+        if (remaining_s := self._deadline.remaining()) < math.inf:  # lighter than asyncio.timeout, in what is frequent
+            self._timer = asyncio.get_running_loop().call_later(remaining_s, self._stream.cancel)
+        return self._stream
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        if error is None:
+            self._pool.give(self._stub, self._stream)
+            return
+        self._stream.cancel()
+        if isinstance(error, Closed) and self._deadline.expired:
+            raise Timeout(f"{self._stream.place} did not answer within {self._deadline.timeout_s:g} s") from None
 
 
 class IdleStreams:

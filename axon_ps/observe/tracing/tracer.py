@@ -16,7 +16,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
@@ -25,6 +25,7 @@ from axon_ps.observe.tracing.span import MAX_SPANS, Span, SpanContext, TraceOrde
 if TYPE_CHECKING:
     from axon_ps.observe.tracing.otlp import OtlpExporter
 
+_UNTRACED: Final = nullcontext()
 
 @dataclass(frozen=True, kw_only=True)
 class TracePolicy:
@@ -176,13 +177,13 @@ class Tracer:
             collection.under_way.discard(span.context.span_id)
             self._take()
 
-    @contextmanager
-    def serving(self, name: str, traceparent: str) -> Iterator[Span | None]:
+    def serving(self, name: str, traceparent: str) -> AbstractContextManager[Span | None]:
         """A span of what a peer has asked for; None where it is not traced, or nobody here wants its spans."""
         parent = SpanContext.parse(traceparent) if traceparent and self.active else None
-        if parent is None:
-            yield None
-            return
+        return _UNTRACED if parent is None else self._serving(name, parent)
+
+    @contextmanager
+    def _serving(self, name: str, parent: SpanContext) -> Iterator[Span]:
         span = self.begin(name, parent)
         try:
             yield span

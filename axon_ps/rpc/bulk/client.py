@@ -69,8 +69,8 @@ class BulkCall:
         connection.on_hangup(self._on_hangup)
 
     is_bulk = True
-    """Whether it is no call of gRPC: a message may be a tuple of buffers, which is sent without being joined, and several
-    tasks may send; a task that is cancelled while it waits for the call leaves nothing behind."""
+    """It is no call of gRPC: a message may be a tuple of buffers, which is sent without being joined; several tasks may
+    send; and one that is cancelled while it waits for the call leaves nothing behind."""
 
     async def wait_for_connection(self) -> None:
         """It is connected."""

@@ -353,7 +353,7 @@ class Connection:
 
     def _on_readable(self) -> None:
         """Read for those who wait. See Note: [Few wake-ups]."""
-        self._empty = False
+        was_empty, self._empty = self._empty, False
         waiting = [reading for reading in self._readers if not reading.done.done()]
         for reading in waiting:
             try:
@@ -363,7 +363,7 @@ class Connection:
                     self._set_low_water(reading)
             except OSError as error:
                 reading.done.set_exception(error)
-        if not waiting and not self.closed:
+        if not (waiting or was_empty or self.closed):  # else what was there may have been read since
             self._loop.remove_reader(self._fd)
             self._watched = False
 

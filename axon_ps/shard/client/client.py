@@ -62,6 +62,7 @@ class ShardGroup:
         self._transfers = transfers
         self._spec: JobSpec | None = None
         self._placement: Placement | None = None
+        self._held: dict[tuple[Slice, int], Slice] = {}  # by slice of the plan and holder's index
         self._feedback = Feedback()
         self._mapped: dict[int, tuple[Array, MappedCopy]] = {}
         self._retries = Retries(self._peers, self._same_host, self._holder)
@@ -85,20 +86,25 @@ class ShardGroup:
     def set_spec(self, spec: JobSpec) -> None:
         """Set the model's layout."""
         self._spec = spec
+        self._held.clear()
         self._peers.wake()
 
     def set_placement(self, placement: Placement) -> None:
         """Set where the model's slices are; what is attempted again goes to their present holders."""
         self._placement = placement
+        self._held.clear()
         self._peers.wake()
 
     def _holder(self, s: Slice, index: int = 0) -> Slice:
         """A slice with the server that holds it now: the primary, or another holder; the last if there are fewer."""
+        if (held := self._held.get((s, index))) is not None:
+            return held
         assert self._spec is not None
         assert self._placement is not None
         number = self._spec.plan(self._placement.num_cuts).number_of(s)
         holders = self._placement.holders[number].complete
-        return dataclasses.replace(s, server=holders[min(index, len(holders) - 1)])
+        held = self._held[s, index] = dataclasses.replace(s, server=holders[min(index, len(holders) - 1)])
+        return held
 
     async def _transfer(
         self,

@@ -12,9 +12,8 @@ Note: [What is looked at]
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Final
 
 from axon_ps.coordinator.core.events import MAX_BLOCKS, Corrupted
@@ -77,14 +76,6 @@ class Corruptions:
             )
         self._wake()
         return True
-
-    @contextlib.contextmanager
-    def reporting(self, owned: OwnedSlice) -> Iterator[None]:
-        """Report what is found in a slice in the context."""
-        try:
-            yield
-        finally:
-            self.report(owned)
 
     async def verify(self, owned: OwnedSlice) -> None:
         """Look at all of a slice, a part at a time, as long as no step changes it.

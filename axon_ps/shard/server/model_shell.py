@@ -16,8 +16,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -415,6 +414,10 @@ class ModelShell:
                 f"generation {generation} is over; the current one is {self.engine.generation}", self.engine.generation
             )
 
+    def has_ended(self, generation: int) -> bool:
+        """Whether `check_generation` refuses it."""
+        return self._released or self.engine.generation != generation
+
     def check_released(self) -> None:
         """Refuse calls for a model that was released.
 
@@ -424,26 +427,9 @@ class ModelShell:
         if self._released:
             raise Misuse(f"model {self.name!r} was released: its parameters are on the shard servers no more")
 
-    @asynccontextmanager
-    async def pushing(self, generation: int) -> AsyncIterator[None]:
-        """A stream of gradients is under way in the calling task: it ends when the generation does.
-
-        Raises:
-            GenerationChanged: it did.
-            Misuse: the model was released.
-        """
-        task = asyncio.current_task()
-        assert task is not None
-        self._pushing.add(task)
-        try:
-            yield
-        except asyncio.CancelledError:
-            if self.engine.generation == generation and not self._released:
-                raise
-            task.uncancel()
-            self.check_generation(generation)
-        finally:
-            self._pushing.discard(task)
+    def pushing(self, generation: int) -> Pushing:
+        """A stream of gradients is under way in the calling task, in the context: it ends when the generation does."""
+        return Pushing(self, generation, self._pushing)
 
     async def push(self, at: PushedAt, dtype: DType, grad: Array | None, *, borrowed: bool = False) -> bool:
         """Add a gradient chunk when its turn comes, or queue it; False for a duplicate. See `GradientSums.push`."""
@@ -526,11 +512,13 @@ class ModelShell:
         engine = self.engine
         scratch = engine.scratch()
         offset = owned.chunks.bounds[index][0]
-        with self.corruptions.reporting(owned):
+        try:
             while (frame := engine.prepare_chunk(step, owned, index, hypers, scratch)) is None:
                 await self._waiters.wait(owned.chunks.unit, offset, engine.gradients.num_replicas)
                 self.check_generation(generation)
                 engine.slices.of(owned.chunks.unit, offset)
+        finally:
+            self.corruptions.report(owned)
         return frame
 
     async def unchanging(self, unit: int, begin: int, generation: int, version: int = 0) -> OwnedSlice:
@@ -571,6 +559,31 @@ class ModelShell:
         if owned.reached != version and not frozen:
             raise StepAborted(f"slice {number} is at version {owned.reached}; version {version} was asked for")
         return owned
+
+
+class Pushing:
+    """The context of a stream of gradients.
+
+    Raises:
+        GenerationChanged: the generation ended.
+        Misuse: the model was released.
+    """
+
+    __slots__ = ("_generation", "_model", "_task", "_tasks")
+
+    def __init__(self, model: ModelShell, generation: int, tasks: set[asyncio.Task[Any]]) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._model, self._generation, self._task, self._tasks = model, generation, task, tasks
+
+    def __enter__(self) -> None:
+        self._tasks.add(self._task)
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+        self._tasks.discard(self._task)
+        if isinstance(error, asyncio.CancelledError) and self._model.has_ended(self._generation):
+            self._task.uncancel()
+            self._model.check_generation(self._generation)
 
 
 def _check_version(model: ModelShell, version: int) -> None:

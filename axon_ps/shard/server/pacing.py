@@ -9,10 +9,9 @@ Note: [Subscribers give way]
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,21 +46,15 @@ class Pacer:
 
     Args:
         limits: the rate, and how long a write may take.
+
+    Attributes:
+        gathers: how many are being answered.
     """
 
     def __init__(self, limits: SubscriberLimits) -> None:
         self._limits = limits
-        self._gathers = 0
+        self.gathers = 0
         self._free_s = 0.0
-
-    @contextlib.contextmanager
-    def gather(self) -> Iterator[None]:
-        """A gather is being answered."""
-        self._gathers += 1
-        try:
-            yield
-        finally:
-            self._gathers -= 1
 
     async def write(self, write: Callable[[bytes], Any], frame: bytes) -> None:
         """Write a frame when it is its turn. See Note: [Subscribers give way].
@@ -70,8 +63,8 @@ class Pacer:
             Timeout: the subscriber does not read.
         """
         until_s = time.monotonic() + GIVE_WAY_S
-        while (left_s := max(self._free_s, self._gathers and until_s) - time.monotonic()) > 0:
-            await asyncio.sleep(min(left_s, _LOOK_S) if self._gathers else left_s)
+        while (left_s := max(self._free_s, self.gathers and until_s) - time.monotonic()) > 0:
+            await asyncio.sleep(min(left_s, _LOOK_S) if self.gathers else left_s)
         began_s = time.monotonic()
         self._free_s = began_s + len(frame) / self._limits.rate_bytes_s
         try:

@@ -76,8 +76,9 @@ class ShardServicer:
         if request.map:
             await self._send_mapping(shell, context, request, dtype, member)
             return
-        looked_at = shell.corruptions.reporting(engine.slices.of(request.unit, request.begin))
-        with self._shell.pacer.gather(), looked_at:
+        owned = engine.slices.of(request.unit, request.begin)
+        self._shell.pacer.gathers += 1
+        try:
             if dtype is precision.param and request.compressed == (precision.param_compression is not None):
                 if leased := self._lease_to(member, engine, request, span):
                     await context.write(leased)
@@ -86,12 +87,14 @@ class ShardServicer:
                     _count(engine, "out", len(frame), span)
                     await context.write(frame)
             else:
-                chunks = engine.slices.of(request.unit, request.begin).chunks
-                for index in range(*chunks.range_of(request.begin, request.end)):
+                for index in range(*owned.chunks.range_of(request.begin, request.end)):
                     owned = await shell.unchanging(request.unit, request.begin, generation)
                     frame = engine.parameters.encode(owned, index, dtype)
                     await context.write(frame)
                     _count(engine, "out", len(frame), span)
+        finally:
+            self._shell.pacer.gathers -= 1
+            shell.corruptions.report(owned)
 
     def _lease_to(
         self, member: Member, engine: ShardEngine, request: shard_pb2.AllGatherRequest, span: Span | None
@@ -114,8 +117,10 @@ class ShardServicer:
         header = common_pb2.Chunk(unit=request.unit, version=owned.changed, numel=owned.chunks.numel)
         peer = self._shell.same_host.find(member.id)
         if peer is not None and dtype is engine.precision.param and engine.mappable(owned):
-            with shell.corruptions.reporting(owned):
+            try:
                 memory = map_unit(engine, owned)
+            finally:
+                shell.corruptions.report(owned)
             if memory is not None and peer.offer(memory.segment):
                 header.lease.CopyFrom(_to_proto(memory.lease(0, owned.chunks.numel)))
         await context.write(encode_chunk(header, None))
@@ -161,7 +166,7 @@ class ShardServicer:
         position, end = _range_of(engine, header)
         engine.counters["pushes"] += 1
         summed = 0
-        async with shell.pushing(header.context.generation):
+        with shell.pushing(header.context.generation):
             if header.numel == 0:
                 position = min(end, engine.gradients.resume_offset(step, unit, position, replica))
                 await context.write(shard_pb2.ReduceScatterReply(step=step, missing=position))
@@ -217,7 +222,7 @@ class ShardServicer:
         header, payload = _first(message)
         shell, member = await self._shell.fence_server(header.context)
         placement = header.context.placement
-        async with shell.pushing(header.context.generation):
+        with shell.pushing(header.context.generation):
             while message is not EOF:
                 total, nbytes = None, payload.nbytes
                 if header.HasField("lease"):

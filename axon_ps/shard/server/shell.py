@@ -407,25 +407,9 @@ class ShardShell:
                 f"model {context.model} within {FENCE_S:g} s; it knows generation {self._generation}"
             ) from None
 
-    @contextlib.contextmanager
-    def calling(self, caller: str) -> Iterator[None]:
-        """A call of an incarnation is under way as long as the context lasts.
-
-        Raises:
-            Busy: it has too many under way.
-        """
-        if self._calls[caller] >= MAX_MEMBER_CALLS:
-            raise Busy(
-                f"{caller[:32]!r} has {MAX_MEMBER_CALLS} gathers and pushes under way at this server, which is "
-                "the most of a member; wait for some of them"
-            )
-        self._calls[caller] += 1
-        try:
-            yield
-        finally:
-            self._calls[caller] -= 1
-            if not self._calls[caller]:
-                del self._calls[caller]
+    def calling(self, caller: str) -> MemberCall:
+        """A call of an incarnation is under way as long as the context lasts."""
+        return MemberCall(self._calls, caller)
 
     def _can_answer(self, context: CallContext) -> bool:
         """Whether this server knows enough to serve or to refuse a call."""
@@ -437,3 +421,33 @@ class ShardShell:
         if model is None or (placement := model.engine.placement) is None:
             return False
         return model.engine.generation >= context.generation and placement.number >= context.placement
+
+
+class MemberCall:
+    """The context of a call of a member.
+
+    Args:
+        calls: how many each incarnation has under way.
+        caller: whose it is.
+
+    Raises:
+        Busy: it has too many under way.
+    """
+
+    __slots__ = ("_caller", "_calls")
+
+    def __init__(self, calls: Counter[str], caller: str) -> None:
+        self._calls, self._caller = calls, caller
+
+    def __enter__(self) -> None:
+        if self._calls[self._caller] >= MAX_MEMBER_CALLS:
+            raise Busy(
+                f"{self._caller[:32]!r} has {MAX_MEMBER_CALLS} gathers and pushes under way at this server, which is "
+                "the most of a member; wait for some of them"
+            )
+        self._calls[self._caller] += 1
+
+    def __exit__(self, *_: object) -> None:
+        self._calls[self._caller] -= 1
+        if not self._calls[self._caller]:
+            del self._calls[self._caller]
