@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import hashlib
 import json
 import math
 import os
@@ -95,6 +96,7 @@ class Side:
     close: Callable[[], None]
     trace: Any = None  # a step_trace.Trace, on the side axon if asked for
     leased_bytes: Callable[[], float] = lambda: 0.0  # payload that has passed in shared memory so far
+    digest: Callable[[], str] = lambda: ""  # of the bits of all parameters, f32; on the side axon
 
 
 def fsdp2(options: argparse.Namespace) -> Side:
@@ -172,8 +174,21 @@ def axon(options: argparse.Namespace) -> Side:
         found = world.statistics()
         return sum(found[name] for name in ("leased_bytes_in", "leased_bytes_out"))
 
+    def digest() -> str:
+        found = hashlib.sha256()
+        for _, values in model.full_parameters():
+            found.update(values.numpy())
+        return found.hexdigest()
+
     return Side(
-        world.rank, world.world_size, step, lambda: void(world.gather_json(None)), world.close, trace, leased_bytes
+        rank=world.rank,
+        world_size=world.world_size,
+        step=step,
+        barrier=lambda: void(world.gather_json(None)),
+        close=world.close,
+        trace=trace,
+        leased_bytes=leased_bytes,
+        digest=digest,
     )
 
 
@@ -195,7 +210,7 @@ def lengths_of(rank: int, step: int, options: argparse.Namespace) -> list[float]
     if options.spread == 1.0:
         return [1.0] * options.micro
     mean = (options.spread - 1.0) / math.log(options.spread)
-    random = Random(f"{rank} {step}")
+    random = Random(f"{rank} {step} {options.order}")
     return [options.spread ** random.random() / mean for _ in range(options.micro)]
 
 
@@ -241,6 +256,7 @@ def run(side: Side, options: argparse.Namespace) -> dict[str, Any]:
         "times_s": [round(t, 4) for t in times_s],
         "losses": losses,
         "leased_bytes": leased_bytes / options.steps,
+        "digest": side.digest(),
         "device_s": [options.device_s * sum(lengths_of(side.rank, n, options)) for n in range(options.steps)],
     }
 
@@ -280,6 +296,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--device-s", type=float, default=0.0, help="seconds a step that an emulated accelerator takes")
     parser.add_argument("--micro", type=int, default=1, help="micro-batches of a step")
     parser.add_argument("--spread", type=float, default=1.0, help="the longest sequence over the shortest one")
+    parser.add_argument("--order", default="", help="lengths are drawn anew for each, the batches are the same")
     parser.add_argument("--trace", type=Path, help="side axon: write rank 0's spans here")
     return parser.parse_args()
 

@@ -5,7 +5,10 @@ gradients are sent with the last one on both sides, and an accelerator takes as 
 are long: all the same, or log-uniform over a range of 20 times, as lengths in long-context data are (the same numbers
 for all sides). FSDP2's workers wait for each other at every unit of every micro-batch; ours in the vote at the end.
 "own" is what the slowest worker's accelerator takes in the step, "over own" the step over that, in the mean of all
-steps. The side axon-waits has shard servers without memory for gradients that come before their turn.
+steps, "times_equal" how many times more the sequences a second are over FSDP2's than where all are equally long. The
+side axon-waits has shard servers without memory for gradients that come before their turn. At the end ours runs some
+more times, each time with lengths drawn anew for the same batches, so that gradients arrive in another order: the
+parameters must have the same bits.
 """
 
 from __future__ import annotations
@@ -28,7 +31,7 @@ SIDES = {
 }
 """Per side, what step_worker.py is told, copies of each slice, and options of the shard servers."""
 
-COLUMNS = ("lengths", "side", "step_s", "own_s", "over_own", "sequences_s", "times_fsdp2")
+COLUMNS = ("lengths", "side", "step_s", "own_s", "over_own", "sequences_s", "times_fsdp2", "times_equal")
 
 
 def row(lengths: str, side: str, figures: Figures, sequences: int, peer: Figures) -> dict[str, Any]:
@@ -53,16 +56,17 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sides", nargs="+", choices=SIDES, default=list(SIDES))
     parser.add_argument("--spread", type=float, default=20.0, help="the longest sequence over the shortest one")
-    parser.add_argument("--micro", type=int, default=4, help="micro-batches of a step, of each worker")
-    parser.add_argument("--device-s", type=float, default=0.75, help="an accelerator's seconds a mean micro-batch")
+    parser.add_argument("--micro", type=int, default=16, help="micro-batches of a step, of each worker")
+    parser.add_argument("--device-s", type=float, default=0.5, help="an accelerator's seconds a mean micro-batch")
     parser.add_argument("--rate-mbit", type=float, default=1000.0)
-    parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=8)
-    parser.add_argument("--width", type=int, default=512)
+    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--width", type=int, default=256)
+    parser.add_argument("--orders", type=int, default=5, help="runs for the same bits in another order")
     parser.add_argument("--quick", action="store_true", help="one round of three steps")
     options = parser.parse_args()
     if options.quick:
-        options.rounds, options.steps = 1, 3
+        options.rounds, options.steps, options.orders = 1, 3, 2
     return options
 
 
@@ -85,8 +89,20 @@ def main() -> None:
                     print(f"{lengths} {side}: {statistics.mean(into.times_s):.3f} s", file=sys.stderr, flush=True)
             peer, sequences = figures[options.sides[0]], team.size * options.micro
             rows += [row(lengths, side, into, sequences, peer) for side, into in figures.items()]
+        told, copies, shard = SIDES["axon"]
+        orders = Figures()
+        for order in range(options.orders):
+            command = [sys.executable, str(HERE / "step_worker.py"), *told, *arguments]
+            command += ["--spread", f"{options.spread:g}", "--order", str(order)]
+            one_run(network, team, command, options.steps, orders, replication=copies, shard=shard)
+            print(f"order {order}: parameters {orders.digests[-1][:16]}", file=sys.stderr, flush=True)
+    equal = {r["side"]: r["times_fsdp2"] for r in rows if r["lengths"] == "equal"}
+    for r in rows:
+        r["times_equal"] = round(r["times_fsdp2"] / equal[r["side"]], 3)
+    if len(set(orders.digests)) > 1:
+        raise SystemExit(f"parameters depend on the order in which gradients arrive: {orders.digests}")
     _report.table("Unequal sequences", COLUMNS, [[r[c] for c in COLUMNS] for r in rows])
-    _report.write("unequal", rows, settings=vars(options), congestion=CONGESTION)
+    _report.write("unequal", rows, settings=vars(options), congestion=CONGESTION, digests=orders.digests)
 
 
 if __name__ == "__main__":

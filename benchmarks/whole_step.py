@@ -27,7 +27,8 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -55,6 +56,7 @@ BYTES = {"float32": 4.0, "bfloat16": 2.0}
 LEAST_OF_THEORY = 0.98
 
 RUN_TIMEOUT_S = 180.0
+Around = Callable[[Sequence[int], Sequence[int]], AbstractContextManager[None]]
 MIB = 1 << 20
 
 
@@ -99,6 +101,7 @@ class Figures:
     moved_mib: float = 0.0
     losses: list[float] = field(default_factory=list)
     slowest_s: list[float] = field(default_factory=list)
+    digests: list[str] = field(default_factory=list)
     trace: dict[str, float] = field(default_factory=dict)
 
     @property
@@ -199,8 +202,12 @@ def one_run(
     *,
     replication: int,
     shard: Sequence[str] = (),
+    around: Around = lambda _workers, _servers: nullcontext(),
 ) -> None:
-    """Run one side's worker command for the whole team once, with a cluster unless `replication` is 0."""
+    """Run one side's worker command for the whole team once, with a cluster unless `replication` is 0.
+
+    The timed steps run in a context, that `around` makes of the workers' and the servers' process ids.
+    """
     environment = os.environ | {
         "OMP_NUM_THREADS": "1",
         "WORLD_SIZE": str(team.size),
@@ -214,9 +221,10 @@ def one_run(
     if replication:
         cluster = axon_cluster(place, team.servers, workers=team.size, replication=replication, shard=shard)
         with cluster as (servers, coordinator):
-            measure(place, team, command, steps, environment | {"AXON_PS_COORDINATOR": coordinator}, servers, into)
+            environment["AXON_PS_COORDINATOR"] = coordinator
+            measure(place, team, command, steps, environment, servers, into, around)
     else:
-        measure(place, team, command, steps, environment, [], into)
+        measure(place, team, command, steps, environment, [], into, around)
 
 
 def measure(
@@ -227,15 +235,17 @@ def measure(
     environment: dict[str, str],
     servers: Sequence[subprocess.Popen[Any]],
     into: Figures,
+    around: Around,
 ) -> None:
     """Start the workers, read counters around their timed steps, collect their results."""
     workers = launch(place, team, command, environment)
     processes, hosts = [*workers, *servers], place.hosts
     expect(workers[0], "READY")
-    before = Sample.take(place, processes, hosts)
-    go_on(workers[0])
-    expect(workers[0], "DONE")
-    after = Sample.take(place, processes, hosts)
+    with around([w.pid for w in workers], [s.pid for s in servers]):
+        before = Sample.take(place, processes, hosts)
+        go_on(workers[0])
+        expect(workers[0], "DONE")
+        after = Sample.take(place, processes, hosts)
     into.server_rss_mib = statistics.mean(rss_mib(server.pid) for server in servers[1:]) if servers else 0.0
     go_on(workers[0])
     results = []
@@ -246,6 +256,7 @@ def measure(
         results.append(json.loads(output.strip().splitlines()[-1]))
     into.times_s += results[0]["times_s"]
     into.losses = results[0]["losses"]
+    into.digests.append(results[0]["digest"])
     into.slowest_s += [max(own) for own in zip(*(result["device_s"] for result in results), strict=True)]
     into.trace = results[0].get("trace", {})
     into.cpu_s.append((after.cpu_s - before.cpu_s) / steps)
