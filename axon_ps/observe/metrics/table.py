@@ -107,6 +107,8 @@ _WIRE: Final = {
     "uploads": _counter("worker_uploads", "Uploads of first values to a server."),
     "retries": _counter("worker_retries", "Calls that were resumed or repeated."),
     "residual_bytes": _gauge("worker_residual_bytes", "Memory of the residuals of compressed gradients."),
+    "received_bytes": _gauge("worker_received_copy_bytes", "Memory of parameters that differences are added to."),
+    "mismatches": _counter("worker_mismatches", "Digests of parameters that did not fit; gathered in full then."),
     "clock": _gauge("worker_clock", "Own decided steps in this generation, where replicas step asynchronously."),
     "slowest_clock": _gauge("worker_slowest_clock", "The same of the slowest replica."),
     "staleness_wait_s": _counter("worker_staleness_wait_seconds", "Waited for the slowest replica."),
