@@ -72,7 +72,9 @@ _SHARD: Final = {
     "accumulator_bytes": _gauge("shard_accumulator_bytes", "Memory of the sums of gradients."),
     "queued_bytes": _gauge("shard_queued_bytes", "Memory of gradients that came before their turn."),
     "state_bytes": _gauge("shard_optimizer_state_bytes", "Memory of the optimizer's state."),
-    "residual_bytes": _gauge("shard_residual_bytes", "Memory of the residuals of compressed parameters."),
+    "residual_bytes": _gauge(
+        "shard_residual_bytes", "Memory of the residuals of compressed parameters, or of what was sent."
+    ),
     "frame_bytes": _gauge("shard_frame_bytes", "Memory of parameters encoded for the wire."),
     "shared_bytes": _gauge("shard_shared_bytes", "Memory that workers of this host map."),
     "generation": _gauge("shard_generation", "Number of the membership that this server is in."),
