@@ -44,6 +44,7 @@ class _Chunk:
     epoch: int
     version: int
     current: int
+    digest: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,14 +125,28 @@ class Received:
     def current(self, unit: int, begin: int, end: int, epoch: int, min_version: int) -> int | None:
         """The version that elements [begin, end) are of, if that will do for a gather; None if they must be asked for.
 
+        They are looked at before they are used again.
+
         Args:
             unit, begin, end: as for `version`.
             epoch: the wanted one.
             min_version: the oldest version of the job that will do.
         """
         version, chunks = self.version(unit, begin, end, epoch), self._within(unit, begin, end)
-        one_version = all(c.version == version and c.current >= min_version for c in chunks)
-        return version if version is not None and one_version else None
+        if version is None or any(c.version != version or c.current < min_version for c in chunks):
+            return None
+        fits = True
+        for chunk in chunks:
+            fits &= self._is_intact(unit, begin, chunk)
+            begin = chunk.end
+        return version if fits else None
+
+    def _is_intact(self, unit: int, begin: int, chunk: _Chunk) -> bool:
+        """Whether a chunk still holds what was written to it; if not, it is not known any more."""
+        if self._has_digest(unit, begin, self.values(unit, begin, chunk.end), chunk.version, chunk.digest):
+            return True
+        self.forget(unit, begin, chunk.end)
+        return False
 
     def values(self, unit: int, begin: int, end: int) -> Array:
         """f32[end - begin]: elements of an open unit; those of chunks that are not known may be anything."""
@@ -196,7 +211,7 @@ class Received:
         begin, end = header.offset, header.offset + header.numel
         values = self.values(unit, begin, end).copy()
         compressor.accumulate(payload, values)
-        if not self._has_digest(unit, header, values):
+        if not self._has_digest(unit, begin, values, header.version, header.digest):
             self.forget(unit, begin, end)
             return None
         retained = _Retained(step, hyper, header, payload.copy(), compressor)
@@ -223,26 +238,27 @@ class Received:
         if not self._fits(unit, header):
             return False
         version = header.version
-        chunk = _Chunk(header.offset + header.numel, epoch, version, max(version, current))
+        chunk = _Chunk(header.offset + header.numel, epoch, version, max(version, current), header.digest)
         self._chunks[unit][header.offset] = chunk
         return True
 
     def _fits(self, unit: int, header: common_pb2.Chunk) -> bool:
-        return self._has_digest(unit, header, self.values(unit, header.offset, header.offset + header.numel))
+        begin, end = header.offset, header.offset + header.numel
+        return self._has_digest(unit, begin, self.values(unit, begin, end), header.version, header.digest)
 
-    def _has_digest(self, unit: int, header: common_pb2.Chunk, values: Array) -> bool:
+    def _has_digest(self, unit: int, begin: int, values: Array, version: int, expected: int) -> bool:
         from axon_ps.kernels.digest import digest  # numba: only where it is needed
 
-        if digest(values.view(np.uint32), 0, values.size) == header.digest:
+        if digest(values.view(np.uint32), 0, values.size) == expected:
             return True
         self.mismatches += 1
         _logger.warning(
             "elements %d to %d of unit %d are not what the shard server has of version %d: memory of this host or of "
             "the server's does not hold what was written; they are gathered in full",
-            header.offset,
-            header.offset + header.numel,
+            begin,
+            begin + values.size,
             unit,
-            header.version,
+            version,
         )
         return False
 

@@ -35,11 +35,11 @@ import numpy as np
 
 from axon_ps.compress import cast
 from axon_ps.shard.core.chunks import Chunks
-from axon_ps.shard.core.differences import SentValues, difference_scratch, full_frame
+from axon_ps.shard.core.differences import SENT, SentValues, difference_scratch, full_frame
 from axon_ps.sharding.precision import WirePrecision
 from axon_ps.types import Array, DType
 from axon_ps.wire.codec import dtype_to_proto
-from axon_ps.wire.frames import decode_chunk, encode_chunk
+from axon_ps.wire.frames import encode_chunk
 from axon_ps.wire.v1 import common_pb2
 
 
@@ -109,7 +109,7 @@ class WireCopy:
     def feedback(self) -> dict[str, Array]:
         """What compression has to remember from one version to the next, f32[n], by name: at most one array."""
         if self.sent is not None:
-            return {"sent": self.sent.values}
+            return {SENT: self.sent.values}
         return {} if self.residual is None else {"residual": self.residual}
 
     # ------------------------------------------------------------------ frames
@@ -166,7 +166,10 @@ class WireCopy:
             values: f32[n], the master's; what is sent is `sent`, where that is remembered.
             absent: whether the caller has the values.
         """
-        values = values if self.sent is None else self.sent.values
+        if self.sent is not None:
+            for index in range(first, last):
+                self.sent.check(index, values[self._chunks.ranges[index]])
+            values = self.sent.values
         return full_frame(self._chunks, first, last, version, values, absent=absent)
 
     def encode_as(self, dtype: DType, index: int, version: int, values: Array) -> bytes:
@@ -234,7 +237,7 @@ class WireCopy:
         """Take the frames of another holder, which are of a version; it has given its `feedback`, too."""
         self.frames = tuple(frames)
         if self.sent is not None:
-            self.sent.begin(version, decode_chunk(frames[0])[0].base if frames else None)
+            self.sent.copied(version, frames)
 
     def begin_update(self, prepared: list[bytes], *, replacing: bool) -> int:
         """The values are about to change; returns how many frames are to be made.
@@ -296,9 +299,9 @@ class WireCopy:
         for index in range(first, last):
             chunk = values[self._chunks.ranges[index]]
             if self._replacing:
-                self.sent.values[self._chunks.ranges[index]] = chunk
-            elif self._next[index]:
-                self.sent.commit(index, self._next[index])
+                self.sent.put(index, chunk)
+            elif prepared := self._next[index]:
+                self._next[index] = self.sent.commit(index, version, chunk, prepared)
             else:
                 self._next[index] = self.sent.frame(index, version, chunk, scratch)
 

@@ -279,6 +279,43 @@ def test_only_ranges_of_chunks_are_sent_and_only_differences_that_were_asked_for
     assert engine.parameters.since(0, 0, 64, 1) == (), "nor is anything said of values that are changing"
 
 
+@pytest.mark.parametrize("when", ["before a step", "before a speculation", "after it", "before a full gather"])
+def test_memory_that_fails_is_found_before_it_is_used(when: str) -> None:
+    made, worker, late = servers(), Worker(), Worker()
+    made.train_step([grads(1)])
+    worker.gather(made, 0)
+    owned = made.engines[0].slices[0]
+    assert owned.wire.sent is not None
+
+    def flip() -> None:
+        assert owned.wire.sent is not None
+        owned.wire.sent.values.view(np.uint32)[70] ^= 1 << 30
+
+    if when in ("before a step", "before a full gather"):
+        flip()
+    if when == "before a full gather":
+        late.gather(made, 0)
+        assert np.abs(late.units[0] - master(made, 0)).max() < 1
+    for unit in (0, 1):
+        made.push(unit, 0, grads(2)[unit])
+    if "it" in when or "speculation" in when:
+        if when == "before a speculation":
+            flip()
+        prepared(made.engines[0])
+        if when == "after it":
+            flip()
+    made.commit(HYPER)
+    frames = owned.wire.frames
+    bases = [decode_chunk(frame)[0].HasField("base") for frame in frames]
+    assert bases == [True, when == "before a full gather", *[True] * (len(bases) - 2)]
+    if when != "before a full gather":  # else that worker's digest does not fit, and it gathers in full
+        for s in made.plan.slices[0]:
+            for frame in made.engines[s.server].parameters.since(0, s.begin, s.end, 1):
+                worker._take(frame, 0, 1)
+        assert worker.units[0].tobytes() == sent(made, 0).tobytes()
+    assert np.abs(sent(made, 0) - master(made, 0)).max() < 1
+
+
 @pytest.mark.parametrize("policy", [Asynchronous(), BoundedStaleness(max_staleness=2)])
 def test_where_replicas_step_asynchronously_there_are_no_differences(policy: Policy) -> None:
     with pytest.raises(InvalidRequest, match=r"others commit any number of versions .* use int8 or a dtype"):

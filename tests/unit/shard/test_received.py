@@ -198,6 +198,19 @@ def test_two_gathers_at_once_add_a_difference_once() -> None:
     assert all(np.array_equal(out, server.values) for out in outs)
 
 
+def test_a_changed_bit_is_found_where_nothing_is_asked_for() -> None:
+    received, server, out = Received(), Server(), np.zeros(NUMEL, np.float32)
+    gathered(received, server.full())
+    received.values(0, 0, 64).view(np.uint32)[1] ^= 1
+    received.values(0, 64, 128).view(np.uint32)[1] ^= 1 << 31
+    assert gathering(received, out).finished() is None
+    assert received.mismatches == 2
+    assert not out.any()
+    assert gathering(received, out).since is None
+    assert np.array_equal(gathered(received, server.full()), server.values)
+    assert gathering(received, out).finished() == 3
+
+
 @pytest.mark.parametrize("where", ["difference", "same", "added before"])
 def test_a_changed_bit_is_found_and_everything_is_gathered(where: str, caplog: pytest.LogCaptureFixture) -> None:
     received, server = Received(), Server()
