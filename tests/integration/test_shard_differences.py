@@ -175,12 +175,14 @@ def test_a_speculative_gather_is_the_next_one(expected: bool) -> None:
                 early = await speculative(j, 0, 0)
                 assert sent(j, 0).tobytes() == before.tobytes()
                 decide(j, HYPER if expected else ({"lr": 0.5},))
-                gathers = j.groups[0].statistics()["gathers"]
+                counters = j.groups[0].statistics()
                 values = await gather(j, 0, 0)
                 await applied(j)
                 assert values.tobytes() == sent(j, 0).tobytes()
                 assert (values.tobytes() == early.tobytes()) == expected
-                assert j.groups[0].statistics()["gathers"] == gathers + (0 if expected else 2)
+                more = {k: v - counters[k] for k, v in j.groups[0].statistics().items()}
+                assert more["gathers"] == (0 if expected else 2)
+                assert more["bytes_in"] == (0 if expected else payload_bytes(j, 0))
             assert j.groups[0].statistics()["mismatches"] == 0
 
     run(scenario())

@@ -32,7 +32,7 @@ from axon_ps.wire.v1 import common_pb2
 
 _logger = logging.getLogger(__name__)
 
-_REMEMBERED_STEPS = 4
+_REMEMBERED_STEPS = 16
 """Decided steps whose retained differences can still be added. Usually the unit is gathered in the next step."""
 
 
@@ -333,7 +333,7 @@ class Gathering:
         if header.absent:
             taken = self.received.confirm(unit, header, self.min_version)
         elif self.expected:
-            self._take_speculative(header, self._payload(header, payload))
+            self._take_speculative(header, payload)
             return
         elif header.compressed:
             taken = self._add(header, self._payload(header, payload))
@@ -358,9 +358,8 @@ class Gathering:
             or is_difference != header.compressed
             or (header.absent and (is_difference or bool(self.expected)))
             or (not header.absent and header.numel != numel)
-            or ((header.absent or is_difference) and against != self.since)
+            or ((header.absent or is_difference) and against != self.since and not self.expected)
             or (is_difference and header.version <= header.base)
-            or (bool(self.expected) and not is_difference)
         )
         if wrong:
             raise InvalidRequest(
@@ -384,11 +383,13 @@ class Gathering:
         received.forget(unit, header.offset, header.offset + header.numel)
         return False
 
-    def _take_speculative(self, header: common_pb2.Chunk, payload: Array) -> None:
+    def _take_speculative(self, header: common_pb2.Chunk, payload: memoryview) -> None:
+        """Take a difference of an undecided step, if it can be added to what there is: it may be of another version."""
         received, unit = self.received, self.s.unit
         chunk = received.find(unit, header.offset, header.offset + header.numel)
-        if chunk is not None and chunk.version == header.base:
-            values = received.retain(unit, header, payload, self.compressor, self.step, self.expected)
+        if header.compressed and chunk is not None and chunk.version == header.base:
+            data = self._payload(header, payload)
+            values = received.retain(unit, header, data, self.compressor, self.step, self.expected)
             if values is not None:
                 self._copy(header.offset, values)
                 return
