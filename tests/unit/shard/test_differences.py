@@ -316,6 +316,25 @@ def test_memory_that_fails_is_found_before_it_is_used(when: str) -> None:
     assert np.abs(sent(made, 0) - master(made, 0)).max() < 1
 
 
+@pytest.mark.parametrize("flipped", [False, True])
+def test_another_holder_goes_on_from_what_it_was_given_if_it_has_kept_it(flipped: bool) -> None:
+    made, other = servers(), servers()
+    made.train_step([grads(1)])
+    theirs, mine = made.engines[0].slices[0], other.engines[0].slices[0]
+    mine.master.values[:] = theirs.master.values
+    mine.wire.feedback["sent"][:] = theirs.wire.feedback["sent"]
+    mine.copied_from_primary(1, 1, 0, theirs.wire.frames)
+    if flipped:
+        mine.wire.feedback["sent"].view(np.uint32)[70] ^= 1 << 30
+    assert mine.wire.frames_since(0, 0, 9) == theirs.wire.frames_since(0, 0, 9) != ()
+    for each, owned in ((made, theirs), (other, mine)):
+        assert owned.wire.sent is not None
+        values, scratch = owned.master.values[64:128], each.engines[0].scratch()
+        header, _ = decode_chunk(owned.wire.sent.frame(1, 2, values + np.float32(0.1), scratch))
+        assert header.HasField("base") == (each is made or not flipped)
+        assert len(owned.wire.sent.corruptions) == (each is other and flipped)
+
+
 @pytest.mark.parametrize("policy", [Asynchronous(), BoundedStaleness(max_staleness=2)])
 def test_where_replicas_step_asynchronously_there_are_no_differences(policy: Policy) -> None:
     with pytest.raises(InvalidRequest, match=r"others commit any number of versions .* use int8 or a dtype"):

@@ -145,6 +145,8 @@ def test_what_has_not_changed_is_confirmed_for_the_version_that_was_asked_for() 
     assert np.array_equal(gathered(received, [server.same()], min_version=8), server.values)
     assert gathering(received, out, min_version=8).finished() == 3
     assert gathering(received, out, min_version=9).finished() is None
+    take(gathering(received, out, min_version=5), [server.same(0, 64), server.same(64, NUMEL)])
+    assert gathering(received, out, min_version=8).finished() == 3, "nor is that forgotten"
     assert gathering(received, out).since == 3
 
 
@@ -154,6 +156,25 @@ def test_another_epoch_begins_with_nothing() -> None:
     assert gathering(received, out, epoch=2).since is None
     assert gathering(received, out, epoch=2).finished() is None
     assert gathering(received, out, epoch=1).since == 3
+
+
+def test_a_difference_is_not_added_to_what_has_come_in_another_epoch_meanwhile() -> None:
+    received, server, out = Received(), Server(), np.empty(NUMEL, np.float32)
+    gathered(received, server.full(), epoch=1)
+    g, messages = gathering(received, out, epoch=1), server.step(1)
+    gathered(received, Server(normals(9)).full(), epoch=2)
+    take(g, messages)
+    assert g.refused
+    assert received.mismatches == 0
+
+
+def test_only_whole_chunks_are_known() -> None:
+    received, server = Received(), Server()
+    gathered(received, server.full())
+    assert received.version(0, 64, NUMEL, 0) == 3
+    assert received.version(0, 0, 100, 0) is None
+    assert received.version(0, 10, 64, 0) is None
+    assert received.find(0, 0, 100) is None
 
 
 def test_a_gather_goes_into_another_dtype_and_a_range() -> None:
@@ -339,6 +360,19 @@ def test_a_speculative_gather_moves_what_there_is_once_its_step_has_committed(de
         assert received.nbytes > 4 * NUMEL
     else:
         assert received.nbytes == 4 * NUMEL
+
+
+def test_what_was_gathered_after_the_decision_is_not_added_again() -> None:
+    received, server, out = Received(), Server(), np.empty(NUMEL, np.float32)
+    gathered(received, server.full())
+    g = speculative(received, out)
+    ordinary, messages = gathering(received, out, min_version=4), server.step(1)
+    take(g, messages)
+    take(ordinary, messages)  # one that was under way
+    received.settle(1, HYPER)
+    assert gathering(received, out, min_version=4).finished() == 4
+    assert np.array_equal(out, server.values)
+    assert received.mismatches == 0
 
 
 def test_a_speculative_gather_needs_something_to_add_to() -> None:
