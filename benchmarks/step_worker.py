@@ -285,7 +285,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("side", choices=("fsdp2", "axon", "compute"))
     parser.add_argument("--strategy", choices=STRATEGIES, default="full_shard")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
-    parser.add_argument("--wire", choices=("int8",), default=None, help="what travels, on the side axon; None: dtype")
+    parser.add_argument(
+        "--wire", choices=("int8", "int4"), default=None, help="what travels, on the side axon; None: dtype"
+    )
     parser.add_argument("--width", type=int, default=1024)
     parser.add_argument("--blocks", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=128)

@@ -4,8 +4,9 @@
     backward, G = of the gradients
 
 Each host has one worker (HYBRID_SHARD: one replica, whose workers share memory), and every server as much of each unit.
-R is 0 but under FULL_SHARD. FSDP2 gathers all blocks again and not the root; ours leaves out the last two blocks, too,
-which stay unsharded between forward and backward (Note: [Memory] of the runtime).
+R is 0 but under FULL_SHARD, and where our parameters travel as differences (int4), since a worker keeps what it has.
+FSDP2 gathers all blocks again and not the root; ours leaves out the last two blocks, too, which stay unsharded between
+forward and backward (Note: [Memory] of the runtime).
 
 - FSDP2: of an all-gather a host has 1/W, so it receives (W-1)/W and sends its own 1/W to W-1 others. A reduce-scatter
   is the same backwards. Together (W-1)/W (P + R + G) each way; 2P + G under FULL_SHARD, P + G under SHARD_GRAD_OP.
@@ -48,15 +49,22 @@ class Sizes:
         return self.blocks * self.block + self.root
 
 
-def gathered_again(sizes: Sizes, strategy: str, *, ours: bool) -> int:
-    """Elements that a worker gathers a second time in a step."""
-    if strategy != "full_shard":
+def gathered_again(sizes: Sizes, strategy: str, *, ours: bool, differences: bool = False) -> int:
+    """Elements that a worker gathers a second time in a step; none where it has what differences are added to."""
+    if strategy != "full_shard" or differences:
         return 0
     return max(0, sizes.blocks - RETAINED_BLOCKS * ours) * sizes.block
 
 
 def card_bytes(
-    sizes: Sizes, strategy: str, *, ours: bool, hosts: int, own_servers: bool, element_bytes: float
+    sizes: Sizes,
+    strategy: str,
+    *,
+    ours: bool,
+    hosts: int,
+    own_servers: bool,
+    element_bytes: float,
+    differences: bool = False,
 ) -> tuple[float, float]:
     """Bytes that the card of each worker's host receives and sends in a step.
 
@@ -67,8 +75,9 @@ def card_bytes(
         hosts: of workers.
         own_servers: whether each of them has a shard server; else these have cards of their own.
         element_bytes: bytes of an element as it travels.
+        differences: whether parameters travel as differences.
     """
-    gathered = (sizes.all + gathered_again(sizes, strategy, ours=ours)) * element_bytes
+    gathered = (sizes.all + gathered_again(sizes, strategy, ours=ours, differences=differences)) * element_bytes
     pushed = sizes.all * element_bytes
     if ours and not own_servers:
         return gathered, pushed

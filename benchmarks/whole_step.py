@@ -5,14 +5,15 @@ containers of one host; four worker hosts plus four server hosts (network namesp
 500 Mbit/s or 1 Gbit/s each way; and own-500 and own-1000, four hosts in all, each with a worker and a shard server that
 pass each other shared memory, and one card for both. The coordinator is on the first host with a shard server, and
 moves next to nothing. FULL_SHARD meets FSDP2 that reshards after forward, SHARD_GRAD_OP FSDP2 that does
-not; f32 on both sides, then bf16 (parameters, compute and gradients) on both sides. The side axon-int8 computes in the
-same dtype, and what travels is int8 blocks with error feedback. A trace of rank 0 says what ours waits for. Runs of the
-sides take turns. A step's time is the median over the timed steps of all rounds; CPU seconds are of all processes of a
-side, workers and servers, and for a GB of what was moved those without the workers' forward and backward alone; bytes
-are what one card received and sent per step, workers' and servers' cards apart. theory.py says what a worker's card has
-to carry; less would mean that processes of two hosts took each other for neighbours, so the run fails. "uneven" is the
-busiest of these cards over the idlest, and "leased" what a worker passed servers of its host in memory. With --one-host
-everything is on this machine, and there is one shard server, whose memory workers map.
+not; f32 on both sides, then bf16 (parameters, compute and gradients) on both sides. The sides axon-int8 and axon-int4
+compute in the same dtype, and what travels is int8 blocks with error feedback, or int4 blocks, of parameters the
+differences. A trace of rank 0 says what ours waits for. Runs of the sides take turns. A step's time is the median over
+the timed steps of all rounds; CPU seconds are of all processes of a side, workers and servers, and for a GB of what was
+moved those without the workers' forward and backward alone; bytes are what one card received and sent per step,
+workers' and servers' cards apart. theory.py says what a worker's card has to carry; less would mean that processes of
+two hosts took each other for neighbours, so the run fails. "uneven" is the busiest of these cards over the idlest, and
+"leased" what a worker passed servers of its host in memory. With --one-host everything is on this machine, and there is
+one shard server, whose memory workers map.
 """
 
 from __future__ import annotations
@@ -46,6 +47,8 @@ SIDES = {
     "axon-r2": ["axon"],
     "axon-int8": ["axon", "--wire", "int8"],
     "axon-int8-r2": ["axon", "--wire", "int8"],
+    "axon-int4": ["axon", "--wire", "int4"],
+    "axon-int4-r2": ["axon", "--wire", "int4"],
 }
 """Per side, what step_worker.py is told. Of sides that end with -r2 two shard servers hold each slice, else one."""
 ONE_MACHINE = {"loopback": Loopback, "sockets": Sockets}
@@ -290,8 +293,9 @@ def shape(options: argparse.Namespace) -> list[str]:
 def theory_mib(team: Team, dtype: str, strategy: str, side: str, sizes: Sizes) -> tuple[float, float]:
     """MiB that a worker's card has to receive and send in a step."""
     element_bytes = BYTES[dtype]
-    if "int8" in side:
-        element_bytes = compressor("int8").compressed_bytes(sizes.block) / sizes.block
+    how = next((name for name in ("int8", "int4") if name in side), None)
+    if how is not None:
+        element_bytes = compressor(how).compressed_bytes(sizes.block) / sizes.block
     received, sent = card_bytes(
         sizes,
         strategy,
@@ -299,6 +303,7 @@ def theory_mib(team: Team, dtype: str, strategy: str, side: str, sizes: Sizes) -
         hosts=len(team.hosts),
         own_servers=team.own_servers,
         element_bytes=element_bytes,
+        differences=how is not None and compressor(how).differences,
     )
     return received / MIB, sent / MIB
 

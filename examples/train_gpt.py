@@ -67,7 +67,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     system.add_argument("--strategy", choices=[s.name.lower() for s in ShardingStrategy], default="full_shard")
     system.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: a GPU if there is one")
     system.add_argument("--compute", choices=("auto", "float32", "bfloat16"), default="auto", help="auto: the faster")
-    system.add_argument("--wire", choices=(*DTYPES, "int8"), default="bfloat16", help="parameters on their way")
+    system.add_argument("--wire", choices=(*DTYPES, "int8", "int4"), default="bfloat16", help="parameters on their way")
     system.add_argument("--reduce", choices=(*DTYPES, "int8", "int4"), help="gradients on theirs; default: as --wire")
     system.add_argument("--top-k", type=float, default=0.0, metavar="SHARE", help="send this share of the gradients")
     system.add_argument("--eval-windows", type=int, default=128, help="validation windows, over all workers")

@@ -45,10 +45,13 @@ class Compressor(ABC):
         name: what it is registered as ("int8"); `registry.register` sets it.
         gradients_only: what it does that only gradients can travel like this ("leaves elements out", to send them
             later); empty: parameters can, too.
+        differences: whether parameters travel as differences against what their receiver has: it has too few levels for
+            a parameter itself. See `shard.core.differences`.
     """
 
     name: ClassVar[str]
     gradients_only: ClassVar[str] = ""
+    differences: ClassVar[bool] = False
 
     @property
     def options(self) -> dict[str, float]:

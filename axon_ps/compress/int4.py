@@ -1,4 +1,4 @@
-"""Blocks of int4, for gradients: rotated in blocks of 32, and quantised to 15 levels with a scale for each.
+"""Blocks of int4, for gradients and differences of parameters: 32 numbers are rotated, and quantised to 15 levels.
 
     shape legend: n = numbers, b = ceil(n / 32) blocks, t = ceil(n / 1024) tiles of 32 blocks; zeros fill the last block
     bytes: the tiles' scales f32[t] little-endian, the blocks' scales u8[b], then 16 bytes a block; 4 t + 17 b in all
@@ -41,9 +41,9 @@ _PAIR_BYTES, _TILE_SCALE_BYTES = 16, 4
 
 @register("int4")
 class Int4(Compressor):
-    """Rotated blocks of int4 with two levels of scales: 0.535 bytes a number; gradients only."""
+    """Rotated blocks of int4 with two levels of scales: 0.535 bytes a number; parameters travel as differences."""
 
-    gradients_only: ClassVar[str] = "has 4 bits of a number, too few for a weight"
+    differences: ClassVar[bool] = True
 
     def __str__(self) -> str:
         return f"int4 in blocks of {_BLOCK_NUMEL}"

@@ -44,7 +44,7 @@ def dtype_from_torch(dtype: torch.dtype, what: str) -> DType:
 class MixedPrecision:
     """In which dtypes a wrapped model computes and its bytes travel. Masters and optimizer state are always f32.
 
-    What travels may also be compressed, with error feedback: `Int8()` (or "int8") both ways, `Int4()` (or "int4") or
+    What travels may also be compressed, with error feedback: `Int8()` (or "int8") or `Int4()` (or "int4") both ways,
     `TopK(0.01)` (or "top_k") for gradients, or any other compressor or its name. See docs/compression.md.
 
     Attributes:

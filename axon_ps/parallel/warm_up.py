@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 
+from axon_ps.compress.int4 import Int4
 from axon_ps.compress.int8 import Int8
 from axon_ps.shard.client import transfers
 
@@ -19,4 +20,5 @@ def warm_up() -> None:
     torch.nn.functional.linear(torch.ones(1, 1), weight).sum().backward()  # type: ignore[no-untyped-call]
     optimizer.step()
     Int8().warm_up()
+    Int4().warm_up()
     transfers.warm_up()

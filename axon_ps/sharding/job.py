@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from axon_ps.errors import InvalidRequest
 from axon_ps.sharding.layout import Layout, first_difference
 from axon_ps.sharding.plan import Plan, PlanOptions, make_plan
 from axon_ps.sharding.policy import Policy, Synchronous
@@ -22,6 +23,9 @@ class JobSpec:
         replica_is_node: HYBRID_SHARD: the workers of a node contribute one gradient together.
         policy: who waits for whom between steps.
         model: class of the module, for messages; empty = not known. Does not count when specs are compared.
+
+    Raises:
+        InvalidRequest: parameters travel as differences, and replicas step asynchronously.
     """
 
     layout: Layout
@@ -30,6 +34,14 @@ class JobSpec:
     replica_is_node: bool = False
     policy: Policy = field(default_factory=Synchronous)
     model: str = field(default="", compare=False)
+
+    def __post_init__(self) -> None:
+        if self.policy.asynchronous and self.precision.differs:
+            raise InvalidRequest(
+                f"parameters travel as {self.precision.param_compression}, differences against the version before, and "
+                f"with {self.policy} others commit any number of versions between two gathers of a worker; use int8 or "
+                "a dtype for parameters (wire_dtype), or the policy Synchronous"
+            )
 
     @property
     def described(self) -> str:

@@ -29,6 +29,11 @@ class WirePrecision:
     param_compression: Compressor | None = None
     grad_compression: Compressor | None = None
 
+    @property
+    def differs(self) -> bool:
+        """Whether parameters travel as differences; see `Compressor.differences`."""
+        return self.param_compression is not None and self.param_compression.differences
+
     def __post_init__(self) -> None:
         for what, dtype, compression in (
             ("parameters", self.param, self.param_compression),

@@ -29,7 +29,7 @@ from parity_model import Block, batch, build
 STEPS, FATAL = 12, 5
 SOON_S = 90.0
 MOST_RESTARTS = 5
-ON_SERVERS = ("FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "two models", "asynchronous", "elastic loader")
+ON_SERVERS = ("FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "two models", "asynchronous", "elastic loader", "int4")
 OWN = ("NO_SHARD", "DDP", "SyncBatchNorm")
 
 
@@ -56,6 +56,9 @@ def train_on_servers(kind: str, victim: bool) -> int:
     if kind == "asynchronous":
         options["sharding_strategy"] = strategies["SHARD_GRAD_OP"]
         options["policy"] = parallel.BoundedStaleness(max_staleness=2)
+    if kind == "int4":
+        options["sharding_strategy"] = strategies["SHARD_GRAD_OP"]
+        options["mixed_precision"] = parallel.MixedPrecision(wire_dtype="int4")
     if kind == "HYBRID_SHARD":
         options["mixed_precision"] = parallel.MixedPrecision(param_dtype=torch.bfloat16)
     made = 0

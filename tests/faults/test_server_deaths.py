@@ -48,6 +48,7 @@ KINDS: dict[str, dict[str, Any]] = {
         "mixed_precision": parallel.MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16),
     },
     "int8": {"mixed_precision": parallel.MixedPrecision(wire_dtype="int8")},
+    "int4": {"mixed_precision": parallel.MixedPrecision(param_dtype=torch.bfloat16, wire_dtype="int4")},
     "restored": {},
 }
 RESTORED_AT = 2

@@ -25,6 +25,7 @@ PRECISIONS: dict[str, dict[str, Any]] = {
     "bf16": {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32},
     "fp16": {"param_dtype": torch.float16, "reduce_dtype": torch.float32},
     "int8": {"wire_dtype": "int8"},
+    "int4": {"wire_dtype": "int4"},
 }
 
 

@@ -71,8 +71,8 @@ def count_calls(steps: StepClient) -> tuple[Counter[int], Counter[int]]:
     return gathers, pushes
 
 
-def train_int8(per_node: int, reduce_dtype: str) -> Any:
-    """One worker's losses, traffic, and final values, with parameters as int8.
+def train_compressed(per_node: int, wire_dtype: str, reduce_dtype: str) -> Any:
+    """One worker's losses, traffic, and final values, with parameters as int8 or int4.
 
     Several workers of a node share their units (HYBRID_SHARD).
     """
@@ -88,7 +88,7 @@ def train_int8(per_node: int, reduce_dtype: str) -> Any:
             world.default_group,
             sharding_strategy=parallel.ShardingStrategy["HYBRID_SHARD" if per_node > 1 else "FULL_SHARD"],
             intra_node_size=per_node if per_node > 1 else None,
-            mixed_precision=parallel.MixedPrecision(wire_dtype="int8", reduce_dtype=reduce_dtype),
+            mixed_precision=parallel.MixedPrecision(wire_dtype=wire_dtype, reduce_dtype=reduce_dtype),
             unit_types={Block},
             plan_options=OPTIONS,
             prefetch=False,  # so that every gather that begins is waited for, and its bytes are counted
@@ -138,31 +138,41 @@ SENT = {
 
 
 @pytest.mark.parametrize(
-    ("workers", "per_node", "grads"),
-    [(2, 1, "int8"), (4, 2, "int8"), (2, 1, "int4")],
-    ids=["FULL_SHARD", "HYBRID_SHARD", "FULL_SHARD, int4 gradients"],
+    ("workers", "per_node", "params", "grads"),
+    [
+        (2, 1, "int8", "int8"),
+        (4, 2, "int8", "int8"),
+        (2, 1, "int8", "int4"),
+        (2, 1, "int4", "int4"),
+        (4, 2, "int4", "int4"),
+    ],
+    ids=["FULL_SHARD", "HYBRID_SHARD", "FULL_SHARD, int4 gradients", "FULL_SHARD, int4", "HYBRID_SHARD, int4"],
 )
-def test_int8_learns_as_f32_does_and_moves_what_the_formula_says(
-    workers: int, per_node: int, grads: str, record_property: Record
+def test_it_learns_as_f32_does_and_moves_what_the_formula_says(
+    workers: int, per_node: int, params: str, grads: str, record_property: Record
 ) -> None:
     with LocalCluster(shards=2, world_size=workers) as cluster:
-        results = [r.value for r in cluster.run_workers(train_int8, args=(per_node, grads))]
+        results = [r.value for r in cluster.run_workers(train_compressed, args=(per_node, params, grads))]
     expected = np.mean(plain_losses(workers)[-LAST:])
     got = np.mean([np.mean(losses[-LAST:]) for losses, *_ in results])
-    assert abs(got / expected - 1) < 0.01, f"loss {got} with int8 and gradients as {grads}, {expected} in f32"
+    assert abs(got / expected - 1) < 0.01, f"loss {got} with {params} and gradients as {grads}, {expected} in f32"
     for rank, (_, traffic, (gathers, pushes), memory, values, spec) in enumerate(results):
         units = range(len(spec.layout.units))
         chunks = {u: chunks_of(spec, u, 2, per_node, rank) for u in units}
-        received, sent = ({u: sum(map(SENT[how], chunks[u])) for u in units} for how in ("int8", grads))
+        received, sent = ({u: sum(map(SENT[how], chunks[u])) for u in units} for how in (params, grads))
         moved = [u for u in units if chunks[u]]
         assert pushes == dict.fromkeys(moved, STEPS + 1)
         if per_node > 1:  # once, and again when it has changed: in the node, units are gathered from its workers
             assert gathers == dict.fromkeys(moved, STEPS + 1)
         expected_in = sum(n * received[u] for u, n in gathers.items())
+        if (
+            params == "int4"
+        ):  # first values in full, then each step's difference: what a worker has comes no second time
+            expected_in = sum(4 * sum(chunks[u]) + STEPS * received[u] for u in units)
         expected_out = sum(n * sent[u] for u, n in pushes.items())
         tables.add(
             record_property,
-            f"Payload bytes of a worker in {STEPS + 1} steps, parameters as int8",
+            f"Payload bytes of a worker in {STEPS + 1} steps, parameters as {params}",
             wrapper=f"FSDP {'HYBRID_SHARD' if per_node > 1 else 'FULL_SHARD'}",
             gradients=grads,
             rank=rank,

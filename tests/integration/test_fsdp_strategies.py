@@ -22,7 +22,7 @@ from tables import Record
 STEPS, RESUMED = 4, 2
 STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "NO_SHARD")
 OFFLOADS = ("NONE", "PARAMS", "FULL", "OPTIMIZER_STATES")
-TOLERANCE = {"f32": 1e-5, "bf16 wire": 0.03, "bf16": 0.03, "fp16": 0.03, "int8": 0.3}
+TOLERANCE = {"f32": 1e-5, "bf16 wire": 0.03, "bf16": 0.03, "fp16": 0.03, "int8": 0.3, "int4": 0.3}
 """Largest ||a - b|| / ||b|| of a parameter after STEPS of AdamW, which turns the rounding of a small gradient into a
 step of nearly full size: of a bias that began at zero, such steps are all there is."""
 NORMS = 0.03
@@ -69,10 +69,16 @@ PARITY = [
     Case(strategy="HYBRID_SHARD", precision="int8", workers=2, servers=1, per_node=2),
     Case(strategy="HYBRID_SHARD", precision="int8", workers=4, servers=2, per_node=2),
     Case(strategy="HYBRID_SHARD", precision="int8", offload="PARAMS", workers=3, servers=2, per_node=3),
+    Case(strategy="FULL_SHARD", precision="int4", workers=2, servers=2),
+    Case(strategy="SHARD_GRAD_OP", precision="int4", workers=3, servers=2),
+    Case(strategy="HYBRID_SHARD", precision="int4", offload="PARAMS", workers=4, servers=2, per_node=2),
 ]
 SPECULATIVE = [
     two("HYBRID_SHARD"),
     Case(strategy="HYBRID_SHARD", workers=4, servers=2, per_node=2, precision="bf16 wire"),
+    Case(strategy="HYBRID_SHARD", workers=4, servers=2, per_node=2, precision="int4"),
+    Case(strategy="SHARD_GRAD_OP", workers=3, servers=2, precision="int4"),
+    Case(strategy="FULL_SHARD", workers=2, servers=2, precision="int4"),
 ]
 RESUMERS = [*(two(s) for s in STRATEGIES), two("NO_SHARD", local=True)]
 MEASURED = [

@@ -72,7 +72,9 @@ _SHARD: Final = {
     "accumulator_bytes": _gauge("shard_accumulator_bytes", "Memory of the sums of gradients."),
     "queued_bytes": _gauge("shard_queued_bytes", "Memory of gradients that came before their turn."),
     "state_bytes": _gauge("shard_optimizer_state_bytes", "Memory of the optimizer's state."),
-    "residual_bytes": _gauge("shard_residual_bytes", "Memory of the residuals of compressed parameters."),
+    "residual_bytes": _gauge(
+        "shard_residual_bytes", "Memory of the residuals of compressed parameters, or of what was sent."
+    ),
     "frame_bytes": _gauge("shard_frame_bytes", "Memory of parameters encoded for the wire."),
     "shared_bytes": _gauge("shard_shared_bytes", "Memory that workers of this host map."),
     "generation": _gauge("shard_generation", "Number of the membership that this server is in."),
@@ -107,6 +109,8 @@ _WIRE: Final = {
     "uploads": _counter("worker_uploads", "Uploads of first values to a server."),
     "retries": _counter("worker_retries", "Calls that were resumed or repeated."),
     "residual_bytes": _gauge("worker_residual_bytes", "Memory of the residuals of compressed gradients."),
+    "received_bytes": _gauge("worker_received_copy_bytes", "Memory of parameters that differences are added to."),
+    "mismatches": _counter("worker_mismatches", "Digests of parameters that did not fit; gathered in full then."),
     "clock": _gauge("worker_clock", "Own decided steps in this generation, where replicas step asynchronously."),
     "slowest_clock": _gauge("worker_slowest_clock", "The same of the slowest replica."),
     "staleness_wait_s": _counter("worker_staleness_wait_seconds", "Waited for the slowest replica."),

@@ -40,8 +40,12 @@ def array_of(buffer: torch.Tensor, wire: DType) -> Array:
 
 
 def _window(tensor: torch.Tensor, wire: DType) -> Array:
-    """Memory of a host tensor as numpy, without torch knowing; see `flat_unit`, Note: [Memory that comes and goes]."""
+    """Memory of a host tensor as numpy, without torch knowing; see `flat_unit`, Note: [Memory that comes and goes].
+
+    It keeps the tensor alive: a model may be dropped while a gather writes there.
+    """
     raw = (ctypes.c_byte * tensor.nbytes).from_address(tensor.data_ptr())
+    raw.tensor = tensor  # type: ignore[attr-defined]
     array: Array = np.frombuffer(memoryview(raw), dtype=wire.numpy)
     return array
 

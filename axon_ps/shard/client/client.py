@@ -27,6 +27,7 @@ from axon_ps.rpc.deadlines import Deadline
 from axon_ps.rpc.security import Security
 from axon_ps.rpc.service import together
 from axon_ps.shard.client import transfers
+from axon_ps.shard.client.received import Received
 from axon_ps.shard.client.retries import Retries
 from axon_ps.shard.client.transfers import Transfer, Transfers
 from axon_ps.shard.same_host.access import SameHostServers
@@ -64,6 +65,7 @@ class ShardGroup:
         self._placement: Placement | None = None
         self._held: dict[tuple[Slice, int], Slice] = {}  # by slice of the plan and holder's index
         self._feedback = Feedback()
+        self._received = Received()
         self._mapped: dict[int, tuple[Array, MappedCopy]] = {}
         self._retries = Retries(self._peers, self._same_host, self._holder)
 
@@ -74,9 +76,9 @@ class ShardGroup:
         return other
 
     def release(self) -> None:
-        """The model is released: drop its mappings and residuals."""
+        """The model is released: drop its mappings, residuals and what was gathered."""
         self._mapped.clear()
-        self._feedback.clear()
+        self.forget_residuals()
 
     def set_members(self, membership: Membership, me: str = "") -> None:
         """Set the current shard servers and our own id; calls under way go on, and retries use the new addresses."""
@@ -91,6 +93,8 @@ class ShardGroup:
 
     def set_placement(self, placement: Placement) -> None:
         """Set where the model's slices are; what is attempted again goes to their present holders."""
+        if self._placement is not None and self._placement.num_cuts != placement.num_cuts:
+            self._received = self._received.renewed()
         self._placement = placement
         self._held.clear()
         self._peers.wake()
@@ -163,13 +167,21 @@ class ShardGroup:
         if p.param_compression is not None:
             transfers.warm_up()
 
-    def settle(self, step: int, *, committed: bool) -> None:
-        """A step is decided: if it committed, the residuals of its compressed gradients replace those before."""
+    def settle(self, step: int, *, committed: bool, hyper: tuple[Hyper, ...] | None = None) -> None:
+        """A step is decided: if it committed, the residuals of its compressed gradients replace those before.
+
+        Args:
+            step: which.
+            committed: whether it committed.
+            hyper: what it committed with, if unclipped: then speculative gathers that expected it were right.
+        """
         self._feedback.settle(step, committed=committed)
+        self._received.settle(step, hyper if committed else None)
 
     def forget_residuals(self) -> None:
-        """The parameters were replaced: drop the residuals."""
+        """The parameters were replaced: drop the residuals, and what differences would be added to."""
         self._feedback.clear()
+        self._received = self._received.renewed()
 
     async def gather(
         self,
@@ -215,6 +227,14 @@ class ShardGroup:
         if out.dtype not in transfers.DTYPE_OF:
             raise InvalidRequest(f"out has element type {out.dtype}; needed is float32, uint16 (for bf16) or float16")
         how = spec.precision.param_compression if compressed else None
+        received = self._opened(spec, unit) if compressed else None
+
+        async def pull(s: Slice, t: Transfer) -> int:
+            gathering = t.gathering(s)
+            if gathering is not None and (version := gathering.finished()) is not None:
+                return version
+            return await self._retries.call(self._transfers.pull, _GATHERS, s, t)
+
         while True:
             t = transfer(
                 dtype=DType.F32 if how is not None else transfers.DTYPE_OF[out.dtype],
@@ -222,12 +242,20 @@ class ShardGroup:
                 epoch=epoch,
                 one_version=not spec.policy.asynchronous,
                 compressor=how,
+                received=received,
             )
-            versions = await together([self._retries.call(self._transfers.pull, _GATHERS, s, t) for s in slices])
+            versions = await together([pull(s, t) for s in slices])
             if min(versions) == max(versions) or spec.policy.asynchronous:
                 return max(min(versions), min_version)
             min_version = max(versions)  # some owners committed in between: ask all of them for the later one
             self._retries.count += 1
+
+    def _opened(self, spec: JobSpec, unit: int) -> Received | None:
+        """What has come of a unit whose parameters travel as differences; else None."""
+        if not spec.precision.differs:
+            return None
+        self._received.open(unit, spec.layout.units[unit].numel)
+        return self._received
 
     async def map(
         self,
@@ -335,7 +363,8 @@ class ShardGroup:
         """
         spec, slices, transfer = await self._transfer(unit, begin, end, out, context, timeout_s, span)
         how = spec.precision.param_compression
-        t = transfer(dtype=spec.precision.param, step=step, expected=hyper, compressor=how)
+        received = self._opened(spec, unit)
+        t = transfer(dtype=spec.precision.param, step=step, expected=hyper, compressor=how, received=received)
         wanted = (spec.precision.param.numpy,) if how is None else tuple(transfers.DTYPE_OF)
         if out.dtype not in wanted:
             raise InvalidRequest(
@@ -441,11 +470,16 @@ class ShardGroup:
         return dict(reply.values)
 
     def statistics(self) -> dict[str, float]:
-        """What was done, payload bytes and chunks in each direction, retries, and memory of residuals."""
+        """What was done, payload bytes and chunks in each direction, retries, digests that did not fit, and memory.
+
+        Memory is that of residuals, and of what differences are added to.
+        """
         counters = {
             **self._transfers.counters,
             "retries": self._retries.count,
             "residual_bytes": self._feedback.nbytes,
+            "received_bytes": self._received.nbytes,
+            "mismatches": self._received.mismatches,
         }
         return {name: float(value) for name, value in sorted(counters.items())}
 

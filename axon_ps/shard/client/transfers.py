@@ -32,6 +32,7 @@ from axon_ps.observe.tracing.span import Span
 from axon_ps.rpc.deadlines import Deadline
 from axon_ps.rpc.service import EOF, Stream, Stub
 from axon_ps.rpc.stream_pool import StreamPool
+from axon_ps.shard.client.received import Gathering, Received
 from axon_ps.shard.same_host import leases
 from axon_ps.shard.same_host.access import MAX_LEASED_BYTES, MIN_LEASED_BYTES, SameHostServers
 from axon_ps.sharding.plan import Slice
@@ -82,6 +83,7 @@ class Transfer:
         expected: speculative gathers: per parameter group, the hyperparameters that `step` is expected to commit with.
         compressor: what chunks are compressed with; None = they are not. `dtype` is F32 then; a gather may still be
             into any wire dtype.
+        received: gathers, where parameters travel as differences: what came before, which payloads are added to.
         same_host: knows with which servers memory is shared; None = with none.
         socket_only: whether payloads go through the socket although memory is shared: after a failure.
         resume: gradients: whether the server may have some of it already.
@@ -103,6 +105,7 @@ class Transfer:
     expected: tuple[Hyper, ...] = ()
     one_version: bool = True
     compressor: Compressor | None = None
+    received: Received | None = None
     same_host: SameHostServers | None = None
     socket_only: bool = False
     resume: bool = False
@@ -114,6 +117,31 @@ class Transfer:
         if self.same_host is None or self.socket_only or self.compressor is not None:
             return None
         return await self.same_host.access(s.server, stub, self.context)
+
+    def gathering(self, s: Slice) -> Gathering | None:
+        """The gather of what lies in a slice, where parameters travel as differences.
+
+        Raises:
+            StepAborted: speculative, and there is nothing that differences could be added to.
+        """
+        if self.received is None or self.compressor is None or self.array is None:
+            return None
+        begin, end = _full_chunks(s, self)
+        return Gathering(
+            received=self.received,
+            s=s,
+            begin=begin,
+            end=end,
+            chunk_numel=self.chunk_numel,
+            compressor=self.compressor,
+            epoch=self.epoch,
+            min_version=self.min_version,
+            out=self.array,
+            out_begin=self.begin,
+            dtype=DTYPE_OF[self.array.dtype],
+            step=self.step,
+            expected=self.expected,
+        )
 
     def payload(self, begin: int, end: int) -> Array:
         """Elements [begin, end) as they are sent. The same every time, so that a stream may be resumed."""
@@ -159,6 +187,7 @@ class Transfers:
             AxonError: what the server raised.
         """
         position, stop = _full_chunks(s, t)
+        gathering = t.gathering(s)
         peer = None if t.expected else await t.peer(s, stub)
         request = shard_pb2.AllGatherRequest(
             context=t.context(),
@@ -172,6 +201,7 @@ class Transfers:
             expected=hypers_to_proto(t.expected),
             compressed=t.compressor is not None,
             accept_leases=peer is not None,
+            since=None if gathering is None else gathering.since,
         )
         assert t.array is not None
         version, mixed, target = -1, False, Target(common_pb2.Chunk, _memory_of(t))
@@ -190,6 +220,8 @@ class Transfers:
                 if peer is not None and header.HasField("lease"):
                     size_bytes = await _copy_leased(header, peer, t.array, t)
                     self.counters["leased_bytes_in"] += size_bytes
+                elif gathering is not None:
+                    gathering.take(header, payload)
                 elif not copied:
                     _copy(header, payload, t.array, t)
                 mixed |= header.version != version and version >= 0
@@ -201,6 +233,8 @@ class Transfers:
                     t.span.add("bytes", size_bytes)
         if mixed and t.one_version:
             raise Broken(f"unit {s.unit} changed at {stub.peer} while it was read")
+        if gathering is not None and gathering.refused:  # what could not be added to is forgotten: all of it comes now
+            return await self.pull(stub, s, t)
         return version
 
     async def locate(self, stub: Stub, s: Slice, t: Transfer) -> Array | None:
@@ -342,7 +376,8 @@ def _memory_of(t: Transfer) -> Callable[[common_pb2.Chunk, int], memoryview | No
     def memory(header: common_pb2.Chunk, nbytes: int) -> memoryview | None:
         begin, end = header.offset - t.begin, header.offset + header.numel - t.begin
         fits = begin >= 0 and end <= t.end - t.begin and nbytes == header.numel * itemsize
-        return array[begin * itemsize : end * itemsize].data if fits and not header.compressed else None
+        fits = fits and not header.compressed and t.received is None
+        return array[begin * itemsize : end * itemsize].data if fits else None
 
     return memory
 
@@ -419,11 +454,13 @@ def _unpack(header: common_pb2.Chunk, payload: memoryview, out: Array, t: Transf
 
 
 def warm_up() -> None:
-    """Compile what converts compressed parameters to another dtype than f32."""
+    """Compile what converts compressed parameters to another dtype than f32, and looks at differences."""
     from axon_ps.compress import cast
+    from axon_ps.kernels import digest
 
     for dtype in (DType.BF16, DType.F16):
         cast.encode(np.empty(0, np.float32), np.empty(0, dtype.numpy), dtype)
+    digest.warm_up()
 
 
 def _full_chunks(s: Slice, t: Transfer) -> tuple[int, int]:

@@ -138,7 +138,7 @@ class ShardEngine:
         """A slice has its values from the primary: it is a backup from now on.
 
         Args:
-            owned: the slice, whose values and residual are there.
+            owned: the slice, whose values and residual (or what was sent) are there.
             moments: f32[slice_numel] each, by name.
             updates: per parameter of the unit, how many updates it has had.
             changed: the version that last changed it.
@@ -334,6 +334,8 @@ class ShardEngine:
             if last is None or (last.step, last.hyper, last.clip_factor) != (step, hypers, 1.0):
                 raise StepAborted(f"step {step} did not commit as expected")
             self.counters["encodings"] += owned.ensure_frames()
+            if not owned.wire.frames:
+                raise StepAborted(f"unit {unit} was replaced after step {step}; what the step made of it is gone")
             return owned.wire.frames[index]
         replicas, sums = self.gradients.num_replicas, owned.accumulators[0]
         if replicas == 0 or sums.summed[index] < replicas:

@@ -134,6 +134,35 @@ class ServedParameters:
         frames = owned.wire.frames
         return frames if last - first == len(frames) else frames[first:last]
 
+    def since(self, unit: int, begin: int, end: int, version: int | None) -> tuple[bytes, ...]:
+        """Where parameters travel as differences, the messages that lead from a version to that of a slice.
+
+        Args:
+            unit: which unit.
+            begin: first element; the first of a chunk.
+            end: one past the last; the end of a chunk.
+            version: the version that the caller has; None = none.
+
+        Returns:
+            Differences, or one message that says that there are none. Empty where the caller must have all values
+            (`full`), or a step is being applied.
+
+        Raises:
+            InvalidRequest: the range does not begin and end where chunks of this server do.
+        """
+        owned = self._slices.of(unit, begin)
+        first, last = owned.chunks.range_of(begin, end)
+        if frames := owned.wire.frames_since(version, first, last):
+            return frames
+        if owned.applying or version != owned.changed:
+            return ()
+        return (owned.full_frame(first, last, absent=True),)
+
+    def full(self, owned: OwnedSlice, index: int) -> bytes:
+        """All values of one chunk where parameters travel as differences. Only while the slice is not `applying`."""
+        self._counters["encodings"] += 1
+        return owned.full_frame(index, index + 1, absent=False)
+
     def encode(self, owned: OwnedSlice, index: int, dtype: DType) -> bytes:
         """One chunk in another dtype, encoded now. Only while the slice is not `applying`."""
         self._counters["encodings"] += 1

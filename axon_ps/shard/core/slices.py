@@ -10,8 +10,8 @@ Note: [Memory of a slice]
     With n elements: master f32[n] and one wire copy of it, frames or mapped. A trainable slice adds the accumulator
     f32[n] (one per replica where replicas step asynchronously, each from its first gradient on) and the moments
     f32[n] each, and while replicas are ahead of others what `shard.core.queued` keeps of theirs; if parameters
-    travel compressed, a residual f32[n] too. While an apply runs there are also the new frames of the unit, until
-    they replace the old ones.
+    travel compressed, a residual f32[n] (or what was sent) too. While an apply runs there are also the new frames of
+    the unit, until they replace the old ones.
 
     A backup has the same but for the wire copy: it makes frames only when somebody asks for them, or where parameters
     travel compressed, since the residual moves with them.
@@ -145,7 +145,7 @@ class OwnedSlice:
             "accumulator_bytes": sum(a.nbytes for a in self.accumulators),
             "queued_bytes": sum(a.queued.nbytes for a in self.accumulators),
             "state_bytes": sum(s.nbytes for s in self.master.state.values()),
-            "residual_bytes": 0 if self.wire.residual is None else self.wire.residual.nbytes,
+            "residual_bytes": sum(array.nbytes for array in self.wire.feedback.values()),
             "frame_bytes": sum(map(len, self.wire.frames)) + sum(map(len, self.speculative.frames)),
             "shared_bytes": 0 if mapped is None else mapped.nbytes - (0 if self.wire.is_cast else master_bytes),
         }
@@ -209,7 +209,7 @@ class OwnedSlice:
 
     def copied_from_primary(self, reached: int, changed: int, copied: int, frames: Sequence[bytes]) -> None:
         """The values of the primary at version `reached` are here; and its frames, where they travel compressed."""
-        self.wire.frames = tuple(frames)
+        self.wire.copied(changed, frames)
         self.reached, self.changed, self.copied = reached, changed, copied
         self.lacking = 0
         self._replaced()
@@ -236,12 +236,12 @@ class OwnedSlice:
     # ------------------------------------------------------------------ what is served
 
     def ensure_frames(self) -> int:
-        """Encode the frames if there are none, though there are values; returns how many.
+        """Encode the frames if there are none, though there are values; returns how many. Differences cannot be.
 
         Raises:
             SliceMoved: its values are corrupt.
         """
-        if self.wire.frames or self.lacking or self.applying:
+        if self.wire.frames or self.wire.differs or self.lacking or self.applying:
             return 0
         self.check_values(0, len(self.chunks.bounds))
         return self.wire.encode_all(self.changed, self.master.values)
@@ -254,6 +254,16 @@ class OwnedSlice:
         """
         self.check_values(index, index + 1)
         return self.wire.encode_as(dtype, index, self.changed, self.master.values[self.chunks.ranges[index]])
+
+    def full_frame(self, first: int, last: int, *, absent: bool) -> bytes:
+        """Where parameters travel as differences, a message for chunks [first, last) that is none: see `WireCopy`.
+
+        Raises:
+            SliceMoved: its values are corrupt.
+        """
+        if not absent:
+            self.check_values(first, last)
+        return self.wire.full_frame(first, last, self.changed, self.master.values, absent=absent)
 
     def map(self, memory: MappedMemory) -> None:
         """From now on the wire copy is in `memory`. Only while the slice has values and is not `applying`.
@@ -347,13 +357,13 @@ class OwnedSlice:
         self._update, self._next_version = update, version
         self.applying, self._serving = True, self.serves
         if self._serving:
-            return self.wire.begin_update(prepared)
+            return self.wire.begin_update(prepared, replacing=update is None)
         self.wire.drop_frames()
         return 0
 
     def finish(self) -> None:
         """Every chunk has been updated or copied: serve the new values."""
-        self.wire.end_update()
+        self.wire.end_update(self._next_version)
         self.reached = self.changed = self._next_version
         self.digest = self.master.digests.total if self.replicated else None
         if self._update is None:

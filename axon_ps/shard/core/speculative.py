@@ -65,8 +65,7 @@ class SpeculativeUpdate:
                 sums.spoiled = sums.spoiled or any(c.array == GRADIENT for c in found)
                 return b"", found
             self.frames = self.frames or [b""] * len(self._chunks.bounds)
-            residual = None if wire.residual is None else wire.residual[elements].copy()
-            self.frames[index] = wire.encode(index, version, values, scratch, residual, as_cast)
+            self.frames[index] = wire.speculative(index, version, values, scratch, as_cast)
             if all(self.frames) and not wire.compressed and wire.frames:
                 wire.drop_frames()
         return self.frames[index], []

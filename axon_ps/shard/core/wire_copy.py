@@ -1,6 +1,7 @@
 """The values of one slice as they travel: encoded frames, or memory that workers of this host map. Pure.
 
-Owns: encoding and compression, and the residual of compression. Creates no shared memory: the shell hands it in.
+Owns: encoding and compression, and the residual of compression; differences are `shard.core.differences`. Creates no
+shared memory: the shell hands it in.
 
     shape legend: n = slice_numel, c = numel of one chunk
 
@@ -15,6 +16,10 @@ Note: [Compressed parameters]
     frozen slice has none; its frames are made once. Frames are never dropped, since making them again would need the
     residual of before.
 
+    A compressor that is for differences (`Compressor.differences`) has what was sent in place of the residual, and its
+    frames bring only those up to date who have the version before: `shard.core.differences`, Note: [Parameters as
+    differences].
+
 Note: [Mapped slices]
     Where workers of this host map the slice (`same_host.shared_copy`), its wire copy is the mapped one, and an update
     makes no frames; when somebody else asks they are made of it, and are another wire copy then. What travels as f32 is
@@ -23,12 +28,14 @@ Note: [Mapped slices]
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
 
 from axon_ps.compress import cast
 from axon_ps.shard.core.chunks import Chunks
+from axon_ps.shard.core.differences import SENT, SentValues, difference_scratch, full_frame
 from axon_ps.sharding.precision import WirePrecision
 from axon_ps.types import Array, DType
 from axon_ps.wire.codec import dtype_to_proto
@@ -70,7 +77,10 @@ class WireCopy:
     Attributes:
         frames: per chunk, its encoded message; empty when they have to be encoded first.
         mapped: the wire copy that workers of this host map; None while nobody does.
-        residual: f32[n], the compression error of `frames`; None when parameters are not compressed, or frozen.
+        residual: f32[n], the compression error of `frames`; None when parameters are not compressed, or frozen, or
+            travel as differences.
+        sent: what whoever has the newest frames has; None where there are no differences, or the slice is frozen.
+        differs: whether parameters travel as differences; then there may be no frames, and `full_frame` makes some.
         is_cast: whether the values are cast for the wire: they travel neither as f32 nor compressed.
         compressed: whether frames are compressed.
     """
@@ -80,22 +90,37 @@ class WireCopy:
         self.frames: tuple[bytes, ...] = ()
         self.mapped: MappedMemory | None = None
         self.residual: Array | None = None
-        if compression is not None and trainable:
-            self.residual = np.zeros(chunks.numel, np.float32)
+        self.sent: SentValues | None = None
         self.compressed = compression is not None
+        self.differs = compression is not None and compression.differences
+        if compression is not None and trainable:
+            if self.differs:
+                self.sent = SentValues(chunks, compression)
+            else:
+                self.residual = np.zeros(chunks.numel, np.float32)
         self.is_cast = compression is None and precision.param is not DType.F32
         self._chunks = chunks
         self._dtype = precision.param
         self._compressor = compression
         self._next: list[bytes] = []
+        self._replacing = False
+
+    @property
+    def feedback(self) -> dict[str, Array]:
+        """What compression has to remember from one version to the next, f32[n], by name: at most one array."""
+        if self.sent is not None:
+            return {SENT: self.sent.values}
+        return {} if self.residual is None else {"residual": self.residual}
 
     # ------------------------------------------------------------------ frames
 
     def scratch(self, chunks: int = 1) -> Array:
         """A buffer in which a thread makes the frames of so many chunks: wire[chunks · chunk_numel].
 
-        Compressed frames are made one by one, in u8[compressed_bytes(chunk_numel)].
+        Compressed frames are made one by one, in u8[compressed_bytes(chunk_numel)], with differences in more.
         """
+        if self._compressor is not None and self.differs:
+            return difference_scratch(self._chunks.chunk_numel, self._compressor)
         if self._compressor is not None:
             return np.empty(self._compressor.compressed_bytes(self._chunks.chunk_numel), np.uint8)
         return np.empty(chunks * self._chunks.chunk_numel, self._dtype.numpy)
@@ -118,6 +143,34 @@ class WireCopy:
         payload = scratch[: self._compressor.compressed_bytes(values.size)]
         self._compressor.compress(values, payload, residual)
         return self._frame(index, version, DType.F32, payload, compressed=True)
+
+    def speculative(self, index: int, version: int, values: Array, scratch: Array, as_cast: Array | None) -> bytes:
+        """The frame of chunk `index`, as `encode`; what compression remembers stays as it is."""
+        if self.sent is not None:
+            return self.sent.speculative_frame(index, version, values, scratch)
+        residual = None if self.residual is None else self.residual[self._chunks.ranges[index]].copy()
+        return self.encode(index, version, values, scratch, residual, as_cast)
+
+    def frames_since(self, version: int | None, first: int, last: int) -> tuple[bytes, ...]:
+        """The frames of chunks [first, last) if they are differences against a version; else none."""
+        sent = self.sent
+        return self.frames[first:last] if sent is not None and version is not None and sent.base == version else ()
+
+    def full_frame(self, first: int, last: int, version: int, values: Array, *, absent: bool = False) -> bytes:
+        """Where parameters travel as differences, a message for chunks [first, last) that is none.
+
+        Args:
+            first: number of the first chunk.
+            last: one past the last.
+            version: the version that last changed the values.
+            values: f32[n], the master's; what is sent is `sent`, where that is remembered.
+            absent: whether the caller has the values.
+        """
+        if self.sent is not None:
+            for index in range(first, last):
+                self.sent.check(index, values[self._chunks.ranges[index]])
+            values = self.sent.values
+        return full_frame(self._chunks, first, last, version, values, absent=absent)
 
     def encode_as(self, dtype: DType, index: int, version: int, values: Array) -> bytes:
         """The frame of chunk `index`, f32[c], in a dtype that the job does not send by itself."""
@@ -161,6 +214,11 @@ class WireCopy:
 
     def replace(self, version: int, values: Array) -> int:
         """Other values, f32[n], have taken the place of those before; returns how many frames were made."""
+        if self.sent is not None:
+            self.sent.replace(version, values)
+        if self.differs:
+            self.drop_frames()
+            return 0
         if self.residual is not None:
             self.residual.fill(0.0)
         if self.mapped is None:
@@ -175,12 +233,22 @@ class WireCopy:
         if self.mapped is not None:
             self.mapped.withdraw()
 
-    def begin_update(self, prepared: list[bytes]) -> int:
+    def copied(self, version: int, frames: Sequence[bytes]) -> None:
+        """Take the frames of another holder, which are of a version; it has given its `feedback`, too."""
+        self.frames = tuple(frames)
+        if self.sent is not None:
+            self.sent.copied(version, frames)
+
+    def begin_update(self, prepared: list[bytes], *, replacing: bool) -> int:
         """The values are about to change; returns how many frames are to be made.
 
         Args:
             prepared: per chunk, its next frame if it was made already; may be empty.
+            replacing: by others that have nothing to do with those before: they do not travel as differences.
         """
+        self._replacing = replacing and self.differs
+        if self._replacing:
+            return 0
         if self.mapped is not None:
             self.mapped.withdraw()
             self._next = prepared
@@ -211,6 +279,9 @@ class WireCopy:
             values: f32[n], the new values.
             scratch: what `cast_target` was called with.
         """
+        if self.differs:
+            self._add_differences(first, last, version, values, scratch)
+            return
         if self.mapped is not None or (self.residual is None and all(self._next[first:last])):
             return
         begin = self._chunks.ranges[first].start
@@ -221,6 +292,21 @@ class WireCopy:
             frame = self.encode(index, version, values[elements], scratch, residual, as_cast)
             self._next[index] = self._next[index] or frame
 
-    def end_update(self) -> None:
-        """Serve the next frames."""
+    def _add_differences(self, first: int, last: int, version: int, values: Array, scratch: Array) -> None:
+        """The same where parameters travel as differences."""
+        if self.sent is None:
+            return
+        for index in range(first, last):
+            chunk = values[self._chunks.ranges[index]]
+            if self._replacing:
+                self.sent.put(index, chunk)
+            elif prepared := self._next[index]:
+                self._next[index] = self.sent.commit(index, version, chunk, prepared)
+            else:
+                self._next[index] = self.sent.frame(index, version, chunk, scratch)
+
+    def end_update(self, version: int) -> None:
+        """Serve the next frames, of a version."""
         self.frames, self._next = tuple(self._next), []
+        if self.sent is not None:
+            self.sent.begin(version, None if self._replacing else self.sent.version)

@@ -36,9 +36,9 @@ BANDWIDTH_FRACTION = 0.5
 BLOCK_NUMEL = 1 << 18
 """Elements in a message."""
 
-RESIDUAL, FRAME = "residual", "frame"
+FRAME = "frame"
 MAX_TENSORS: Final = 16
-"""Most tensors of a slice: its values, a residual, and the optimizer's moments."""
+"""Most tensors of a slice: its values, a residual (or what was sent), and the optimizer's moments."""
 
 _RETRY_S = 0.05
 _logger = logging.getLogger(__name__)
@@ -69,8 +69,7 @@ async def chunks(engine: ShardEngine, owned: OwnedSlice) -> AsyncIterator[shard_
 
 
 def _tensors(owned: OwnedSlice) -> dict[str, Array]:
-    residual = owned.wire.residual
-    return {PARAM: owned.master.values, **({} if residual is None else {RESIDUAL: residual}), **owned.master.state}
+    return {PARAM: owned.master.values, **owned.wire.feedback, **owned.master.state}
 
 
 class Copying:
@@ -172,7 +171,7 @@ class Copying:
         if chunk is EOF:
             raise Broken("the primary ended the stream before the slice was complete")
         if engine.slices.get(owned.number) is owned and owned.copying and epoch == self._epoch():
-            moments = {name: array for name, array in arrays.items() if name not in (PARAM, RESIDUAL)}
+            moments = {name: array for name, array in arrays.items() if name not in (PARAM, *owned.wire.feedback)}
             digests = SliceDigests(owned.chunks)
             digests.record({PARAM: arrays[PARAM], **moments})
             if chunk.HasField("digest") and chunk.digest != digests.total:

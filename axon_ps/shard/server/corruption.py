@@ -18,6 +18,7 @@ from typing import Final
 
 from axon_ps.coordinator.core.events import MAX_BLOCKS, Corrupted
 from axon_ps.errors import SliceMoved
+from axon_ps.shard.core.differences import SentValues
 from axon_ps.shard.core.engine import ShardEngine
 from axon_ps.shard.core.slices import OwnedSlice
 from axon_ps.shard.server.reports import ServerShell
@@ -54,7 +55,11 @@ class Corruptions:
 
         What is found while a step is applied to it is reported afterwards: the update looks at all of it.
         """
-        if owned.applying or not owned.corruptions:
+        if owned.applying:
+            return False
+        if owned.wire.sent is not None:
+            self._report_sent(owned.wire.sent)
+        if not owned.corruptions:
             return False
         found, engine = owned.take_corruptions(), self._engine
         engine.counters["corruptions"] += len(found)
@@ -76,6 +81,14 @@ class Corruptions:
             )
         self._wake()
         return True
+
+    def _report_sent(self, sent: SentValues) -> None:
+        """Log what was found in what was sent: it was put right, and nothing else is to be done."""
+        found, sent.corruptions = sent.corruptions, []
+        self._engine.counters["corruptions"] += len(found)
+        for c in found[:MAX_BLOCKS]:
+            what = self._engine.unit_name(c.unit), c.begin, c.end
+            _logger.error("memory is corrupt: what was sent of unit %s, elements %d to %d; it is sent in full", *what)
 
     async def verify(self, owned: OwnedSlice) -> None:
         """Look at all of a slice, a part at a time, as long as no step changes it.

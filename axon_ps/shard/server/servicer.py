@@ -77,9 +77,12 @@ class ShardServicer:
             await self._send_mapping(shell, context, request, dtype, member)
             return
         owned = engine.slices.of(request.unit, request.begin)
+        own = dtype is precision.param and request.compressed == (precision.param_compression is not None)
         self._shell.pacer.gathers += 1
         try:
-            if dtype is precision.param and request.compressed == (precision.param_compression is not None):
+            if own and precision.differs:
+                await self._send_since(shell, request, context, span)
+            elif own:
                 if leased := self._lease_to(member, engine, request, span):
                     await context.write(leased)
                     return
@@ -95,6 +98,26 @@ class ShardServicer:
         finally:
             self._shell.pacer.gathers -= 1
             shell.corruptions.report(owned)
+
+    async def _send_since(
+        self, shell: ModelShell, request: shard_pb2.AllGatherRequest, context: ServerStream, span: Span | None
+    ) -> None:
+        """Chunks of a range where parameters travel as differences: those that the caller lacks, or all."""
+        parameters, where = shell.engine.parameters, (request.unit, request.begin)
+        since, generation = request.since if request.HasField("since") else None, request.context.generation
+        if not (frames := parameters.since(*where, request.end, since)):
+            await shell.unchanging(*where, generation)
+            frames = parameters.since(*where, request.end, since)
+        for frame in frames:
+            _count(shell.engine, "out", len(frame), span)
+            await context.write(frame)
+        if frames:
+            return
+        chunks = shell.engine.slices.of(*where).chunks
+        for index in range(*chunks.range_of(request.begin, request.end)):
+            frame = parameters.full(await shell.unchanging(*where, generation), index)
+            _count(shell.engine, "out", len(frame), span)
+            await context.write(frame)
 
     def _lease_to(
         self, member: Member, engine: ShardEngine, request: shard_pb2.AllGatherRequest, span: Span | None

@@ -184,7 +184,7 @@ class OptimizerSpec(_message.Message):
     def __init__(self, name: _Optional[str] = ..., groups: _Optional[_Iterable[_Union[Hyper, _Mapping]]] = ..., group_of: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Chunk(_message.Message):
-    __slots__ = ("context", "step", "version", "unit", "offset", "numel", "dtype", "replica", "absent", "compressed", "epoch", "end", "payload", "lease", "digest")
+    __slots__ = ("context", "step", "version", "unit", "offset", "numel", "dtype", "replica", "absent", "compressed", "epoch", "end", "payload", "lease", "digest", "base")
     CONTEXT_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
@@ -200,6 +200,7 @@ class Chunk(_message.Message):
     PAYLOAD_FIELD_NUMBER: _ClassVar[int]
     LEASE_FIELD_NUMBER: _ClassVar[int]
     DIGEST_FIELD_NUMBER: _ClassVar[int]
+    BASE_FIELD_NUMBER: _ClassVar[int]
     context: CallContext
     step: int
     version: int
@@ -215,7 +216,8 @@ class Chunk(_message.Message):
     payload: bytes
     lease: _lease_pb2.Lease
     digest: int
-    def __init__(self, context: _Optional[_Union[CallContext, _Mapping]] = ..., step: _Optional[int] = ..., version: _Optional[int] = ..., unit: _Optional[int] = ..., offset: _Optional[int] = ..., numel: _Optional[int] = ..., dtype: _Optional[_Union[DType, str]] = ..., replica: _Optional[int] = ..., absent: bool = ..., compressed: bool = ..., epoch: _Optional[int] = ..., end: _Optional[int] = ..., payload: _Optional[bytes] = ..., lease: _Optional[_Union[_lease_pb2.Lease, _Mapping]] = ..., digest: _Optional[int] = ...) -> None: ...
+    base: int
+    def __init__(self, context: _Optional[_Union[CallContext, _Mapping]] = ..., step: _Optional[int] = ..., version: _Optional[int] = ..., unit: _Optional[int] = ..., offset: _Optional[int] = ..., numel: _Optional[int] = ..., dtype: _Optional[_Union[DType, str]] = ..., replica: _Optional[int] = ..., absent: bool = ..., compressed: bool = ..., epoch: _Optional[int] = ..., end: _Optional[int] = ..., payload: _Optional[bytes] = ..., lease: _Optional[_Union[_lease_pb2.Lease, _Mapping]] = ..., digest: _Optional[int] = ..., base: _Optional[int] = ...) -> None: ...
 
 class ErrorDetail(_message.Message):
     __slots__ = ("kind", "message", "generation")

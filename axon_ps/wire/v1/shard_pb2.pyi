@@ -9,7 +9,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class AllGatherRequest(_message.Message):
-    __slots__ = ("context", "unit", "begin", "end", "min_version", "epoch", "dtype", "compressed", "map", "accept_leases", "step", "expected")
+    __slots__ = ("context", "unit", "begin", "end", "min_version", "epoch", "dtype", "compressed", "since", "map", "accept_leases", "step", "expected")
     CONTEXT_FIELD_NUMBER: _ClassVar[int]
     UNIT_FIELD_NUMBER: _ClassVar[int]
     BEGIN_FIELD_NUMBER: _ClassVar[int]
@@ -18,6 +18,7 @@ class AllGatherRequest(_message.Message):
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
     COMPRESSED_FIELD_NUMBER: _ClassVar[int]
+    SINCE_FIELD_NUMBER: _ClassVar[int]
     MAP_FIELD_NUMBER: _ClassVar[int]
     ACCEPT_LEASES_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
@@ -30,11 +31,12 @@ class AllGatherRequest(_message.Message):
     epoch: int
     dtype: _common_pb2.DType
     compressed: bool
+    since: int
     map: bool
     accept_leases: bool
     step: int
     expected: _containers.RepeatedCompositeFieldContainer[_common_pb2.Hyper]
-    def __init__(self, context: _Optional[_Union[_common_pb2.CallContext, _Mapping]] = ..., unit: _Optional[int] = ..., begin: _Optional[int] = ..., end: _Optional[int] = ..., min_version: _Optional[int] = ..., epoch: _Optional[int] = ..., dtype: _Optional[_Union[_common_pb2.DType, str]] = ..., compressed: bool = ..., map: bool = ..., accept_leases: bool = ..., step: _Optional[int] = ..., expected: _Optional[_Iterable[_Union[_common_pb2.Hyper, _Mapping]]] = ...) -> None: ...
+    def __init__(self, context: _Optional[_Union[_common_pb2.CallContext, _Mapping]] = ..., unit: _Optional[int] = ..., begin: _Optional[int] = ..., end: _Optional[int] = ..., min_version: _Optional[int] = ..., epoch: _Optional[int] = ..., dtype: _Optional[_Union[_common_pb2.DType, str]] = ..., compressed: bool = ..., since: _Optional[int] = ..., map: bool = ..., accept_leases: bool = ..., step: _Optional[int] = ..., expected: _Optional[_Iterable[_Union[_common_pb2.Hyper, _Mapping]]] = ...) -> None: ...
 
 class ReduceScatterReply(_message.Message):
     __slots__ = ("step", "chunks", "missing")

@@ -235,7 +235,12 @@ class StepClient:
             if not stepping.acknowledges(decision):  # else that was done when it arrived
                 with job.changed:
                     job.acknowledge()
-            self._shards.settle(ticket.step, committed=decision.outcome is Outcome.COMMIT)
+            unclipped = decision.clip_factor == 1.0
+            self._shards.settle(
+                ticket.step,
+                committed=decision.outcome is Outcome.COMMIT,
+                hyper=decision.hyper if unclipped else None,
+            )
             began = time.perf_counter()
             job.wait_until(
                 lambda: True if stepping.may_proceed(ticket.generation) else None, job.timeout_s, stepping.why_waiting

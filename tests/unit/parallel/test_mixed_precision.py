@@ -29,6 +29,7 @@ F32, BF16 = DType.F32, DType.BF16
             {"wire_dtype": "int8", "reduce_dtype": "int4"},
             WirePrecision(param_compression=Int8(), grad_compression=Int4()),
         ),
+        ({"wire_dtype": "int4"}, WirePrecision(param_compression=Int4(), grad_compression=Int4())),
         ({"reduce_dtype": TopK(0.1)}, WirePrecision(grad_compression=TopK(0.1))),
         ({"wire_dtype": torch.bfloat16, "reduce_dtype": "top_k"}, WirePrecision(param=BF16, grad_compression=TopK())),
     ],
@@ -41,7 +42,6 @@ def test_what_travels(given: dict[str, Any], expected: WirePrecision) -> None:
     ("given", "match"),
     [
         ({"wire_dtype": "top_k"}, "parameters cannot travel as a top-k"),
-        ({"wire_dtype": Int4()}, "parameters cannot travel as int4 in blocks of 32, which has 4 bits of a number"),
         ({"wire_dtype": "int2"}, "'int8', 'int4' or 'top_k'"),
         ({"reduce_dtype": torch.int8}, "reduce_dtype has dtype torch.int8"),
     ],

@@ -227,10 +227,9 @@ def test_specs_that_cannot_work_are_refused() -> None:
         JobSpec(layout=LAYOUT, precision=WirePrecision(param=DType.BF16, param_compression=Int8()))
     message = job_spec_to_proto(job())
     message.param_compression.Clear()
-    for name, why in (("top_k", "which leaves elements out"), ("int4", "which has 4 bits of a number")):
-        message.param_compression.name = name
-        with pytest.raises(InvalidRequest, match=f"parameters cannot travel as .*, {why}"):
-            job_spec_from_proto(message)
+    message.param_compression.name = "top_k"
+    with pytest.raises(InvalidRequest, match="parameters cannot travel as .*, which leaves elements out"):
+        job_spec_from_proto(message)
     message.param_compression.name = "int8"
     message.param_compression.options["block_numel"] = 3
     with pytest.raises(InvalidRequest, match="from 16 to 65536"):
