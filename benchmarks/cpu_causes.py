@@ -1,7 +1,8 @@
 """Where the CPU time of a step goes, by cause: what `perf` samples in all processes of a side, FSDP2's and ours.
 
-The same model, places and sides as whole_step.py, whose columns `cpu_s_per_step` this takes apart: seconds a step of all
+The same model, places and sides as whole_step.py, whose column cpu_s_per_step this takes apart: seconds a step of all
 workers together, and of all shard servers. Causes are told by the library and the function that a sample is in:
+
 
     products     matrix products (MKL): forward and backward
     torch        the rest of torch: activations, copies, scaling of gradients

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 _UNTRACED: Final = nullcontext()
 
+
 @dataclass(frozen=True, kw_only=True)
 class TracePolicy:
     """Which steps are traced and exported.

@@ -290,5 +290,3 @@ async def until_hung_up(sock: socket.socket) -> None:
     """Read to the end of a connection, on which nothing comes."""
     with contextlib.suppress(ConnectionResetError):
         assert await asyncio.get_running_loop().sock_recv(sock, 1) == b""
-
-
