@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,7 +18,7 @@ from axon_ps.errors import Broken, InternalError, StepAborted
 from axon_ps.parallel.dtypes import MixedPrecision
 from axon_ps.parallel.fsdp.flat_unit import _TRANSITIONS, FlatUnit, UnitState
 from axon_ps.parallel.fsdp.memory import BufferPool
-from axon_ps.parallel.fsdp.sources import HostCopySource, MappedSource, ParameterSource, RemoteSource
+from axon_ps.parallel.fsdp.sources import HostCopySource, MappedSource, ParameterSource, RemoteSource, _window
 from axon_ps.parallel.fsdp.strategy import CPUOffload, ShardingStrategy
 from axon_ps.parallel.fsdp.wrap import WrappedUnit, Wrapping
 from axon_ps.sharding.job import JobSpec
@@ -378,3 +380,14 @@ def test_a_host_copy_is_gathered_once_for_each_version() -> None:
     assert job.unsharded() == [10.0, 11.0, 12.0, 13.0]
     assert (job.counters.gathers, job.counters.host_gathers) == (2, 1)
     job.reset()
+
+
+def test_memory_that_a_gather_writes_to_outlives_its_model() -> None:
+    flat = torch.zeros(NUMEL)
+    alive, out = weakref.ref(flat), _window(flat, DType.F32)[1:]
+    del flat
+    assert alive() is not None
+    out[:] = 1.0
+    del out
+    gc.collect()
+    assert alive() is None
