@@ -177,7 +177,7 @@ def axon(options: argparse.Namespace) -> Side:
     def digest() -> str:
         found = hashlib.sha256()
         for _, values in model.full_parameters():
-            found.update(values.numpy())
+            found.update(values.numpy().tobytes())
         return found.hexdigest()
 
     return Side(
