@@ -137,7 +137,7 @@ def fsdp2(options: argparse.Namespace) -> Side:
 def axon(options: argparse.Namespace) -> Side:
     """axon_ps: the same model, loss and optimizer; state on the shard servers."""
     import axon_ps
-    from axon_ps.parallel import AdamW, FullyShardedDataParallel, MixedPrecision, ShardingStrategy
+    from axon_ps.parallel import AdamW, CPUOffload, FullyShardedDataParallel, MixedPrecision, ShardingStrategy
 
     trace = None
     if options.trace:
@@ -152,6 +152,7 @@ def axon(options: argparse.Namespace) -> Side:
         world.default_group,
         sharding_strategy=ShardingStrategy[options.strategy.upper()],
         mixed_precision=MixedPrecision(param_dtype=dtype, wire_dtype=wire, reduce_dtype=wire),
+        cpu_offload=CPUOffload(options.offload),
         unit_types={Block},
     )
     optimizer = AdamW(model.parameters(), lr=options.lr)
@@ -288,6 +289,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--wire", choices=("int8", "int4"), default=None, help="what travels, on the side axon; None: dtype"
     )
+    parser.add_argument("--offload", choices=("none", "params"), default="none", help="what host memory has a copy of")
     parser.add_argument("--width", type=int, default=1024)
     parser.add_argument("--blocks", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=128)

@@ -4,7 +4,8 @@
     backward, G = of the gradients
 
 Each host has one worker (HYBRID_SHARD: one replica, whose workers share memory), and every server as much of each unit.
-R is 0 but under FULL_SHARD, and where our parameters travel as differences (int4), since a worker keeps what it has.
+R is 0 but under FULL_SHARD, and where a worker of ours keeps what it has gathered in host memory: if parameters travel as
+differences (int4), or with CPUOffload.PARAMS.
 FSDP2 gathers all blocks again and not the root; ours leaves out the last two blocks, too, which stay unsharded between
 forward and backward (Note: [Memory] of the runtime).
 
@@ -49,9 +50,9 @@ class Sizes:
         return self.blocks * self.block + self.root
 
 
-def gathered_again(sizes: Sizes, strategy: str, *, ours: bool, differences: bool = False) -> int:
-    """Elements that a worker gathers a second time in a step; none where it has what differences are added to."""
-    if strategy != "full_shard" or differences:
+def gathered_again(sizes: Sizes, strategy: str, *, ours: bool, kept: bool = False) -> int:
+    """Elements that a worker gathers a second time in a step; none where it has kept them in host memory."""
+    if strategy != "full_shard" or kept:
         return 0
     return max(0, sizes.blocks - RETAINED_BLOCKS * ours) * sizes.block
 
@@ -64,7 +65,7 @@ def card_bytes(
     hosts: int,
     own_servers: bool,
     element_bytes: float,
-    differences: bool = False,
+    kept: bool = False,
 ) -> tuple[float, float]:
     """Bytes that the card of each worker's host receives and sends in a step.
 
@@ -75,9 +76,9 @@ def card_bytes(
         hosts: of workers.
         own_servers: whether each of them has a shard server; else these have cards of their own.
         element_bytes: bytes of an element as it travels.
-        differences: whether parameters travel as differences.
+        kept: whether a worker keeps in host memory what it has gathered.
     """
-    gathered = (sizes.all + gathered_again(sizes, strategy, ours=ours, differences=differences)) * element_bytes
+    gathered = (sizes.all + gathered_again(sizes, strategy, ours=ours, kept=kept)) * element_bytes
     pushed = sizes.all * element_bytes
     if ours and not own_servers:
         return gathered, pushed

@@ -7,7 +7,8 @@ pass each other shared memory, and one card for both. The coordinator is on the 
 moves next to nothing. FULL_SHARD meets FSDP2 that reshards after forward, SHARD_GRAD_OP FSDP2 that does
 not; f32 on both sides, then bf16 (parameters, compute and gradients) on both sides. The sides axon-int8 and axon-int4
 compute in the same dtype, and what travels is int8 blocks with error feedback, or int4 blocks, of parameters the
-differences. A trace of rank 0 says what ours waits for. Runs of the sides take turns. A step's time is the median over
+differences; the sides axon-kept keep what they have gathered in host memory (CPUOffload.PARAMS), so that backward
+gathers nothing. A trace of rank 0 says what ours waits for. Runs of the sides take turns. A step's time is the median over
 the timed steps of all rounds; CPU seconds are of all processes of a side, workers and servers, and for a GB of what was
 moved those without the workers' forward and backward alone; bytes are what one card received and sent per step,
 workers' and servers' cards apart. theory.py says what a worker's card has to carry; less would mean that processes of
@@ -47,6 +48,8 @@ SIDES = {
     "axon-r2": ["axon"],
     "axon-int8": ["axon", "--wire", "int8"],
     "axon-int8-r2": ["axon", "--wire", "int8"],
+    "axon-kept": ["axon", "--offload", "params"],
+    "axon-kept-int8": ["axon", "--offload", "params", "--wire", "int8"],
     "axon-int4": ["axon", "--wire", "int4"],
     "axon-int4-r2": ["axon", "--wire", "int4"],
 }
@@ -303,7 +306,7 @@ def theory_mib(team: Team, dtype: str, strategy: str, side: str, sizes: Sizes) -
         hosts=len(team.hosts),
         own_servers=team.own_servers,
         element_bytes=element_bytes,
-        differences=how is not None and compressor(how).differences,
+        kept="kept" in side or (how is not None and compressor(how).differences),
     )
     return received / MIB, sent / MIB
 

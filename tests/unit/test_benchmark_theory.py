@@ -52,8 +52,8 @@ def test_a_model_that_stays_unsharded_is_gathered_once(theory: ModuleType) -> No
     assert theory.gathered_again(sizes, "full_shard", ours=False) == 100
 
 
-def test_differences_come_once(theory: ModuleType) -> None:
+def test_what_is_kept_comes_once(theory: ModuleType) -> None:
     sizes = theory.Sizes(blocks=8, block=100, root=40)
     where = {"ours": True, "hosts": 4, "own_servers": False, "element_bytes": 0.5}
-    assert theory.card_bytes(sizes, "full_shard", differences=True, **where) == (420.0, 420.0)
+    assert theory.card_bytes(sizes, "full_shard", kept=True, **where) == (420.0, 420.0)
     assert theory.card_bytes(sizes, "full_shard", **where) == (720.0, 420.0)
