@@ -4,8 +4,8 @@
     backward, G = of the gradients
 
 Each host has one worker (HYBRID_SHARD: one replica, whose workers share memory), and every server as much of each unit.
-R is 0 but under FULL_SHARD, and where a worker of ours keeps what it has gathered in host memory: if parameters travel as
-differences (int4), or with CPUOffload.PARAMS.
+R is 0 but under FULL_SHARD, and where a worker of ours keeps what it has gathered in host memory: with
+CPUOffload.PARAMS, or if parameters travel as differences (int4).
 FSDP2 gathers all blocks again and not the root; ours leaves out the last two blocks, too, which stay unsharded between
 forward and backward (Note: [Memory] of the runtime).
 

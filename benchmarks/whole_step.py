@@ -7,8 +7,8 @@ pass each other shared memory, and one card for both. The coordinator is on the 
 moves next to nothing. FULL_SHARD meets FSDP2 that reshards after forward, SHARD_GRAD_OP FSDP2 that does
 not; f32 on both sides, then bf16 (parameters, compute and gradients) on both sides. The sides axon-int8 and axon-int4
 compute in the same dtype, and what travels is int8 blocks with error feedback, or int4 blocks, of parameters the
-differences; the sides axon-kept keep what they have gathered in host memory (CPUOffload.PARAMS), so that backward
-gathers nothing. A trace of rank 0 says what ours waits for. Runs of the sides take turns. A step's time is the median over
+differences; the sides axon-kept have CPUOffload.PARAMS: what is gathered stays in host memory, so that backward gathers
+nothing. A trace of rank 0 says what ours waits for. Runs of the sides take turns. A step's time is the median over
 the timed steps of all rounds; CPU seconds are of all processes of a side, workers and servers, and for a GB of what was
 moved those without the workers' forward and backward alone; bytes are what one card received and sent per step,
 workers' and servers' cards apart. theory.py says what a worker's card has to carry; less would mean that processes of

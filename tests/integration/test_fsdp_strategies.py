@@ -78,6 +78,7 @@ SPECULATIVE = [
     Case(strategy="HYBRID_SHARD", workers=4, servers=2, per_node=2, precision="bf16 wire"),
     Case(strategy="HYBRID_SHARD", workers=4, servers=2, per_node=2, precision="int4"),
     Case(strategy="SHARD_GRAD_OP", workers=3, servers=2, precision="int4"),
+    Case(strategy="FULL_SHARD", workers=2, servers=2, offload="PARAMS"),
     Case(strategy="FULL_SHARD", workers=2, servers=2, precision="int4"),
 ]
 RESUMERS = [*(two(s) for s in STRATEGIES), two("NO_SHARD", local=True)]

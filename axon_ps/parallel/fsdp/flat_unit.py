@@ -198,9 +198,9 @@ class FlatUnit:
         """Whether the values of an undecided step may be gathered now: nothing reads those that they overwrite."""
         if not self.source.speculates(self) or self.state not in (UnitState.SHARDED, UnitState.UNSHARDED):
             return False
-        if self.source.buffered:
+        if self.source.buffered and not self.source.retains:
             return self.resident
-        return not self._readable and (self.resident or not self._allocated)
+        return not self._readable and (self.resident or self.source.retains or not self._allocated)
 
     def start_gather(self, *, again: bool = False) -> None:
         """Begin to gather, unless current values are here or being gathered; `again` is not counted."""

@@ -141,10 +141,10 @@ class ServerRuntime(Runtime):
         return self._steps.gradients.push(unit, sent, ticket, done)
 
     def _gather_speculative(self, unit: ModuleUnit, flat: FlatUnit) -> None:
-        """Behind its push, gather a unit as the step is expected to leave it, if it is resident or needed first."""
+        """Behind its push, gather a unit as the step is expected to leave it, if it stays here or is needed first."""
         if self._expected is None or self._ticket is None or not flat.may_speculate:
             return
-        if not flat.resident:
+        if not (flat.resident or flat.source.retains):
             if not (self._eager and self._needed_soon(unit, self._orders[True].first())):
                 return
             if not unit.is_root and self._reshardable_bytes() + flat.nbytes > self._budget_bytes:

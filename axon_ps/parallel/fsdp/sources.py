@@ -81,9 +81,11 @@ class ParameterSource(ABC):
 
     Attributes:
         buffered: whether a gather takes memory beside `flat`.
+        retains: whether that stays, until the values of another version are gathered into it.
     """
 
     buffered = True
+    retains = False
 
     def __init__(self, steps: Steps) -> None:
         self._steps = steps
@@ -248,13 +250,18 @@ class MappedSource(ParameterSource):
 class HostCopySource(ParameterSource):
     """The values of a version are gathered into host memory once, and copied from there. One for each unit.
 
+    Those of an undecided step come in place of those that backward has read.
+
     Args:
         steps: gathers.
         values: wire[unit_numel] in host memory.
     """
 
-    def __init__(self, steps: Steps, values: torch.Tensor) -> None:
+    retains = True
+
+    def __init__(self, steps: ServerSteps, values: torch.Tensor) -> None:
         super().__init__(steps)
+        self._servers = steps.parameters
         self._values = values
         self._at: Position | None = None  # of `values`
 
@@ -268,7 +275,16 @@ class HostCopySource(ParameterSource):
         if self._at == at:
             return PendingGather(at)
         self._at = None
-        return PendingGather(at, self._steps.parameters.gather(flat.index, array_of(self._values, flat.wire)))
+        return PendingGather(at, self._servers.gather(flat.index, array_of(self._values, flat.wire)))
+
+    def speculates(self, flat: FlatUnit) -> bool:
+        return not self._servers.is_near(flat.index)
+
+    def start_speculative(self, flat: FlatUnit, ticket: Ticket, hyper: Sequence[Hyper]) -> PendingGather:
+        at, self._at = self.wanted(flat), None
+        out = array_of(self._values, flat.wire)
+        work = self._servers.gather_speculative(flat.index, out, ticket, hyper)
+        return PendingGather(at, work, speculative=True)
 
     def finish(self, flat: FlatUnit, pending: PendingGather, result: Any) -> bool:
         self._at = pending.at

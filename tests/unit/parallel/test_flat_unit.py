@@ -382,6 +382,27 @@ def test_a_host_copy_is_gathered_once_for_each_version() -> None:
     job.reset()
 
 
+def test_host_memory_takes_what_an_undecided_step_will_make_of_a_unit() -> None:
+    job = Job(lambda steps, _: HostCopySource(steps, torch.empty(NUMEL)))
+    assert job.unsharded() == [0.0, 1.0, 2.0, 3.0]
+    assert not job.flat.may_speculate  # it is in use
+    job.flat.reshard()
+    job.start_speculative()
+    assert job.meter.current_bytes == 0
+    job.commit()
+    assert job.unsharded() == [-1.0, 0.0, 1.0, 2.0]
+    assert job.steps.units("gather") == [0]
+    job.flat.reshard()
+    job.start_speculative()
+    job.flat.discard_speculative()
+    assert job.unsharded() == [-1.0, 0.0, 1.0, 2.0]  # gathered once more
+    assert job.steps.units("gather") == [0, 0]
+    job.flat.reshard()
+    job.start_speculative()
+    assert job.unsharded() == [-1.0, 0.0, 1.0, 2.0]  # used once more before the decision
+    job.reset()
+
+
 def test_memory_that_a_gather_writes_to_outlives_its_model() -> None:
     flat = torch.zeros(NUMEL)
     alive, out = weakref.ref(flat), _window(flat, DType.F32)[1:]
