@@ -61,7 +61,7 @@ def cause_of(library: str, function: str) -> str:
     return next((cause for cause, like in CAUSES if re.search(like, f"{library} {function}")), "rest")
 
 
-def shares(data: Path) -> dict[str, float]:
+def fractions_of(data: Path) -> dict[str, float]:
     """By cause, the fraction of the samples of a file."""
     report = subprocess.run(
         ["perf", "report", "-i", str(data), "--no-children", "--sort", "dso,sym", "-F", "sample,dso,sym", "-t", "|"],
@@ -83,12 +83,12 @@ class Sampled:
 
     Attributes:
         cpu_s: by "workers" and "servers", their CPU seconds.
-        shares: by the same, the fraction of each cause.
+        fractions: by the same, the fraction of each cause.
     """
 
     def __init__(self, directory: Path) -> None:
         self.cpu_s: dict[str, float] = {}
-        self.shares: dict[str, dict[str, float]] = {}
+        self.fractions: dict[str, dict[str, float]] = {}
         self._directory = directory
 
     @contextmanager
@@ -102,7 +102,7 @@ class Sampled:
             self.cpu_s[of] = _cpu_s(pids) - before[of]
             perfs[of].terminate()
             perfs[of].wait()
-            self.shares[of] = shares(self._directory / of)
+            self.fractions[of] = fractions_of(self._directory / of)
 
     def _record(self, of: str, pids: Sequence[int]) -> subprocess.Popen[bytes]:
         return subprocess.Popen(
@@ -123,7 +123,7 @@ def _threads(pids: Sequence[int]) -> list[str]:
 
 def rows_of(setting: dict[str, Any], sampled: Sampled, steps: int) -> Iterator[dict[str, Any]]:
     """One line for the workers, one for the servers, if there are any."""
-    for of, fractions in sampled.shares.items():
+    for of, fractions in sampled.fractions.items():
         cpu_s = sampled.cpu_s[of] / steps
         causes = {name: round(fractions.get(name, 0.0) * cpu_s, 3) for name in (*dict(CAUSES), "rest")}
         yield {**setting, "of": of, "cpu_s": round(cpu_s, 3), **causes}

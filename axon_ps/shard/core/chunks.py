@@ -9,6 +9,9 @@ from itertools import accumulate
 
 from axon_ps.errors import InvalidRequest
 from axon_ps.sharding.plan import Slice
+from axon_ps.types import DType
+from axon_ps.wire.codec import dtype_to_proto
+from axon_ps.wire.v1 import common_pb2
 
 BLOCK_NUMEL = 1 << 17
 """Most elements of a block, a multiple of `kernels.rounding.TILE_NUMEL`.
@@ -53,6 +56,13 @@ class Chunks:
     def run(self, first: int, last: int) -> slice:
         """The range of chunks [first, last) in arrays of the slice."""
         return slice(self.ranges[first].start, self.ranges[last - 1].stop)
+
+    def header(self, first: int, last: int, version: int, dtype: DType) -> common_pb2.Chunk:
+        """The header of a message with chunks [first, last) at a version."""
+        begin, end = self.bounds[first][0], self.bounds[last - 1][1]
+        return common_pb2.Chunk(
+            version=version, unit=self.unit, offset=begin, numel=end - begin, dtype=dtype_to_proto(dtype)
+        )
 
     def blocks_of(self, first: int, last: int) -> range:
         """The numbers of the blocks of chunks [first, last)."""

@@ -34,9 +34,7 @@ from axon_ps.kernels.digest import digest
 from axon_ps.shard.core.chunks import Chunks
 from axon_ps.shard.core.digests import Corruption
 from axon_ps.types import Array, DType
-from axon_ps.wire.codec import dtype_to_proto
 from axon_ps.wire.frames import decode_chunk, encode_chunk
-from axon_ps.wire.v1 import common_pb2
 
 SENT = "sent"
 """What the array is called."""
@@ -151,17 +149,8 @@ class SentValues:
         return difference, payload
 
     def _frame(self, index: int, version: int, digest_after: int, payload: Array) -> bytes:
-        begin, end = self._chunks.bounds[index]
-        header = common_pb2.Chunk(
-            version=version,
-            unit=self._chunks.unit,
-            offset=begin,
-            numel=end - begin,
-            dtype=dtype_to_proto(DType.F32),
-            compressed=True,
-            base=self.version,
-            digest=digest_after,
-        )
+        header = self._chunks.header(index, index + 1, version, DType.F32)
+        header.compressed, header.base, header.digest = True, self.version, digest_after
         return encode_chunk(header, payload)
 
 
@@ -186,13 +175,6 @@ def full_frame(chunks: Chunks, first: int, last: int, version: int, values: Arra
         absent: whether the caller has them.
     """
     elements = chunks.run(first, last)
-    header = common_pb2.Chunk(
-        version=version,
-        unit=chunks.unit,
-        offset=chunks.bounds[first][0],
-        numel=elements.stop - elements.start,
-        dtype=dtype_to_proto(DType.F32),
-        absent=absent,
-        digest=digest(values.view(np.uint32), elements.start, elements.stop),
-    )
+    header = chunks.header(first, last, version, DType.F32)
+    header.absent, header.digest = absent, digest(values.view(np.uint32), elements.start, elements.stop)
     return encode_chunk(header, None if absent else values[elements])

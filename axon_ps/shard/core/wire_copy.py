@@ -38,9 +38,7 @@ from axon_ps.shard.core.chunks import Chunks
 from axon_ps.shard.core.differences import SENT, SentValues, difference_scratch, full_frame
 from axon_ps.sharding.precision import WirePrecision
 from axon_ps.types import Array, DType
-from axon_ps.wire.codec import dtype_to_proto
 from axon_ps.wire.frames import encode_chunk
-from axon_ps.wire.v1 import common_pb2
 
 
 class MappedMemory(Protocol):
@@ -199,15 +197,8 @@ class WireCopy:
         return None if self.residual is None else self.residual[elements]
 
     def _frame(self, index: int, version: int, dtype: DType, values: Array, *, compressed: bool = False) -> bytes:
-        begin, end = self._chunks.bounds[index]
-        header = common_pb2.Chunk(
-            version=version,
-            unit=self._chunks.unit,
-            offset=begin,
-            numel=end - begin,
-            dtype=dtype_to_proto(dtype),
-            compressed=compressed,
-        )
+        header = self._chunks.header(index, index + 1, version, dtype)
+        header.compressed = compressed
         return encode_chunk(header, values)
 
     # ------------------------------------------------------------------ values change

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import pytest
@@ -71,7 +72,9 @@ class Server:
         )
 
 
-def gathering(received: Received, out: Array, *, min_version: int = 0, epoch: int = 0, begin: int = 0) -> Gathering:
+def gathering(
+    received: Received, out: Array, *, min_version: int = 0, epoch: int = 0, begin: int = 0, **speculative: Any
+) -> Gathering:
     received.open(0, NUMEL)
     return Gathering(
         received=received,
@@ -85,26 +88,12 @@ def gathering(received: Received, out: Array, *, min_version: int = 0, epoch: in
         out=out,
         out_begin=begin,
         dtype={2: DType.BF16, 4: DType.F32}[out.itemsize],
+        **speculative,
     )
 
 
 def speculative(received: Received, out: Array, step: int = 1, hyper: tuple[Hyper, ...] = HYPER) -> Gathering:
-    received.open(0, NUMEL)
-    return Gathering(
-        received=received,
-        s=SLICE,
-        begin=0,
-        end=NUMEL,
-        chunk_numel=CHUNK,
-        compressor=C,
-        epoch=0,
-        min_version=0,
-        out=out,
-        out_begin=0,
-        dtype=DType.F32,
-        step=step,
-        expected=hyper,
-    )
+    return gathering(received, out, step=step, expected=hyper)
 
 
 def take(g: Gathering, messages: list[Message]) -> None:
