@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from grpc_health.v1 import health_pb2
-
 from axon_ps.rpc.auth.identity import Principal
 from axon_ps.rpc.channels import connect
 from axon_ps.rpc.security import Security
 from axon_ps.rpc.service import Stub
 
 SERVING = "SERVING"
-_HEALTH = health_pb2.DESCRIPTOR.services_by_name["Health"]
 
 
 async def health_of(
@@ -34,10 +31,13 @@ async def health_of(
     Raises:
         AxonError: it does not answer, or refuses.
     """
+    from grpc_health.v1 import health_pb2  # only who asks needs it: a worker never does
+
+    schema = health_pb2.DESCRIPTOR.services_by_name["Health"]
     channel = connect(address, security, name=name, to=to)
     try:
         request = health_pb2.HealthCheckRequest(service=service)
-        reply = await Stub(channel, _HEALTH, peer=address).call("Check", request, timeout_s=timeout_s)
+        reply = await Stub(channel, schema, peer=address).call("Check", request, timeout_s=timeout_s)
         return str(health_pb2.HealthCheckResponse.ServingStatus.Name(reply.status))
     finally:
         await channel.close()

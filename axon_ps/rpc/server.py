@@ -179,8 +179,9 @@ class Server:
             from grpc_health.v1 import health_pb2_grpc
 
             from axon_ps.rpc.health_service import BoundedHealth
-        except ImportError as error:
-            raise ConfigurationError("a server needs the package grpcio-health-checking; install it") from error
+        except ImportError:
+            _logger.warning("no health checks are answered: the package grpcio-health-checking is not installed")
+            return
         self._health = BoundedHealth()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
 
@@ -194,6 +195,8 @@ class Server:
         reflection.enable_server_reflection(names, server)
 
     async def _set_health(self, name: str, *, serving: bool) -> None:
+        if self._health is None:
+            return
         from grpc_health.v1 import health_pb2
 
         status = health_pb2.HealthCheckResponse

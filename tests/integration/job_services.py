@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 from collections.abc import Sequence
 from concurrent.futures import Future
 from types import TracebackType
@@ -14,7 +13,6 @@ from axon_ps.coordinator.core.config import CoordinatorConfig
 from axon_ps.coordinator.server import server as coordinator_server
 from axon_ps.rpc.background_loop import BackgroundLoop
 from axon_ps.rpc.security import Security
-from axon_ps.rpc.server import Server
 from axon_ps.shard.server import server as shard_server
 from axon_ps.shard.server.server import ShardConfig
 from axon_ps.storage.state_store import MemoryStateStore
@@ -22,18 +20,6 @@ from axon_ps.storage.state_store import MemoryStateStore
 TOKEN = "test-token"
 LEASE_S = 60.0
 """Of members; and heartbeats come no more often than three times in it, which a hundred servers spend a core on."""
-
-
-def do_without_health() -> None:
-    """Where the package of the health service cannot be had, let servers have none: `make gpu` installs nothing."""
-    if importlib.util.find_spec("grpc_health") is not None:
-        return
-
-    async def nothing(server: Server, *, serving: bool) -> None:
-        pass
-
-    Server._add_health = lambda self, server: None  # type: ignore[method-assign]
-    Server._set_health = nothing  # type: ignore[method-assign]
 
 
 class JobServices:
@@ -55,7 +41,6 @@ class JobServices:
         self.addresses: list[str] = []
 
     def __enter__(self) -> JobServices:
-        do_without_health()
         self._patch = mock.patch.object(session, "MEASURE_S", LEASE_S)
         self._patch.start()
         self._loop = BackgroundLoop(name="job services")
@@ -65,7 +50,7 @@ class JobServices:
         for workers, servers in self._jobs:
             address: asyncio.Future[str] = self._loop.run(self._future())
             self._coordinators.append(self._loop.submit(self._coordinator(workers, servers, address)))
-            self.addresses.append(self._loop.run(self._wait(address)))
+            self.addresses.append(self._loop.run(self._wait(address, self._coordinators[-1])))
             for _ in range(servers):
                 self._shards.append(self._loop.submit(self._shard(self.addresses[-1])))
         return self
@@ -95,8 +80,13 @@ class JobServices:
     async def _future(self) -> asyncio.Future[str]:
         return asyncio.get_running_loop().create_future()
 
-    async def _wait(self, address: asyncio.Future[str]) -> str:
-        return await asyncio.wait_for(address, 20.0)
+    async def _wait(self, address: asyncio.Future[str], coordinator: Future[None]) -> str:
+        """The coordinator's address; what it ended with, if it never listened."""
+        ended = asyncio.wrap_future(coordinator)
+        await asyncio.wait({address, ended}, timeout=20.0, return_when=asyncio.FIRST_COMPLETED)
+        if ended.done():
+            ended.result()
+        return await asyncio.wait_for(address, 0)
 
     async def _set(self, stop: asyncio.Event) -> None:
         stop.set()
