@@ -15,6 +15,9 @@ from axon_ps.testing.device.communicator import Aborted, Clique, new_unique_id, 
 from axon_ps.testing.device.trace import Trace
 from axon_ps.types import Array
 
+CUPY_VERSION = "14.2.0"
+"""Of which the interface is."""
+
 VERSION = 22304
 _BF16 = 9
 _DTYPES: dict[int, Any] = {
@@ -175,9 +178,10 @@ def _reduced(rows: list[Array], op: int, dtype: int) -> Array:
 class NcclCommunicator:
     """A communicator as cupy has them; see nccl.h for the calls."""
 
-    def __init__(self, world_size: int, unique_id: tuple[int, ...], rank: int) -> None:
+    def __init__(self, world_size: int, unique_id: bytes, rank: int) -> None:
+        assert isinstance(unique_id, bytes)
         assert len(unique_id) == 128
-        self._clique = Clique(bytes(c & 255 for c in unique_id), world_size, rank)
+        self._clique = Clique(unique_id, world_size, rank)
         self._stream = 0
 
     def abort(self) -> None:
@@ -287,7 +291,14 @@ def modules(devices: int) -> dict[str, ModuleType]:
     """The modules of `import cupy`, by name in `sys.modules`."""
     cupy, cuda, nccl, runtime = (ModuleType(n) for n in ("cupy", "cupy.cuda", "cupy.cuda.nccl", "runtime"))
     contents: dict[ModuleType, dict[str, Any]] = {
-        cupy: {"cuda": cuda, "asarray": asarray, "empty": empty, "from_dlpack": from_dlpack, "ndarray": DeviceArray},
+        cupy: {
+            "cuda": cuda,
+            "asarray": asarray,
+            "empty": empty,
+            "from_dlpack": from_dlpack,
+            "ndarray": DeviceArray,
+            "__version__": CUPY_VERSION,
+        },
         cuda: {
             "nccl": nccl,
             "runtime": runtime,
@@ -301,7 +312,7 @@ def modules(devices: int) -> dict[str, ModuleType]:
             "NcclCommunicator": NcclCommunicator,
             "groupStart": _group_start,
             "groupEnd": _group_end,
-            "get_unique_id": lambda: tuple(int(c) for c in np.frombuffer(new_unique_id(), np.int8)),
+            "get_unique_id": new_unique_id,
             "get_version": lambda: VERSION,
         },
     }

@@ -306,8 +306,9 @@ class NcclBackend(Backend):
 
         def connect() -> None:
             try:
+                given = unique_id.as_of(self._cupy.__version__)
                 with self._cupy.cuda.Device(self.device):
-                    made.append(self._nccl.NcclCommunicator(world_size, unique_id.chars, rank))
+                    made.append(self._nccl.NcclCommunicator(world_size, given, rank))
             except Exception as error:  # cupy's errors are its own
                 errors.append(error)
 

@@ -54,15 +54,16 @@ class NcclUniqueId:
         if len(self.value) != UNIQUE_ID_BYTES:
             raise InvalidRequest(f"a unique id of NCCL has {UNIQUE_ID_BYTES} bytes; given were {len(self.value)}")
 
-    @property
-    def chars(self) -> tuple[int, ...]:
-        """The bytes as cupy takes them: C's signed characters."""
+    def as_of(self, cupy: str) -> bytes | tuple[int, ...]:
+        """What that version of cupy takes: bytes since 14.0, before that C's signed characters."""
+        if int(cupy.split(".")[0]) >= 14:
+            return self.value
         return tuple(int(c) for c in np.frombuffer(self.value, np.int8))
 
     @classmethod
-    def of(cls, chars: tuple[int, ...]) -> NcclUniqueId:
-        """The unique id that cupy gave."""
-        return cls(np.array(chars, np.int16).astype(np.int8).tobytes())
+    def of(cls, given: bytes | tuple[int, ...]) -> NcclUniqueId:
+        """The unique id that cupy gave, of whichever version."""
+        return cls(given if isinstance(given, bytes) else np.array(given, np.int16).astype(np.int8).tobytes())
 
 
 def nccl_op(op: ReduceOp, dtype: DType) -> int | None:
