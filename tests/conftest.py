@@ -78,11 +78,14 @@ def _processes() -> set[int]:
 
 def _sockets() -> set[str]:
     """The sockets of this process, by what /proc calls them."""
-    found = set()
-    for fd in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):  # it was that of the list
-            found.add(os.readlink(f"/proc/self/fd/{fd}"))
-    return {name for name in found if name.startswith("socket:")}
+    return {name for fd in os.listdir("/proc/self/fd") if (name := _socket(int(fd))).startswith("socket:")}
+
+
+def _socket(fd: int) -> str:
+    """What /proc calls the file behind a descriptor; empty when it is closed."""
+    with contextlib.suppress(OSError):
+        return os.readlink(f"/proc/self/fd/{fd}")
+    return ""
 
 
 def _present(me: psutil.Process) -> dict[str, set[Any]]:
@@ -109,6 +112,8 @@ def nothing_left_behind() -> Iterator[None]:
     if new_processes := _processes() - processes:
         left = [child for child in me.children(recursive=True) if child.pid in new_processes]
         assert not left, f"the test left processes behind: {left}"
-    if _sockets() - sockets:
-        listening = [c.laddr for c in me.net_connections("tcp") if c.status == psutil.CONN_LISTEN]
+    if left_open := _sockets() - sockets:
+        listening = [
+            c.laddr for c in me.net_connections("tcp") if c.status == psutil.CONN_LISTEN and _socket(c.fd) in left_open
+        ]
         assert not listening, f"the test left listening ports behind: {listening}"

@@ -130,8 +130,25 @@ def current_stream(data: Any) -> int:
 @contextlib.contextmanager
 def on_stream(array: Any, stream: int) -> Iterator[None]:
     """Use a cupy array's device, and a stream of another thread's, on this thread: in cupy and, if loaded, torch."""
-    with array.device, load().cuda.ExternalStream(stream), memory().on_stream(stream):
+    with array.device, _external(load().cuda, stream), memory().on_stream(stream):
         yield
+
+
+class _External:
+    """A stream of other code, by CUDA's stream protocol."""
+
+    def __init__(self, stream: int) -> None:
+        self._stream = stream
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, self._stream
+
+
+def _external(streams: Any, stream: int) -> Any:
+    """A stream of other code as cupy's; before cupy 14 there was no protocol."""
+    if hasattr(streams.Stream, "from_external"):
+        return streams.Stream.from_external(_External(stream))
+    return streams.ExternalStream(stream)
 
 
 def flat_view(data: Any, dtype: DType) -> Array:

@@ -53,7 +53,7 @@ def trained(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(float(loss))
+        losses.append(float(loss.detach()))
     return losses
 
 
@@ -113,4 +113,5 @@ def test_compression_on_the_gpu_writes_the_bytes_of_the_cpu(numel: int) -> None:
         again = residual.clone()
         device_codecs.top_k(values.to(where), pairs, again)
         made.append([t.cpu() for t in (blocks, residual, pairs, again)])
-    assert all(torch.equal(a, b) for a, b in zip(*made, strict=True))
+    for what, a, b in zip(("blocks", "residual", "pairs", "residual of top-k"), *made, strict=True):
+        assert torch.equal(a, b), f"{what}: {int((a != b).sum())} of {a.numel()} differ"

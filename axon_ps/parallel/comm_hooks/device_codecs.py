@@ -35,7 +35,8 @@ def encode_blocks(values: Tensor, blocks: Tensor, residual: Tensor | None = None
     rows = _rows(total)
     largest = rows.abs().amax(1)
     finite, tiny = torch.isfinite(largest), largest < _TINY
-    scale = largest / _LARGEST
+    # divided by a tensor: CUDA multiplies by the reciprocal of a number, which can differ in the last bit
+    scale = largest / torch.full_like(largest, _LARGEST)
     over = ~torch.isfinite(scale * _LARGEST) & finite  # it was rounded up beside the largest f32
     scale = torch.where(over, torch.nextafter(scale, torch.zeros_like(scale)), scale)
     inverse = torch.where(finite & ~tiny, 1.0 / scale, torch.zeros_like(scale))

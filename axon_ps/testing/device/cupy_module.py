@@ -100,6 +100,13 @@ class Stream:
     def __init__(self, non_blocking: bool = False) -> None:
         self.ptr = next(_pointers) if non_blocking else 0
 
+    @classmethod
+    def from_external(cls, stream: Any) -> Stream:
+        """A stream that other code has made."""
+        made = cls()
+        _, made.ptr = stream.__cuda_stream__()
+        return made
+
     def __enter__(self) -> Stream:
         _thread.streams.append(self)
         return self
@@ -116,13 +123,6 @@ class Stream:
 
     def synchronize(self) -> None:
         """Wait for everything; it is done."""
-
-
-class ExternalStream(Stream):
-    """A stream that other code has made."""
-
-    def __init__(self, ptr: int) -> None:
-        self.ptr = ptr
 
 
 class Device:
@@ -304,7 +304,6 @@ def modules(devices: int) -> dict[str, ModuleType]:
             "runtime": runtime,
             "Device": Device,
             "Stream": Stream,
-            "ExternalStream": ExternalStream,
             "get_current_stream": current_stream,
         },
         runtime: {"getDeviceCount": lambda: devices},
