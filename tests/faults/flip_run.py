@@ -33,6 +33,8 @@ from axon_ps.types import Role  # noqa: E402
 from test_server_deaths import SENT, Job, assert_same_bits  # noqa: E402
 
 SERVERS: Final = 3
+ARRAYS: Final = (("param",), ("exp_avg",), ("exp_avg_sq",), ())
+"""In which of a slice's arrays the bits are, in turn; none: in any, and a summed gradient if there is one."""
 FOUND_S: Final = 20.0
 """How long a flip may take to be told: a commit takes some ten milliseconds here."""
 
@@ -143,7 +145,7 @@ def run(flips: int, steps: int, seed: int, directory: Path, *, say: bool = False
                 trained.settle(SERVERS)
                 index = choice.randrange(SERVERS)
                 process = trained.cluster.process(Role.SHARD, index)
-                flipped = flip(directory, process.pid, choice.getrandbits(32))
+                flipped = flip(directory, process.pid, choice.getrandbits(32), ARRAYS[number % len(ARRAYS)])
             began_s = time.monotonic()
             if problem := wrong(flipped, rank_of[index], feed.wait(number)):
                 faults.append(problem)
