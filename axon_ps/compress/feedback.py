@@ -9,6 +9,11 @@ Note: [Residuals and steps that do not commit]
     earlier steps is sent with the next step, once. A push that is sent again in the same step (after a broken
     connection) compresses the same numbers to the same bytes.
 
+Note: [Residuals and clipping]
+    The servers multiply what arrived by the step's clip factor. So they lack that factor of the residual, and it is
+    multiplied too: else a step whose norm is a hundred times the largest allowed would hand its unclipped error, in
+    norm ten times a whole gradient, to the next one.
+
 A worker's residuals live and die with it: they are in no checkpoint, and start at zero when the job is restored.
 
     memory: 8 bytes for every element that this worker pushes
@@ -60,12 +65,20 @@ class Feedback:
             found.step = step
             return found.now, found.next
 
-    def settle(self, step: int, *, committed: bool) -> None:
-        """A step is decided: its residual replaces the one before if it committed, and is dropped if not."""
+    def settle(self, step: int, *, committed: bool, clip_factor: float = 1.0) -> None:
+        """A step is decided: its residual replaces the one before if it committed, and is dropped if not.
+
+        Args:
+            step: which.
+            committed: whether it committed.
+            clip_factor: what its gradients were multiplied by. See Note: [Residuals and clipping].
+        """
         with self._lock:
             for r in [r for ranges in self._ranges.values() for r in ranges if r.step == step]:
                 if committed:
                     r.now, r.next = r.next, r.now
+                    if clip_factor != 1.0:
+                        r.now *= np.float32(clip_factor)
                 r.step = None
 
     def clear(self) -> None:

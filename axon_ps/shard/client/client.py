@@ -167,16 +167,17 @@ class ShardGroup:
         if p.param_compression is not None:
             transfers.warm_up()
 
-    def settle(self, step: int, *, committed: bool, hyper: tuple[Hyper, ...] | None = None) -> None:
+    def settle(self, step: int, *, committed: bool, hyper: tuple[Hyper, ...] = (), clip_factor: float = 1.0) -> None:
         """A step is decided: if it committed, the residuals of its compressed gradients replace those before.
 
         Args:
             step: which.
             committed: whether it committed.
-            hyper: what it committed with, if unclipped: then speculative gathers that expected it were right.
+            hyper: what it committed with. Unclipped, speculative gathers that expected it were right.
+            clip_factor: what its gradients were multiplied by.
         """
-        self._feedback.settle(step, committed=committed)
-        self._received.settle(step, hyper if committed else None)
+        self._feedback.settle(step, committed=committed, clip_factor=clip_factor)
+        self._received.settle(step, hyper if committed and clip_factor == 1.0 else None)
 
     def forget_residuals(self) -> None:
         """The parameters were replaced: drop the residuals, and what differences would be added to."""

@@ -235,11 +235,11 @@ class StepClient:
             if not stepping.acknowledges(decision):  # else that was done when it arrived
                 with job.changed:
                     job.acknowledge()
-            unclipped = decision.clip_factor == 1.0
             self._shards.settle(
                 ticket.step,
                 committed=decision.outcome is Outcome.COMMIT,
-                hyper=decision.hyper if unclipped else None,
+                hyper=decision.hyper,
+                clip_factor=decision.clip_factor,
             )
             began = time.perf_counter()
             job.wait_until(

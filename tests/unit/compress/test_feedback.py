@@ -43,6 +43,16 @@ def test_steps_that_do_not_commit_lose_and_double_nothing(c: Compressor) -> None
     assert np.abs(applied + now - given).max() < 1e-4  # an aborted step's gradient is in neither
 
 
+@pytest.mark.parametrize("c", COMPRESSORS, ids=lambda c: c.name)
+def test_of_a_clipped_step_the_residual_is_clipped_too(c: Compressor) -> None:
+    feedback, grad = Feedback(), 100.0 * normals(200, 0)
+    back = push(feedback, c, grad, 0)
+    feedback.settle(0, committed=True, clip_factor=0.01)
+    now, _ = feedback.open(7, 0, 200, 1)
+    assert now.any()
+    np.testing.assert_allclose(now, 0.01 * (grad - back), rtol=1e-5, atol=1e-6)
+
+
 def test_a_step_never_settled_did_not_commit() -> None:
     feedback, c = Feedback(), COMPRESSORS[0]
     push(feedback, c, normals(50, 0), 1)
