@@ -12,7 +12,8 @@ Note: [Residuals and steps that do not commit]
 Note: [Residuals and clipping]
     The servers multiply what arrived by the step's clip factor. So they lack that factor of the residual, and it is
     multiplied too: else a step whose norm is a hundred times the largest allowed would hand its unclipped error, in
-    norm ten times a whole gradient, to the next one.
+    norm ten times a whole gradient, to the next one. *Measured*, int4 in a GPT of 0.9 million parameters, 600 steps of
+    which 44 were clipped, two seeds: the validation loss is 0.7 and 1.3 % above f32's without, +0.1 and -0.1 % with it.
 
 A worker's residuals live and die with it: they are in no checkpoint, and start at zero when the job is restored.
 
