@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -213,12 +213,24 @@ class Membership:
         """
         if by_node == self.by_node:
             return self
-        replica_of: dict[str, int] = {}
-        workers = tuple(
-            dataclasses.replace(m, replica=replica_of.setdefault(m.node if by_node else m.incarnation, len(replica_of)))
-            for m in self.workers
-        )
-        return dataclasses.replace(self, workers=workers, num_replicas=len(replica_of), by_node=by_node)
+        workers, replicas = numbered(self.workers, by_node)
+        return dataclasses.replace(self, workers=workers, num_replicas=replicas, by_node=by_node)
+
+
+def numbered(workers: Iterable[Member], by_node: bool) -> tuple[tuple[Member, ...], int]:
+    """Workers, sorted by rank, with their local ranks and replicas, and how many replicas there are.
+
+    Replicas are numbered densely by rank; where a node is a replica, by the lowest rank of each node.
+    """
+    replica_of: dict[str, int] = {}
+    on_node: dict[str, int] = {}
+    found: list[Member] = []
+    for m in workers:
+        replica = replica_of.setdefault(m.node if by_node else m.incarnation, len(replica_of))
+        local_rank = on_node[m.node] = on_node.get(m.node, -1) + 1
+        same = (m.local_rank, m.replica) == (local_rank, replica)
+        found.append(m if same else dataclasses.replace(m, local_rank=local_rank, replica=replica))
+    return tuple(found), len(replica_of)
 
 
 class Outcome(enum.Enum):

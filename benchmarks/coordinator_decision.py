@@ -31,7 +31,7 @@ from axon_ps.storage.state_store import SharedStateStore, open_store
 from axon_ps.testing.etcd import LocalEtcd, is_installed
 from axon_ps.types import Decision, DType, ModelProgress, OptimizerSpec, Outcome, Role
 
-_SERVER = """
+SERVER = """
 import asyncio, sys
 from axon_ps.coordinator.core.config import CoordinatorConfig
 from axon_ps.coordinator.server.server import serve
@@ -68,7 +68,7 @@ class Bench:
             role=role,
             node="bench",
             security=Security(),
-            listen_address="127.0.0.1:1" if role is Role.SHARD else "",
+            listen_address=f"127.0.0.1:{rank + 1}" if role is Role.SHARD else "",
             requested_rank=rank,
             on_event=self._receive,
         )
@@ -82,9 +82,13 @@ class Bench:
             self.news.set()
 
     async def start(self) -> None:
-        """Join, register, say that the servers have their values."""
+        """Join, and register a model."""
         for member in self.members:
             await member.start(30.0)
+        await self.register()
+
+    async def register(self) -> None:
+        """Register a model; the servers have its values."""
         units = tuple(build_unit(f"u{i}", [(f"u{i}.w", (1 << 16,), DType.F32)]) for i in range(len(self.shards) * 2))
         spec = JobSpec(layout=Layout(units=units))
         optimizer = OptimizerSpec(name="adamw", groups=(HYPER,), group_of=(0,) * len(units))
@@ -153,7 +157,7 @@ def row(what: str, times: Sequence[float]) -> dict[str, str | float]:
 
 def in_process(state: str, workers: int, shards: int, steps: int) -> tuple[list[float], list[float]]:
     """`measure` with a coordinator of its own."""
-    command = [sys.executable, "-c", _SERVER, state, str(workers), str(shards)]
+    command = [sys.executable, "-c", SERVER, state, str(workers), str(shards)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as server:
         try:
             assert server.stdout is not None

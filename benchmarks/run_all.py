@@ -11,6 +11,7 @@ BENCHMARKS = (
     "import_time",
     "kernels",
     "coordinator_decision",
+    "members",
     "data_plane",
     "tls_cost",
     "collectives",

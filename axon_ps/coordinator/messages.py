@@ -41,6 +41,7 @@ from axon_ps.observe.tracing.span import TraceOrder
 from axon_ps.rpc.status import error_from_detail, error_to_detail
 from axon_ps.types import Decision, Membership, Role
 from axon_ps.wire import codec
+from axon_ps.wire.differences import announced, difference_to_proto
 from axon_ps.wire.v1 import (
     checkpoint_pb2,
     logs_pb2,
@@ -346,11 +347,13 @@ def job_from_proto(message: session_pb2.JobEvent) -> JobState:
     )
 
 
-def event_to_proto(event: ServerEvent) -> session_pb2.SessionEvent:
-    """An event of the coordinator, as a message."""
+def event_to_proto(event: ServerEvent, before: Membership | None = None) -> session_pb2.SessionEvent:
+    """An event of the coordinator, as a message: a membership as what has changed since the one `before`, if any."""
     if isinstance(event, Decision):
         return session_pb2.SessionEvent(decision=codec.decision_to_proto(event))
     if isinstance(event, Membership):
+        if before is not None and (difference := difference_to_proto(before, event)) is not None:
+            return session_pb2.SessionEvent(difference=difference)
         return session_pb2.SessionEvent(membership=codec.membership_to_proto(event))
     if isinstance(event, JobState):
         return session_pb2.SessionEvent(job=job_to_proto(event))
@@ -382,8 +385,12 @@ def event_to_proto(event: ServerEvent) -> session_pb2.SessionEvent:
     )
 
 
-def event_from_proto(message: session_pb2.SessionEvent) -> ServerEvent | None:
+def event_from_proto(message: session_pb2.SessionEvent, before: Membership | None = None) -> ServerEvent | None:
     """An event of the coordinator, from a message; None for one of a newer protocol.
+
+    Args:
+        message: from a stream.
+        before: the membership that came on it before; None = none did.
 
     Raises:
         InvalidRequest: the event is malformed.
@@ -392,7 +399,9 @@ def event_from_proto(message: session_pb2.SessionEvent) -> ServerEvent | None:
     if kind == "decision":
         return codec.decision_from_proto(message.decision)
     if kind == "membership":
-        return codec.membership_from_proto(message.membership)
+        return announced(message.membership, before)
+    if kind == "difference":
+        return announced(message.difference, before)
     if kind == "job":
         return job_from_proto(message.job)
     if kind == "snapshot":

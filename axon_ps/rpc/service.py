@@ -213,7 +213,7 @@ class ServerStream:
         return str(self._context.peer()) if hasattr(self._context, "peer") else ""
 
     def write(self, message: Any) -> Shielded[None]:
-        """Await it to send a message; it ends when the transport has taken it."""
+        """Await it to send a message, or one that is encoded already; it ends when the transport has taken it."""
         return Shielded(self._context.write(message))
 
 
@@ -329,7 +329,8 @@ def _nobody_listens(error: Exception, context: Any) -> bool:
 def _serializer(message: Descriptor) -> Callable[[Any], bytes] | None:
     if message.full_name in RAW_MESSAGES:
         return None
-    return GetMessageClass(message).SerializeToString
+    encode = GetMessageClass(message).SerializeToString
+    return lambda given: given if isinstance(given, bytes) else encode(given)
 
 
 def _deserializer(message: Descriptor) -> Callable[[bytes], Any] | None:

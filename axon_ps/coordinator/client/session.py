@@ -18,7 +18,7 @@ import math
 import random
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any, Final
 
 from axon_ps.coordinator.client.addresses import Addresses, Place
@@ -442,9 +442,8 @@ class CoordinatorClient(Calls):
         tasks: list[asyncio.Task[None]] = []
         try:
             await stream.write(join_to_proto(_join_request(self), self.role))
-            async for message in stream:
-                if (event := event_from_proto(message)) is not None:
-                    await self._receive(event)
+            async for event in _events(stream):
+                await self._receive(event)
                 if not tasks:  # not before the Welcome, which has the lease
                     tasks.append(asyncio.create_task(self._write(stream, self._outbox)))
                     tasks.append(asyncio.create_task(_renew(self, self._stub)))
@@ -598,6 +597,17 @@ class CoordinatorClient(Calls):
             raise Timeout(f"the session did not announce generation {generation} in time") from None
         if self._error is not None:
             raise again(self._error)
+
+
+async def _events(stream: Stream) -> AsyncIterator[ServerEvent]:
+    """The events of a stream, but those of a newer protocol."""
+    known: Membership | None = None
+    async for message in stream:
+        event = event_from_proto(message, known)
+        if isinstance(event, Membership):
+            known = event
+        if event is not None:
+            yield event
 
 
 def _join_request(client: CoordinatorClient) -> JoinRequest:

@@ -6,6 +6,12 @@ Note: [A generation is immutable]
     complete: first its members receive the aborts, then the new membership. So the membership that a step ran in is
     always known.
 
+Note: [Joining together]
+    A generation for every join, announced to everybody, has n² announcements of a job of n members. While it lacks
+    workers, nobody can do anything with the news of who is there. So those who join within `TOGETHER_S` make one
+    generation, which is announced to them alone. Everybody gets one when the job is complete, when a member is lost,
+    and now and then, for who looks on. In a job of fewer than `FEW` members every join is announced by itself.
+
 Invariants: the generation only grows; a step of a model is decided at most once, in ascending order (where replicas
 step asynchronously it gets its number when it is decided); its version grows by one with every commit and changes
 otherwise only when a checkpoint is restored.
@@ -14,7 +20,9 @@ otherwise only when a checkpoint is restored.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
+from typing import Final
 
 from axon_ps.coordinator.core import records
 from axon_ps.coordinator.core.actions import Outbox
@@ -29,8 +37,50 @@ from axon_ps.sharding.placement import Server
 from axon_ps.storage.state_store.base import Record
 from axon_ps.types import Member, Membership, ModelProgress, Role
 
-MAX_FINISHED = 1 << 10
+MAX_FINISHED: Final = 1 << 10
 """How many of the workers that finished last a membership names."""
+
+FEW: Final = 32
+"""Of so many members on, joins wait for others."""
+
+TOGETHER_S: Final = 0.05
+"""How long a joiner waits for others."""
+
+ANNOUNCE_S: Final = 1e-3
+"""Of a generation to one member: some times what it costs both, as a difference."""
+
+
+class Forming:
+    """Who has joined since the last generation; see Note: [Joining together].
+
+    Attributes:
+        joined: their sessions.
+        due: when the next generation begins; inf while nobody waits.
+    """
+
+    def __init__(self) -> None:
+        self.joined: list[int] = []
+        self.due = math.inf
+        self._all_due = -math.inf
+
+    def join(self, session: int, now: float) -> None:
+        """A member waits for others that join."""
+        if not self.joined:
+            self.due = now + TOGETHER_S
+        self.joined.append(session)
+
+    def take(self, members: int, now: float) -> list[int] | None:
+        """The sessions that get the generation that begins now, of so many members; None = all. Clears it."""
+        joined, self.joined, self.due = self.joined, [], math.inf
+        if now < self._all_due:
+            return joined
+        self.announced(members, now)
+        return None
+
+    def announced(self, members: int, now: float) -> None:
+        """Everybody gets a generation of so many members."""
+        self.joined, self.due = [], math.inf
+        self._all_due = now + ANNOUNCE_S * members
 
 
 class Assembly:
@@ -97,10 +147,11 @@ class Assembly:
         joined: Member | None = None,
         session: int = -1,
         now: float = 0.0,
+        sessions: Sequence[int] | None = None,
     ) -> None:
         """Make the next generation: without the `lost` (or `finished`) members, with `joined` on `session`.
 
-        See Note: [A generation is immutable].
+        See Note: [A generation is immutable]. Others than the `sessions` (None: all) get a later one.
         """
         initialized = self.initialized()
         if joined is not None and joined.role is Role.WORKER and self.membership.is_over:
@@ -114,15 +165,11 @@ class Assembly:
                     model.registration.lose(entry.member.rank, model.version)
         if finished:
             self._finished = [*self._finished, *(s.member for s in lost)][-MAX_FINISHED:]
-            self._vacant += len(lost) if self.roster.of_role(Role.WORKER) else self.world_size  # the job is over
+            self._vacant += len(lost) if self.roster.count(Role.WORKER) else self.world_size  # the job is over
         self.stepping.abort_all(reason)
         if joined is not None:
-            member = dataclasses.replace(joined, joined=self.generation + 1)
-            entry = self.roster.add(member, session, now + self._config.lease_s)
-            for model in self._models if member.role is Role.SHARD else ():
-                model.registration.take_back(member, self.shards(), model.version)
-            self.greet(entry, joined=True)
-        self._vacant = max(0, min(self._vacant, self.world_size - len(self.roster.of_role(Role.WORKER))))
+            self.add(joined, session, now)
+        self._vacant = max(0, min(self._vacant, self.world_size - self.roster.count(Role.WORKER)))
         self.generation += 1
         self.membership = self._describe({model.number: (model.step, model.version) for model in self._models})
         self.was_complete = self.was_complete or self.membership.complete
@@ -135,7 +182,16 @@ class Assembly:
                 self._out.persist([records.parameters_record(model.number, model.registration.parameters)])
             if moved or now_initialized[model.number] != initialized[model.number]:
                 self.announce(model, full=not moved)
-        self._out.push(self.roster.sessions(), self.membership)
+        self._out.push(self.roster.sessions() if sessions is None else sessions, self.membership)
+
+    def add(self, joined: Member, session: int, now: float) -> RosterEntry:
+        """Add a member of the next generation, and greet it."""
+        member = dataclasses.replace(joined, joined=self.generation + 1)
+        entry = self.roster.add(member, session, now + self._config.lease_s)
+        for model in self._models if member.role is Role.SHARD else ():
+            model.registration.take_back(member, self.shards(), model.version)
+        self.greet(entry, joined=True)
+        return entry
 
     def greet(self, entry: RosterEntry, *, joined: bool) -> None:
         """Send a member that has just opened a stream everything but the membership, which comes last.
@@ -222,8 +278,13 @@ class Assembly:
     @property
     def may_go_on(self) -> bool:
         """Whether the membership is not complete, and another one of the same members would be."""
-        workers = len(self.roster.of_role(Role.WORKER))
+        workers = self.roster.count(Role.WORKER)
         return not self.membership.complete and not self._waiting_for(workers, self.shards())
+
+    @property
+    def forms(self) -> bool:
+        """Whether the job has not begun, and would lack workers even if another one joined."""
+        return not self.was_complete and self.roster.count(Role.WORKER) + 1 < self.needed_workers
 
     def job_record(self) -> Record:
         """The name of the job and how many members it starts with, for the store."""

@@ -26,7 +26,7 @@ from collections.abc import Callable, Sequence
 from axon_ps.coordinator.core import records
 from axon_ps.coordinator.core.actions import Outbox
 from axon_ps.coordinator.core.admission import Churn, admit
-from axon_ps.coordinator.core.assembly import Assembly
+from axon_ps.coordinator.core.assembly import FEW, Assembly, Forming
 from axon_ps.coordinator.core.barriers import Barriers
 from axon_ps.coordinator.core.checkpoints.snapshots import Snapshots
 from axon_ps.coordinator.core.config import CoordinatorConfig
@@ -78,6 +78,7 @@ class Members:
         self._incomplete_since = now
         self._handover = Handover()
         self._churn = Churn()
+        self._forming = Forming()
         self.stragglers = Stragglers(assembly, models, config.step_timeout_s)
         self.placements = Placements(config.copies, assembly, models, snapshots, out)
         assembly.stepping.ending = self._step_ends
@@ -98,6 +99,8 @@ class Members:
         """A process has opened a stream; see `CoordinatorState.join`."""
         a = self._assembly
         entry = a.roster.get(request.incarnation)
+        if entry is not None:
+            self._announce_joined(now)  # it may be one of them
         for model in self._models:
             server, r = f"the shard server at {request.address} (node {request.node})", model.registration
             check_known(server, request.known, r.name, r.spec, r.optimizer)
@@ -159,14 +162,29 @@ class Members:
         now: float = 0.0,
         kind: str = "",
     ) -> None:
+        """Something happens that makes the next generation, which everybody gets."""
+        self._out.happened(kind or ("finished" if finished else "joined" if joined else "changed"), reason)
+        self._begin(reason, lost=lost, finished=finished, joined=joined, session=session, now=now)
+        self._forming.announced(len(self._assembly.membership.workers), now)
+
+    def _begin(
+        self,
+        reason: str,
+        *,
+        lost: Sequence[RosterEntry] = (),
+        finished: bool = False,
+        joined: Member | None = None,
+        session: int = -1,
+        now: float,
+        sessions: Sequence[int] | None = None,
+    ) -> None:
         """Make the next generation, and update everything that waits for its members."""
         a = self._assembly
         before, training = (
             a.membership,
             any(model.open and not model.attempts.asynchronous for model in self._models.registered),
         )
-        self._out.happened(kind or ("finished" if finished else "joined" if joined else "changed"), reason)
-        a.change(reason, lost=lost, finished=finished, joined=joined, session=session, now=now)
+        a.change(reason, lost=lost, finished=finished, joined=joined, session=session, now=now, sessions=sessions)
         for entry in lost:
             self.on_lost(entry, reason)
             in_vain = training and before.complete and len(before.workers) > len(lost) and not entry.participated
@@ -337,6 +355,8 @@ class Members:
                 self._out.close(entry.session, MemberLost(f"{reasons[-1]}; it is no member any more"))
             a.counters["losses"] += len(expired)
             self.lose(expired, "; ".join(reasons), now)
+        if now >= self._forming.due:
+            self._announce_joined(now)
         if self._handover.overdue(now):
             self._hand_over(now)
         self.placements.tick(now)
@@ -349,6 +369,7 @@ class Members:
         """When `tick` has something to do."""
         return min(
             self._assembly.roster.next_deadline(),
+            self._forming.due,
             self._join_deadline(),
             self.stragglers.next_deadline(),
             self._handover.next_deadline(),
@@ -370,10 +391,20 @@ class Members:
         displaced = [entry for entry, _ in admission.displaced]
         a.counters["joins"] += 1
         reason = f"{name_of(admission.member)} joined"
+        if a.forms and not displaced and len(a.roster) >= FEW:
+            self._out.happened("joined", reason)
+            self._forming.join(session, now)
+            return a.add(admission.member, session, now)
         self.change(reason, lost=displaced, joined=admission.member, session=session, now=now)
         joined = a.roster.of_session(session)
         assert joined is not None
         return joined
+
+    def _announce_joined(self, now: float) -> None:
+        """Begin the generation of those that have joined together; see Note: [Joining together]."""
+        if self._forming.joined:
+            sessions = self._forming.take(len(self._assembly.roster), now)
+            self._begin("members joined", now=now, sessions=sessions)
 
     def _silence(self, entry: RosterEntry) -> str:
         if entry.session is None:

@@ -8,7 +8,6 @@ Invariants: incarnations are unique, ranks are unique within a role, a session b
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections import deque
 from collections.abc import Iterator, Mapping
@@ -17,9 +16,9 @@ from dataclasses import dataclass, field
 from axon_ps.coordinator.core.events import JoinRequest, KnownNames, ServerMemory
 from axon_ps.coordinator.core.waiting import Deadlines
 from axon_ps.errors import Busy, InvalidRequest
-from axon_ps.types import Member, Role
+from axon_ps.types import Member, Role, numbered
 
-MAX_MEMBERS = 4096
+MAX_MEMBERS = 1 << 14
 """Most members of one role; beyond it a joiner is refused."""
 
 
@@ -89,11 +88,16 @@ class Roster:
     def __init__(self) -> None:
         self._entries: dict[str, RosterEntry] = {}
         self._by_session: dict[int, RosterEntry] = {}
+        self._by_rank: dict[Role, dict[int, RosterEntry]] = {role: {} for role in Role}
+        self._lowest_free = dict.fromkeys(Role, 0)  # no rank below it is free
         self._leases: Deadlines[str] = Deadlines()
         self._gone: deque[str] = deque(maxlen=MAX_MEMBERS)
 
     def __iter__(self) -> Iterator[RosterEntry]:
         return iter(self._entries.values())
+
+    def __len__(self) -> int:
+        return len(self._entries)
 
     def get(self, incarnation: str) -> RosterEntry | None:
         """The entry of an incarnation."""
@@ -105,11 +109,15 @@ class Roster:
 
     def of_role(self, role: Role) -> list[RosterEntry]:
         """The entries of a role, sorted by rank."""
-        return sorted((s for s in self._entries.values() if s.member.role is role), key=lambda s: s.member.rank)
+        return [entry for _, entry in sorted(self._by_rank[role].items())]
+
+    def count(self, role: Role) -> int:
+        """How many members of a role there are."""
+        return len(self._by_rank[role])
 
     def at(self, role: Role, rank: int) -> RosterEntry | None:
         """The entry of a rank, if any."""
-        return next((s for s in self._entries.values() if s.member.role is role and s.member.rank == rank), None)
+        return self._by_rank[role].get(rank)
 
     def at_address(self, address: str) -> RosterEntry | None:
         """The shard server that others reach at an address, if any."""
@@ -136,10 +144,9 @@ class Roster:
             Busy: none is free, or the member that has the one it wants may be dead: the replacement of a killed process
                 may join before its loss is noticed, and before a restarted coordinator has received its first message.
         """
-        held = {s.member.rank: s for s in self.of_role(role) if s is not displaced}
-        wanted = request.requested_rank
+        held, wanted = self._by_rank[role], request.requested_rank
         if wanted >= 0:
-            if (holder := held.get(wanted)) is not None:
+            if (holder := held.get(wanted)) is not None and holder is not displaced:
                 text = f"rank {wanted} is held by {holder.name}, incarnation {holder.member.incarnation}"
                 if holder.session is None:
                     raise Busy(f"rank {wanted} is kept for {holder.name} until its lease is over; try again then")
@@ -151,15 +158,23 @@ class Roster:
                     f"rank {wanted} was asked for; the job has ranks 0 to {ranks - 1} of {NOUN[role]}s"
                 )
             return wanted
-        free = next((rank for rank in range(ranks) if rank not in held), None)
-        if free is None:
+        free = self._lowest_free[role]
+        while free in held:
+            free += 1
+        self._lowest_free[role] = free
+        if displaced is not None:
+            free = min(free, displaced.member.rank)
+        if free >= ranks:
             raise Busy(f"the job has all its {ranks} {NOUN[role]}s; it takes another when one of them leaves")
         return free
 
     def add(self, member: Member, session: int | None, deadline: float) -> RosterEntry:
         """Add a new member."""
         assert member.incarnation not in self._entries
-        entry = self._entries[member.incarnation] = RosterEntry(member, deadline)
+        assert member.rank not in self._by_rank[member.role]
+        entry = self._entries[member.incarnation] = self._by_rank[member.role][member.rank] = RosterEntry(
+            member, deadline
+        )
         self._leases.set(member.incarnation, deadline)
         if session is not None:
             self.attach(entry, session)
@@ -183,6 +198,9 @@ class Roster:
         """Remove a member."""
         self.detach(entry)
         del self._entries[entry.member.incarnation]
+        role, rank = entry.member.role, entry.member.rank
+        del self._by_rank[role][rank]
+        self._lowest_free[role] = min(self._lowest_free[role], rank)
         self._leases.remove(entry.member.incarnation)
         self._gone.append(entry.member.incarnation)
 
@@ -207,20 +225,9 @@ class Roster:
             self.renew(entry, entry.deadline + seconds)
 
     def members(self, *, replica_is_node: bool) -> tuple[tuple[Member, ...], tuple[Member, ...], int]:
-        """Workers and shard servers by rank, with local ranks and replicas, and the number of replicas.
-
-        Replicas are numbered densely by rank; under `replica_is_node` by the lowest rank of each node.
-        """
-        workers: list[Member] = []
-        on_node: dict[str, int] = {}
-        replica_of: dict[str, int] = {}
-        for entry in self.of_role(Role.WORKER):
-            node = entry.member.node
-            key = node if replica_is_node else entry.member.incarnation
-            replica = replica_of.setdefault(key, len(replica_of))
-            local_rank = on_node[node] = on_node.get(node, -1) + 1
-            workers.append(dataclasses.replace(entry.member, local_rank=local_rank, replica=replica))
-        return tuple(workers), tuple(s.member for s in self.of_role(Role.SHARD)), len(replica_of)
+        """Workers and shard servers by rank, with local ranks and replicas, and the number of replicas."""
+        workers, replicas = numbered((s.member for s in self.of_role(Role.WORKER)), replica_is_node)
+        return workers, tuple(s.member for s in self.of_role(Role.SHARD)), replicas
 
 
 def _lives(holder: RosterEntry, now: float, lease_s: float) -> bool:

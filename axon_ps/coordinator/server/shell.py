@@ -38,7 +38,6 @@ from axon_ps.observe.moments import Moment, reached
 from axon_ps.observe.tracing.tracer import Tracer
 from axon_ps.storage.state_store.base import Record, StateStore
 from axon_ps.types import Decision, Membership, Outcome
-from axon_ps.wire.v1 import session_pb2
 
 QUEUE_EVENTS: Final = 1024
 LOG_STRAGGLERS_AFTER_S: Final = 10.0
@@ -66,16 +65,23 @@ _logger = logging.getLogger(__name__)
 
 
 class Session:
-    """One member's stream, as the shell sees it: a bounded queue of what is to be sent, and how it ended."""
+    """One member's stream, as the shell sees it: a bounded queue of what is to be sent, and how it ended.
+
+    Attributes:
+        number: it.
+        error: what it ended with.
+        known: the newest membership that was sent on it.
+    """
 
     def __init__(self, number: int) -> None:
         self.number = number
         self.error: AxonError | None = None
-        self._events: asyncio.Queue[session_pb2.SessionEvent | None] = asyncio.Queue()
+        self.known: Membership | None = None
+        self._events: asyncio.Queue[bytes | None] = asyncio.Queue()
         self._open = True
 
-    def send(self, event: session_pb2.SessionEvent) -> bool:
-        """Queue an event; False when the queue is full."""
+    def send(self, event: bytes) -> bool:
+        """Queue an encoded `SessionEvent`; False when the queue is full."""
         if self._open and self._events.qsize() >= QUEUE_EVENTS:
             return False
         if self._open:
@@ -92,8 +98,8 @@ class Session:
                     self._events.get_nowait()
             self._events.put_nowait(None)
 
-    async def events(self) -> AsyncIterator[session_pb2.SessionEvent]:
-        """The events to send, until the session is closed.
+    async def events(self) -> AsyncIterator[bytes]:
+        """The encoded events to send, until the session is closed.
 
         Raises:
             AxonError: what it was closed with.
@@ -102,6 +108,34 @@ class Session:
             yield event
         if self.error is not None:
             raise again(self.error)
+
+
+class _News:
+    """The events of a batch, encoded: once for all members that know the same.
+
+    Args:
+        announce: called with each event once; returns its span.
+    """
+
+    def __init__(self, announce: Callable[[ServerEvent], str]) -> None:
+        self._announce = announce
+        self._spans: dict[int, str] = {}
+        self._encoded: dict[tuple[int, int], bytes] = {}
+
+    def encoded(self, event: ServerEvent, session: Session | None) -> bytes:
+        """An event as it is sent to a session; None = to one that has ended meanwhile."""
+        if id(event) not in self._spans:
+            self._spans[id(event)] = self._announce(event)
+        before = None
+        if session is not None and isinstance(event, Membership):
+            before, session.known = session.known, event
+        key = id(event), -1 if before is None else before.generation
+        if key not in self._encoded:
+            message = event_to_proto(event, before)
+            if isinstance(event, Decision):
+                message.decision.traceparent = self._spans[id(event)]
+            self._encoded[key] = message.SerializeToString()
+        return self._encoded[key]
 
 
 class Shell:
@@ -313,19 +347,11 @@ class Shell:
         if not self._store.leads():
             self._fail(NotLeader("this coordinator leads no more: its lease was over before it announced anything"))
             return
-        messages: dict[int, session_pb2.SessionEvent] = {}  # an event to many members is encoded once
+        news = _News(self._announce)
         for action in batch:
             if isinstance(action, SendEvent):
-                message = messages.get(id(action.event))
-                if message is None:
-                    message = messages[id(action.event)] = event_to_proto(action.event)
-                    self._announced.set()
-                    self._log(action.event)
-                    self.state.history.published(action.event, self.now())
-                    if isinstance(action.event, Decision):
-                        message.decision.traceparent = self.spans.published(action.event)
-                        reached(Moment.DECISION, action.event.version)
                 session = self._sessions.get(action.session)
+                message = news.encoded(action.event, session)
                 if session is not None and not session.send(message):
                     session.close(Broken(f"this member has not read {QUEUE_EVENTS} events; its stream is closed"))
                     self._loop.call_soon(self.close_session, session)  # its handler may be stuck in a write
@@ -337,6 +363,16 @@ class Shell:
                 session = self._sessions.get(action.session)
                 if session is not None:
                     session.close(action.error)
+
+    def _announce(self, event: ServerEvent) -> str:
+        """Somebody gets an event; returns the span of it, if it is traced."""
+        self._announced.set()
+        self._log(event)
+        self.state.history.published(event, self.now())
+        if not isinstance(event, Decision):
+            return ""
+        reached(Moment.DECISION, event.version)
+        return self.spans.published(event)
 
     def _happened(self, kind: str, text: str) -> None:
         self.state.history.happened(kind, text, self.now())

@@ -58,6 +58,20 @@ class MembershipEvent(_message.Message):
     state_id: str
     def __init__(self, generation: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., shards: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., num_replicas: _Optional[int] = ..., step: _Optional[int] = ..., version: _Optional[int] = ..., complete: bool = ..., waiting_for: _Optional[str] = ..., finished: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., models: _Optional[_Iterable[_Union[ModelProgress, _Mapping]]] = ..., by_node: bool = ..., is_over: bool = ..., state_id: _Optional[str] = ...) -> None: ...
 
+class MembershipDifference(_message.Message):
+    __slots__ = ("since", "now", "workers_gone", "shards_gone", "finished_gone")
+    SINCE_FIELD_NUMBER: _ClassVar[int]
+    NOW_FIELD_NUMBER: _ClassVar[int]
+    WORKERS_GONE_FIELD_NUMBER: _ClassVar[int]
+    SHARDS_GONE_FIELD_NUMBER: _ClassVar[int]
+    FINISHED_GONE_FIELD_NUMBER: _ClassVar[int]
+    since: int
+    now: MembershipEvent
+    workers_gone: _containers.RepeatedScalarFieldContainer[int]
+    shards_gone: _containers.RepeatedScalarFieldContainer[int]
+    finished_gone: int
+    def __init__(self, since: _Optional[int] = ..., now: _Optional[_Union[MembershipEvent, _Mapping]] = ..., workers_gone: _Optional[_Iterable[int]] = ..., shards_gone: _Optional[_Iterable[int]] = ..., finished_gone: _Optional[int] = ...) -> None: ...
+
 class ModelProgress(_message.Message):
     __slots__ = ("model", "step", "version")
     MODEL_FIELD_NUMBER: _ClassVar[int]

@@ -18,6 +18,7 @@ from axon_ps.coordinator.server.shell import Session, Shell
 from axon_ps.errors import Broken, Busy, InternalError, InvalidRequest, StorageFull
 from axon_ps.storage.state_store import MemoryStateStore, Record
 from axon_ps.types import Role
+from axon_ps.wire.v1 import session_pb2
 
 OPERATOR = Caller(job="job")
 
@@ -95,7 +96,7 @@ def test_what_comes_while_writing_is_written_together_afterwards() -> None:
         assert not next_event.done(), "nothing is published that is not written"
         store.gate.release()
         await asyncio.gather(*others)
-        assert (await next_event).HasField("welcome")
+        assert session_pb2.SessionEvent.FromString(await next_event).HasField("welcome")
         assert store.batches == [4, 5]  # job, members, progress, kv/a; three keys, members, progress
 
     run(test)

@@ -1,0 +1,111 @@
+"""Memberships as what has changed since the one before: a job of n members tells n of them of every change. Pure.
+
+Owns: what a `MembershipDifference` has. Refuses: to know who was sent which; the ends of a stream do.
+
+The numbers of replicas and local ranks are not in it, since they follow from ranks and nodes: with one worker fewer,
+those of all later ones change.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import deque
+from collections.abc import Iterable, Sequence
+
+from google.protobuf.message import Message
+
+from axon_ps.errors import InvalidRequest
+from axon_ps.types import Member, Membership, numbered
+from axon_ps.wire import codec
+from axon_ps.wire.v1 import membership_pb2
+
+_newest: deque[tuple[Membership | None, Message, Membership]] = deque(maxlen=4)
+
+
+def difference_to_proto(before: Membership, now: Membership) -> membership_pb2.MembershipDifference | None:
+    """What has changed between two memberships of a job; None where that is more than half of it."""
+    workers, workers_gone = _changes(before.workers, now.workers)
+    shards, shards_gone = _changes(before.shards, now.shards)
+    finished, finished_gone = _ends(before.finished, now.finished)
+    if 2 * (len(workers) + len(shards) + len(finished)) > len(now.workers) + len(now.shards) + len(now.finished):
+        return None
+    changed = dataclasses.replace(now, workers=tuple(workers), shards=tuple(shards), finished=tuple(finished))
+    return membership_pb2.MembershipDifference(
+        since=before.generation,
+        now=codec.membership_to_proto(changed),
+        workers_gone=workers_gone,
+        shards_gone=shards_gone,
+        finished_gone=finished_gone,
+    )
+
+
+def announced(
+    message: membership_pb2.MembershipEvent | membership_pb2.MembershipDifference, before: Membership | None
+) -> Membership:
+    """The membership that an event announces, whole or as a difference to the one before.
+
+    The newest few are remembered: other members of this process are told the same, and have the same object.
+
+    Raises:
+        InvalidRequest: as `codec.membership_from_proto` or `membership_from_difference`.
+    """
+    base = before if isinstance(message, membership_pb2.MembershipDifference) else None
+    for known, same, found in tuple(_newest):
+        if known is base and type(same) is type(message) and same == message:
+            return found
+    if isinstance(message, membership_pb2.MembershipDifference):
+        found = membership_from_difference(base, message)
+    else:
+        found = codec.membership_from_proto(message)
+    _newest.append((base, message, found))
+    return found
+
+
+def membership_from_difference(before: Membership | None, message: membership_pb2.MembershipDifference) -> Membership:
+    """The membership that a difference leads to.
+
+    Raises:
+        InvalidRequest: it is of another one than `before`, or names members that this has not.
+    """
+    if before is None or before.generation != message.since:
+        known = "none" if before is None else f"that of generation {before.generation}"
+        raise InvalidRequest(f"a membership differs from that of generation {message.since}; known is {known}")
+    changed = codec.membership_from_proto(message.now)
+    workers = _changed(before.workers, message.workers_gone, changed.workers)
+    shards = _changed(before.shards, message.shards_gone, changed.shards)
+    if message.finished_gone > len(before.finished):
+        raise InvalidRequest(f"{message.finished_gone} of {len(before.finished)} finished workers are named no more")
+    finished = (*before.finished[message.finished_gone :], *changed.finished)
+    numbers, replicas = numbered(workers, changed.by_node)
+    if replicas != changed.num_replicas:
+        raise InvalidRequest(f"a membership has {changed.num_replicas} replicas, and {replicas} with what has changed")
+    return dataclasses.replace(changed, workers=numbers, shards=shards, finished=finished)
+
+
+def _changes(before: Sequence[Member], now: Sequence[Member]) -> tuple[list[Member], list[int]]:
+    """Those that are new, by rank, and the ranks of those that are gone or are another process."""
+    there = {m.id: m for m in before}
+    new = [m for m in now if there.pop(m.id, None) is None]
+    return new, sorted(m.rank for m in there.values())
+
+
+def _ends(before: Sequence[Member], now: Sequence[Member]) -> tuple[Sequence[Member], int]:
+    """What was added at the end, and how many were taken from the beginning."""
+    first = now[0] if now else None
+    gone = next((i for i, m in enumerate(before) if m == first), len(before))
+    retained = before[gone:]
+    if tuple(now[: len(retained)]) != tuple(retained):
+        return now, len(before)
+    return now[len(retained) :], gone
+
+
+def _changed(before: Sequence[Member], gone: Iterable[int], new: Sequence[Member]) -> tuple[Member, ...]:
+    members = {m.rank: m for m in before}
+    for rank in gone:
+        if members.pop(rank, None) is None:
+            raise InvalidRequest(f"member {rank} is there no more, and was not there before")
+    for m in new:
+        if m.rank in members:
+            raise InvalidRequest(f"{m.role.value} {m.rank} is new, and another one has the rank")
+        members[m.rank] = m
+    return tuple(m for _, m in sorted(members.items())) if new else tuple(members.values())
