@@ -15,6 +15,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 
 import _report
 from axon_ps.rpc.security import Security
@@ -30,11 +31,11 @@ LIMIT_S = 300.0
 class Members(Bench):
     """All members of one job, in this process."""
 
-    async def until(self, reached: object) -> float:
+    async def until(self, reached: Callable[[Membership], bool]) -> float:
         """Seconds until every member's membership is as wanted."""
         began = time.perf_counter()
         async with asyncio.timeout(LIMIT_S):
-            while not all(m.membership is not None and reached(m.membership) for m in self.members):  # type: ignore[operator]
+            while not all(m.membership is not None and reached(m.membership) for m in self.members):
                 await asyncio.sleep(0.002)
         return time.perf_counter() - began
 
@@ -60,7 +61,7 @@ class Members(Bench):
         assert gone._task is not None
         gone._closing = True  # it does not come back
         gone._task.cancel()
-        return await self.until(lambda now: isinstance(now, Membership) and now.generation > known.generation)
+        return await self.until(lambda now: now.generation > known.generation)
 
 
 async def measure(port: int, pid: int, size: int) -> dict[str, float]:

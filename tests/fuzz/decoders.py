@@ -14,8 +14,9 @@ from google.protobuf.message_factory import GetMessageClass
 from axon_ps.coordinator import messages, span_messages
 from axon_ps.errors import AxonError
 from axon_ps.rpc.status import error_from_detail
-from axon_ps.types import DType
+from axon_ps.types import DType, Member, Membership, Role
 from axon_ps.wire import calls, changes, codec, frames
+from axon_ps.wire.differences import membership_from_difference
 from axon_ps.wire.v1 import (
     checkpoint_pb2,
     collective_pb2,
@@ -48,6 +49,21 @@ def _collective(data: bytes) -> None:
         calls.call_from_proto(header.begin.call, 2)
 
 
+def _difference(message: membership_pb2.MembershipDifference) -> None:
+    """As one that comes after a small membership."""
+    membership_from_difference(BEFORE, message)
+
+
+BEFORE: Final = Membership(
+    generation=0,
+    step=1,
+    version=0,
+    workers=tuple(Member(role=Role.WORKER, rank=r, incarnation=str(r), node="", replica=r) for r in range(3)),
+    shards=(Member(role=Role.SHARD, rank=0, incarnation="s", node=""),),
+    num_replicas=3,
+    complete=True,
+)
+
 RAW: Final[dict[str, tuple[Callable[[bytes], Any], Descriptor]]] = {
     "Chunk": (_chunk, common_pb2.Chunk.DESCRIPTOR),
     "CollectiveChunk": (_collective, collective_pb2.CollectiveChunk.DESCRIPTOR),
@@ -57,6 +73,7 @@ RAW: Final[dict[str, tuple[Callable[[bytes], Any], Descriptor]]] = {
 PARSED: Final[dict[Callable[[Any], Any], Any]] = {
     codec.member_from_proto: membership_pb2.Member,
     codec.membership_from_proto: membership_pb2.MembershipEvent,
+    _difference: membership_pb2.MembershipDifference,
     codec.placement_from_proto: placement_pb2.Placement,
     codec.copy_from_proto: membership_pb2.CopyFrom,
     codec.layout_from_proto: common_pb2.Layout,
