@@ -84,12 +84,18 @@ class Barriers:
         self._key_of[call] = (key, rank)
         self._open_if_complete(key, membership)
 
+    def __bool__(self) -> bool:
+        return bool(self._barriers)
+
     def watch(self, voted: Collection[int], membership: Membership, now: float) -> None:
         """Find the deadlocked barriers: all workers that are missing wait in a step, for workers that wait here.
 
         `tick` fails those that stay so: until then a program with several threads may still vote.
         """
         for key, barrier in self._barriers.items():
+            if not voted:
+                barrier.fails_s = math.inf
+                continue
             ranks = key[1] or tuple(m.rank for m in membership.workers)
             missing = [r for r in ranks if r not in barrier.calls]
             barrier.late = [r for r in barrier.calls if r not in voted]
@@ -159,6 +165,8 @@ class Barriers:
             if not membership.complete:
                 return
             barrier.generation = membership.generation
+        if len(barrier.calls) < len(key[1] or membership.workers):
+            return
         ranks = key[1] or tuple(m.rank for m in membership.workers)
         if all(r in barrier.calls for r in ranks):
             for call in list(barrier.calls.values()):

@@ -340,7 +340,8 @@ class Members:
 
     def watch_barriers(self, now: float) -> None:
         """A worker has voted or arrived at a barrier, or a step was decided: find the barriers that are deadlocked."""
-        self._barriers.watch(self._assembly.stepping.voted(), self._assembly.membership, now)
+        if self._barriers:
+            self._barriers.watch(self._assembly.stepping.voted(), self._assembly.membership, now)
 
     # ------------------------------------------------------------------ time
 

@@ -136,6 +136,8 @@ class Placements:
 
     def emptied(self) -> list[RosterEntry]:
         """The draining shard servers that hold nothing any more."""
+        if not self._assembly.draining:
+            return []
         held = {rank for model in self._models.registered for rank in model.registration.placement.servers}
         a = self._assembly
         return [e for e in (a.shard(rank) for rank in sorted(a.draining - held)) if e is not None]

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -48,7 +48,8 @@ class Difference:
 class Tally:
     """The votes by worker rank, the sums by shard server rank, and the workers that arrived, of the current step.
 
-    `blocked` are those of the workers that voted or arrived and do nothing else meanwhile.
+    `blocked` are those of the workers that voted or arrived and do nothing else meanwhile. `copies` is whether one of
+    them voted for a step that takes another model's values.
     """
 
     def __init__(self) -> None:
@@ -57,12 +58,14 @@ class Tally:
         self._digests: dict[int, dict[int, list[int]]] = {}  # by slice and value, the servers that have it
         self.arrived: set[int] = set()
         self.blocked: set[int] = set()
+        self.copies = False
 
     def clear(self) -> None:
         """Start the next step."""
         self.arrived.clear()
         self.blocked.clear()
         self.votes.clear()
+        self.copies = False
         self.forget_reports()
 
     def forget_reports(self) -> None:
@@ -74,12 +77,9 @@ class Tally:
         """Count a vote; False for a repeated one, of which the first counts."""
         if vote.blocked:
             self.blocked.add(rank)
-        return self.votes.setdefault(rank, vote) is vote
-
-    @property
-    def copies(self) -> bool:
-        """Whether a worker voted for a step that takes another model's values."""
-        return any(vote.copy is not None for vote in self.votes.values())
+        is_first = self.votes.setdefault(rank, vote) is vote
+        self.copies = self.copies or (is_first and vote.copy is not None)
+        return is_first
 
     def ready(self, rank: int, ready: Ready) -> bool:
         """Count a shard server's sum; False for a repeated one, of which the first counts."""
@@ -100,11 +100,13 @@ class Tally:
                 return Difference(number, tuple(tuple(ranks) for ranks in ranks_by_value.values()), tuple(outvoted))
         return None
 
-    def is_complete(self, workers: Iterable[int], owners: Iterable[int]) -> bool:
+    def is_complete(self, workers: Collection[int], owners: Iterable[int]) -> bool:
         """Whether every worker has voted and every owner is ready.
 
         Owners do not report on a step that takes another model's values; it aborts if a worker pushes gradients.
         """
+        if len(self.votes) + len(self.arrived) < len(workers):
+            return False
         if self.copies:
             return all(w in self.votes or w in self.arrived for w in workers)
         return all(w in self.votes for w in workers) and all(o in self.sums for o in owners)
