@@ -98,6 +98,7 @@ def join_to_proto(request: JoinRequest, role: Role) -> session_pb2.SessionReques
             compressors=() if known is None else sorted(known.compressors),
             memory=None if request.memory is None else memory_pb2.Memory(**vars(request.memory)),
             state_id=request.state_id,
+            differences=True,
         )
     )
 

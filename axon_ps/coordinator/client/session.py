@@ -85,7 +85,7 @@ from axon_ps.rpc.service import Stub
 from axon_ps.rpc.status import error_to_detail
 from axon_ps.rpc.stream import Stream
 from axon_ps.types import CopyFrom, Decision, Hyper, Membership, Role
-from axon_ps.wire.v1 import checkpoint_pb2, common_pb2, coordinator_pb2, memory_pb2, session_pb2
+from axon_ps.wire.v1 import checkpoint_pb2, common_pb2, coordinator_pb2, membership_pb2, memory_pb2, session_pb2
 
 __all__ = [
     "CheckpointReply",
@@ -637,7 +637,7 @@ async def _leave(client: CoordinatorClient, running: asyncio.Task[None], reason:
     client.tracer.finish()
     if client._attached.is_set():
         client._outbox.put_nowait(heartbeat(client.measure, client.log))  # what was logged last
-        leave = session_pb2.Leave(reason=reason[:200], finished=finished)
+        leave = membership_pb2.Leave(reason=reason[:200], finished=finished)
         client._outbox.put_nowait(session_pb2.SessionRequest(leave=leave))
         await asyncio.wait([running], timeout=LEAVE_S)
     running.cancel()

@@ -127,7 +127,7 @@ class CoordinatorServicer:
         except PermissionDenied as error:
             refused(self, "join", auth.calling(), context.peer(), error)
             raise
-        session = self._shell.open_session()
+        session = self._shell.open_session(differences=first.join.differences)
         reader: asyncio.Task[None] | None = None
         end = auth.stream_end()
         try:

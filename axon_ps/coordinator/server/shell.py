@@ -71,10 +71,12 @@ class Session:
         number: it.
         error: what it ended with.
         known: the newest membership that was sent on it.
+        differences: whether its member takes memberships as what has changed.
     """
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, number: int, *, differences: bool = False) -> None:
         self.number = number
+        self.differences = differences
         self.error: AxonError | None = None
         self.known: Membership | None = None
         self._events: asyncio.Queue[bytes | None] = asyncio.Queue()
@@ -128,7 +130,7 @@ class _News:
             self._spans[id(event)] = self._announce(event)
         before = None
         if session is not None and isinstance(event, Membership):
-            before, session.known = session.known, event
+            before, session.known = session.known if session.differences else None, event
         key = id(event), -1 if before is None else before.generation
         if key not in self._encoded:
             message = event_to_proto(event, before)
@@ -258,15 +260,15 @@ class Shell:
 
     # ------------------------------------------------------------------ events in
 
-    def open_session(self) -> Session:
-        """A new stream, of no member yet.
+    def open_session(self, *, differences: bool = False) -> Session:
+        """A new stream, of no member yet; `differences`: it takes memberships as what has changed.
 
         Raises:
             Broken: the coordinator is stopping.
         """
         self._check()
         self._number += 1
-        session = self._sessions[self._number] = Session(self._number)
+        session = self._sessions[self._number] = Session(self._number, differences=differences)
         return session
 
     def close_session(self, session: Session) -> None:

@@ -72,6 +72,14 @@ class MembershipDifference(_message.Message):
     finished_gone: int
     def __init__(self, since: _Optional[int] = ..., now: _Optional[_Union[MembershipEvent, _Mapping]] = ..., workers_gone: _Optional[_Iterable[int]] = ..., shards_gone: _Optional[_Iterable[int]] = ..., finished_gone: _Optional[int] = ...) -> None: ...
 
+class Leave(_message.Message):
+    __slots__ = ("reason", "finished")
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    FINISHED_FIELD_NUMBER: _ClassVar[int]
+    reason: str
+    finished: bool
+    def __init__(self, reason: _Optional[str] = ..., finished: bool = ...) -> None: ...
+
 class ModelProgress(_message.Message):
     __slots__ = ("model", "step", "version")
     MODEL_FIELD_NUMBER: _ClassVar[int]

@@ -13,11 +13,12 @@ from axon_ps.coordinator.core.access.callers import Caller
 from axon_ps.coordinator.core.config import CoordinatorConfig
 from axon_ps.coordinator.core.events import JoinRequest
 from axon_ps.coordinator.core.state import CoordinatorState
+from axon_ps.coordinator.messages import event_from_proto
 from axon_ps.coordinator.server import shell as shell_module
 from axon_ps.coordinator.server.shell import Session, Shell
 from axon_ps.errors import Broken, Busy, InternalError, InvalidRequest, StorageFull
 from axon_ps.storage.state_store import MemoryStateStore, Record
-from axon_ps.types import Role
+from axon_ps.types import Membership, Role
 from axon_ps.wire.v1 import session_pb2
 
 OPERATOR = Caller(job="job")
@@ -215,3 +216,34 @@ def test_a_member_that_does_not_read_loses_its_session(monkeypatch: pytest.Monke
         assert shell.status().membership.workers == (), "it may still send heartbeats, but it is lost"
 
     run(test)
+
+
+def test_a_membership_is_a_difference_for_a_member_that_takes_one() -> None:
+    async def told(session: Session, others: int) -> tuple[list[str], list[Membership]]:
+        """The kinds of a session's events about members, and what they say, once others have joined."""
+        kinds, memberships = [], []
+        async for encoded in session.events():
+            message = session_pb2.SessionEvent.FromString(encoded)
+            known = memberships[-1] if memberships else None
+            if isinstance(event := event_from_proto(message, known), Membership):
+                kinds.append(str(message.WhichOneof("message")))
+                memberships.append(event)
+                if len(event.shards) == others:
+                    return kinds, memberships
+        raise AssertionError
+
+    async def main() -> None:
+        state = CoordinatorState(CoordinatorConfig(job="job", world_size=1, num_shards=4), 0.0)
+        shell = Shell(state, MemoryStateStore())
+        sessions = [shell.open_session(differences=differences) for differences in (True, False, True, True)]
+        for number, session in enumerate(sessions):
+            request = JoinRequest(job="job", incarnation=f"{number:032x}", node="n", address=f"h:{number + 1}")
+            shell.perform(shell.state.join(session.number, Role.SHARD, request, shell.now()))
+        async with asyncio.timeout(10.0):
+            takes, whole, *_ = [await told(session, 4) for session in sessions]
+        assert takes[0] == ["membership", *["difference"] * 3]
+        assert whole[0] == ["membership"] * 3
+        assert takes[1][1:] == whole[1]
+        await shell.close()
+
+    asyncio.run(main())

@@ -29,7 +29,7 @@ from axon_ps.rpc.security import Security
 from axon_ps.rpc.server import Server
 from axon_ps.rpc.service import Stub, method_name, service_handler
 from axon_ps.wire.frames import decode_chunk, encode_chunk
-from axon_ps.wire.v1 import common_pb2, coordinator_pb2, session_pb2, shard_pb2, status_pb2
+from axon_ps.wire.v1 import common_pb2, coordinator_pb2, membership_pb2, session_pb2, shard_pb2, status_pb2
 from rpc_fakes import COORDINATOR, SHARD, FakeServicer, run, serving, write_forever
 
 GRADIENT = np.arange(1000, dtype=np.float32)
@@ -251,7 +251,7 @@ def test_errors_arrive_in_a_two_way_stream(raised: AxonError) -> None:
             await stream.write(session_pb2.SessionRequest(join=session_pb2.Join(world_size=4)))
             assert (await stream.read()).welcome.rank == 4
             reading = asyncio.ensure_future(stream.read())
-            await stream.write(session_pb2.SessionRequest(leave=session_pb2.Leave()))
+            await stream.write(session_pb2.SessionRequest(leave=membership_pb2.Leave()))
             with pytest.raises(AxonError) as caught:
                 await reading
             assert_same(caught.value, raised, "Session", s.address)

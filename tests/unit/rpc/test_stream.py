@@ -20,10 +20,10 @@ from axon_ps.rpc.channels import connect
 from axon_ps.rpc.deadlines import Deadline, retry
 from axon_ps.rpc.security import Security
 from axon_ps.rpc.service import Stub
-from axon_ps.wire.v1 import session_pb2, shard_pb2, status_pb2
+from axon_ps.wire.v1 import membership_pb2, session_pb2, shard_pb2, status_pb2
 from rpc_fakes import COORDINATOR, SHARD, run, serving, until_nobody_answers, write_forever
 
-REQUEST = session_pb2.SessionRequest(leave=session_pb2.Leave(reason="x"))
+REQUEST = session_pb2.SessionRequest(leave=membership_pb2.Leave(reason="x"))
 
 
 async def echo(context: Any) -> None:
