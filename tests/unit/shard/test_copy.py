@@ -31,6 +31,7 @@ from axon_ps.types import (
     ModelProgress,
     Outcome,
     Role,
+    numbered,
 )
 from axon_ps.wire.v1.common_pb2 import CallContext
 from engine_driver import Servers, job_of, layout_of, one_group
@@ -309,8 +310,8 @@ def test_what_is_released_is_freed_once_nobody_copies_from_it_and_is_refused_the
 
 def test_replicas_are_numbered_as_each_model_has_them() -> None:
     members = [SimpleNamespace(node=node, rank=rank) for rank, node in enumerate(("a", "b", "a"))]
-    workers = tuple(
-        Member(role=Role.WORKER, rank=m.rank, incarnation=f"w{m.rank}", node=m.node, replica=m.rank) for m in members
+    workers, _ = numbered(
+        [Member(role=Role.WORKER, rank=m.rank, incarnation=f"w{m.rank}", node=m.node) for m in members], by_node=False
     )
     membership = Membership(generation=1, step=1, version=0, workers=workers, shards=(), num_replicas=3, complete=True)
     by_node = membership.numbered(True)
