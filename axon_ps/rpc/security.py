@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import time
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, Final
@@ -29,6 +30,15 @@ from axon_ps.rpc.auth.watched_file import lines_of
 
 TOKEN_KEY: Final = "authorization"
 SCHEME: Final = "Bearer "
+
+UNDER_WAY_S: Final = 0.05
+"""How long a renewed certificate waits for handshakes that are about to begin with the one before.
+
+A handshake of gRPC asks for the newest certificate under a lock, releases it, and uses what is then there; a new one
+frees that (https://github.com/grpc/grpc/issues/36693), within microseconds of which a server crashes. So what has not
+changed is never given again, and a new one is given when nobody is between the two: they all stand at the lock.
+"""
+
 _logger = logging.getLogger(__name__)
 
 
@@ -162,17 +172,19 @@ class Security:
         """
         if (source := self.server_chain(host)) is None:
             return None
-        configured: list[tuple[Chain, grpc.ServerCertificateConfiguration]] = []
+        used = source.current()
 
-        def newest() -> grpc.ServerCertificateConfiguration:  # on a thread of gRPC's, at every handshake
-            chain = source.current()
-            if not configured or configured[0][0] is not chain:
-                pair = [(chain.key, chain.certificate)]
-                configured[:] = [(chain, grpc.ssl_server_certificate_configuration(pair, chain.roots or None))]
-            return configured[0][1]
+        def newer() -> grpc.ServerCertificateConfiguration | None:  # on a thread of gRPC's, at every handshake
+            nonlocal used
+            if (chain := source.current()) is used:
+                return None
+            time.sleep(UNDER_WAY_S)
+            used = chain
+            return _configuration(chain)
 
-        asks = bool(source.current().roots)
-        return grpc.dynamic_ssl_server_credentials(newest(), newest, require_client_authentication=asks)
+        return grpc.dynamic_ssl_server_credentials(
+            _configuration(used), newer, require_client_authentication=bool(used.roots)
+        )
 
     def channel_chain(self, host: str) -> ChainSource | None:
         """The certificates of a client that connects to `host`; None for plaintext.
@@ -231,6 +243,10 @@ def in_directory(directory: str, files: dict[str, Any]) -> dict[str, Any]:
     if any(files.values()):
         raise ConfigurationError("--tls-dir (AXON_PS_TLS_DIR) names all certificate files; leave out the others")
     return {**files_in(directory), "mutual": True, "spiffe": True}
+
+
+def _configuration(chain: Chain) -> grpc.ServerCertificateConfiguration:
+    return grpc.ssl_server_certificate_configuration([(chain.key, chain.certificate)], chain.roots or None)
 
 
 def credentials_of(chain: Chain) -> grpc.ChannelCredentials:

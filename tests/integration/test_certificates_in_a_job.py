@@ -8,6 +8,7 @@ import socket
 import ssl
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ EJECTED_S = 1.0
 SHORT_S = 8.0
 OVER_GRPC = {"AXON_PS_DIRECT_MEMORY": "0"}  # the bytes themselves, too
 SOON_S = 40.0
+AT_ONCE = 8
 
 
 def steps(directory: Path, rank: int) -> list[tuple[float, int, bool, int]]:
@@ -51,7 +53,7 @@ def until(condition: Callable[[], Any]) -> Any:
 
 
 def observer(secret: str, directory: Path) -> ssl.SSLContext:
-    """What connects to servers of the job. With a certificate: gRPC (1.85) can crash in handshakes that it refuses."""
+    """What connects to servers of the job."""
     authority = authority_of(secret)
     made = authority.issue(Identity(Principal.OBSERVER, "test"), 600.0)
     file = directory / "observer.pem"
@@ -73,6 +75,15 @@ def serial_at(address: str, context: ssl.SSLContext) -> int:
         der = connection.getpeercert(binary_form=True)
     assert der is not None
     return x509.load_der_x509_certificate(der).serial_number
+
+
+def serials_at(address: str, context: ssl.SSLContext, count: int) -> set[int]:
+    """The serial numbers of the certificates that a server shows, until there are `count`."""
+    serials: set[int] = set()
+    deadline = time.monotonic() + SOON_S
+    while len(serials) < count and time.monotonic() < deadline:
+        serials.add(serial_at(address, context))
+    return serials
 
 
 def shards_of(cluster: LocalCluster) -> list[str]:
@@ -101,6 +112,17 @@ def test_certificates_are_renewed_and_nobody_notices(tmp_path: Path, record_prop
     assert all(np.array_equal(value, expected) for value in values)
     took_s = made[-1][0] - made[0][0]
     add(record_property, "Certificates renewed", times=RENEWALS, within_s=f"{took_s:.1f}", steps=len(made), aborted=0)
+
+
+def test_many_handshakes_at_once_while_certificates_are_renewed(tmp_path: Path) -> None:
+    """gRPC frees the certificate before while handshakes begin with it; see `security.UNDER_WAY_S`."""
+    with LocalCluster(shards=1, world_size=1, security=Security(tls=True, lifetime_s=LIFETIME_S)) as cluster:
+        context = observer(cluster.token, tmp_path)
+        with ThreadPoolExecutor(AT_ONCE) as threads:
+            asked = [threads.submit(serials_at, cluster.address, context, 3) for _ in range(AT_ONCE)]
+            serials = [future.result() for future in asked]
+        assert all(seen == serials[0] and len(seen) == 3 for seen in serials)
+        assert cluster.status().membership.generation >= 0  # it is still there
 
 
 Issue = Callable[..., dict[str, str]]
