@@ -13,9 +13,10 @@ Note: [Stragglers]
     reason, and it does not come back by itself. See `stragglers`.
 
 Note: [Between two steps]
-    Shard servers that join (but for one that is back with what it held) or have been drained wait for the end of a step
-    (`handover`). Then, before its decision is sent, primaries are swapped (`placements`), and after it the members
-    change: the workers, which have all voted, make their next step in the new generation, and none is aborted.
+    Shard servers that join or have been drained wait for the end of a step (`handover`), but for one whose connection
+    broke a moment ago, and that is back with what it held. Then, before the decision is sent, primaries are swapped
+    (`placements`), and after it the members change: the workers, which have all voted, make their next step in the new
+    generation, and none is aborted.
 """
 
 from __future__ import annotations
@@ -79,6 +80,7 @@ class Members:
         self._handover = Handover()
         self._churn = Churn()
         self._forming = Forming()
+        self._silent: set[str] = set()  # incarnations of those lost since the last step whose leases had expired
         self.stragglers = Stragglers(assembly, models, config.step_timeout_s)
         self.placements = Placements(config.copies, assembly, models, snapshots, out)
         assembly.stepping.ending = self._step_ends
@@ -111,7 +113,7 @@ class Members:
         waits = (
             role is Role.SHARD
             and self._can_wait()
-            and not self._models.still_held_by(request.incarnation)
+            and (request.incarnation in self._silent or not self._models.still_held_by(request.incarnation))
             and a.roster.at_address(request.address) is None
         )
         if entry is None and waits:
@@ -306,6 +308,7 @@ class Members:
         """A step of a model is about to be decided; returns the generation that is to begin with the next, or 0."""
         for entry in self._assembly.roster.of_role(Role.WORKER):
             entry.participated = True
+        self._silent.clear()
         self._handover.step_ends(self._now)
         self.placements.plan(self._now, ending=model)
         self._find_empty(self._now)
@@ -355,6 +358,7 @@ class Members:
                 reasons.append(self._silence(entry))
                 self._out.close(entry.session, MemberLost(f"{reasons[-1]}; it is no member any more"))
             a.counters["losses"] += len(expired)
+            self._silent.update(entry.member.incarnation for entry in expired)
             self.lose(expired, "; ".join(reasons), now)
         if now >= self._forming.due:
             self._announce_joined(now)

@@ -72,6 +72,18 @@ def test_after_another_step_it_holds_nothing() -> None:
     assert all(0 not in h.complete for h in placement(d).holders)
 
 
+def test_frozen_for_longer_than_its_lease_it_does_not_end_the_step_a_second_time() -> None:
+    d, workers, servers = trained(shards=3)
+    servers[0].open = False
+    d.advance(d.config.lease_s + 1, beat=True)
+    generation = workers[0].last(Membership).generation
+    servers[0].join()
+    assert workers[0].last(Membership).generation == generation
+    step(workers, servers[1:])
+    assert (servers[0].open, servers[0].given_rank) == (True, 0)
+    assert all(0 not in h.complete for h in placement(d).holders), "the others have gone on without it"
+
+
 def test_its_rank_may_have_been_given_away() -> None:
     d, workers, servers = trained(shards=3)
     servers[0].lose()
