@@ -230,12 +230,6 @@ class ShardGroup:
         how = spec.precision.param_compression if compressed else None
         received = self._opened(spec, unit) if compressed else None
 
-        async def pull(s: Slice, t: Transfer) -> int:
-            gathering = t.gathering(s)
-            if gathering is not None and (version := gathering.finished()) is not None:
-                return version
-            return await self._retries.call(self._transfers.pull, _GATHERS, s, t)
-
         while True:
             t = transfer(
                 dtype=DType.F32 if how is not None else transfers.DTYPE_OF[out.dtype],
@@ -245,7 +239,7 @@ class ShardGroup:
                 compressor=how,
                 received=received,
             )
-            versions = await together([pull(s, t) for s in slices])
+            versions = await together([self._retries.call(self._transfers.pull, _GATHERS, s, t) for s in slices])
             if min(versions) == max(versions) or spec.policy.asynchronous:
                 return max(min(versions), min_version)
             min_version = max(versions)  # some owners committed in between: ask all of them for the later one
