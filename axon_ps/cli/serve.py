@@ -1,4 +1,4 @@
-"""The commands `coordinator` and `shard`: one service in the foreground, until SIGTERM or Ctrl-C.
+"""The commands `coordinator`, `shard` and `proxy`: one service in the foreground, until SIGTERM or Ctrl-C.
 
 Either signal asks the service to drain and leave; a second one, or `DRAIN_S` seconds (after the `--drain-s` of a shard
 server), ends it as it is. The exit code is 0 after SIGTERM (the way supervisors stop a service) and 130 after Ctrl-C.
@@ -262,6 +262,47 @@ def shard(
         return serve(configuration, ready, stop, http)
 
     leave(_in_foreground(start, host, ready_fd, http, settings.drain_s))
+
+
+def proxy(
+    coordinator: o.Coordinator = None,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port to listen on; 0 = any free one.")] = 7076,
+    job: o.Job = None,
+    token: o.Token = None,
+    token_file: o.TokenFile = None,
+    tls_ca: o.TlsCa = None,
+    tls_cert: o.TlsCert = None,
+    tls_key: o.TlsKey = None,
+    tls: o.Tls = None,
+    tls_mutual: o.TlsMutual = None,
+    insecure: o.Insecure = None,
+    debuggable: o.Debuggable = None,
+    config: o.Config = None,
+    log: o.Log = None,
+    log_level: o.LogLevel = None,
+    ready_fd: o.ReadyFd = None,
+) -> None:
+    """Serve the members of a host as their coordinator: all their sessions go over one, which is the host's."""
+    settings = _settings(
+        config, coordinator=coordinator, job=job, token=token, token_file=token_file, tls_ca=tls_ca, tls_cert=tls_cert,
+        tls_key=tls_key, tls=tls, tls_mutual=tls_mutual, insecure=insecure, log=log, log_level=log_level,
+        debuggable=debuggable,
+    )  # fmt: skip
+    security = settings.security()
+    security.check_bind(host, port)
+    if not settings.coordinator:
+        raise ConfigurationError("a proxy needs the coordinator: --coordinator host:port or AXON_PS_COORDINATOR")
+    from axon_ps.coordinator.proxy.server import serve
+
+    address = _coordinator_address(settings)
+    _configure_logging(settings, "proxy")
+    _set_up_memory(settings)
+
+    def start(ready: Ready, stop: asyncio.Event) -> Awaitable[None]:
+        return serve(address, settings.job, host, port, security, ready, stop)
+
+    leave(_in_foreground(start, host, ready_fd, None))
 
 
 def _settings(config: Path | None, **flags: Any) -> Settings:

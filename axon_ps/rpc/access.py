@@ -37,6 +37,7 @@ _READERS: Final = EVERY_ROLE
 
 MAY_CALL: Final[Mapping[str, frozenset[Principal] | None]] = {
     _C + "Session": _MEMBERS,  # as a worker only a worker, as a shard server only one; see `credentials.may_join`
+    _C + "HostSession": _MEMBERS,  # what is called there is looked up in this table, call by call
     _C + "Barrier": _WORKER,
     _C + "KV": _USERS | _SHARD,  # an operator: torchrun's agents; a shard server: is there another leader?
     _C + "Register": _WORKER,

@@ -182,8 +182,9 @@ class Security:
             used = chain
             return _configuration(chain)
 
+        fetch: Any = newer  # gRPC's stubs do not know of None: nothing is newer
         return grpc.dynamic_ssl_server_credentials(
-            _configuration(used), newer, require_client_authentication=bool(used.roots)
+            _configuration(used), fetch, require_client_authentication=bool(used.roots)
         )
 
     def channel_chain(self, host: str) -> ChainSource | None:

@@ -216,6 +216,21 @@ class ServerStream:
         """Await it to send a message, or one that is encoded already; it ends when the transport has taken it."""
         return Shielded(self._context.write(message))
 
+    @property
+    def post(self) -> Callable[[bytes], bool] | None:
+        """Sends an encoded message without waiting, False = it cannot; None where a write has to wait."""
+        return getattr(self._context, "post", None)
+
+    def receive(self, take: Callable[[Any], None]) -> bool:
+        """Have every further message, and `EOF`, given to `take` as it comes; False where one has to read.
+
+        Args:
+            take: raises nothing.
+        """
+        if can := hasattr(self._context, "receive"):
+            self._context.receive(take)
+        return can
+
 
 async def together(calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
     """All results; the first error cancels the others, and is raised when they have ended."""

@@ -36,6 +36,7 @@ _DRAIN_S = 10.0
 _LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 COORDINATOR = "coordinator"
+PROXY = "proxy"
 T = TypeVar("T")
 
 
@@ -129,6 +130,7 @@ class LocalCluster:
         self._coordinators: list[Child] = []
         self._address = ""
         self._shards: list[Child] = []
+        self._proxies: list[Child] = []
         self._addresses: dict[int, str] = {}  # of services, by process id
         self._drained: set[Child] = set()
         self._workers: list[WorkerProcess] = []
@@ -177,11 +179,11 @@ class LocalCluster:
         """End workers, shard servers, coordinator, in this order; returns their errors, and their logs."""
         for worker in self._workers:
             worker.process.end()
-        troubles = [t for group in (self._shards, self._coordinators) for t in _end_services(group, self._drained)]
-        logs = "\n".join(f"--- log of {p.name}:\n{p.output}" for p in (*self._coordinators, *self._shards))
+        troubles = [t for group in (self._shards, self._proxies, self._coordinators) for t in _end_services(group, self._drained)]
+        logs = "\n".join(f"--- log of {p.name}:\n{p.output}" for p in (*self._coordinators, *self._shards, *self._proxies))
         if self._temporary is not None:
             self._temporary.cleanup()
-        self._workers, self._shards, self._coordinators, self._temporary = [], [], [], None
+        self._workers, self._shards, self._proxies, self._coordinators, self._temporary = [], [], [], [], None
         return troubles, logs
 
     # ------------------------------------------------------------------ what workers need
@@ -288,13 +290,14 @@ class LocalCluster:
         """A process of the cluster.
 
         Args:
-            role: "coordinator", "shard" or "worker".
+            role: "coordinator", "shard", "proxy" or "worker".
             index: which of them, in the order they were started.
         """
         name = role.value if isinstance(role, Role) else role
         groups: dict[str, list[Child]] = {
             COORDINATOR: self._coordinators,
             Role.SHARD.value: self._shards,
+            PROXY: self._proxies,
             Role.WORKER.value: [worker.process for worker in self._workers],
         }
         if name not in groups or not 0 <= index < len(groups[name]):
@@ -313,7 +316,7 @@ class LocalCluster:
             process.wait(_DRAIN_S)
 
     def restart(self, role: Role | str, index: int = 0) -> None:
-        """Restart a service that was killed: the coordinator on its port, a shard server with its rank.
+        """Restart a service that was killed: a coordinator or a proxy on its port, a shard server with its rank.
 
         Raises:
             Misuse: it still runs, or it is a worker.
@@ -326,6 +329,8 @@ class LocalCluster:
             new = self._spawn_coordinator(index, port=int(self._address.split(",")[index].rpartition(":")[2]))
         elif old in self._shards:
             new = self._spawn_shard(index, self._address)
+        elif old in self._proxies:
+            new = self._spawn_proxy(index, port=int(self._addresses[old.pid].rpartition(":")[2]))
         else:
             raise Misuse("a worker is not restarted; start another with start_workers")
         self._listening(new, time.monotonic() + self._start_timeout_s)
@@ -335,6 +340,11 @@ class LocalCluster:
         index = len(self._shards)
         self._listening(self._spawn_shard(index, self._address, rank=-1), time.monotonic() + self._start_timeout_s)
         return index
+
+    def add_proxy(self) -> str:
+        """Start a host's proxy; returns its address, which members take for the coordinator's."""
+        index = len(self._proxies)
+        return self._listening(self._spawn_proxy(index, port=0), time.monotonic() + self._start_timeout_s)
 
     def drain(self, index: int, timeout_s: float = 60.0) -> None:
         """Take a shard server out of the running job; returns when it has ended.
@@ -404,6 +414,11 @@ class LocalCluster:
         options = ["--coordinator", coordinator, "--port", "0", "--rank", str(rank), "--threads", "1"]
         process = self._spawn(f"shard {index}", "shard", options)
         self._shards[index : index + 1] = [process]
+        return process
+
+    def _spawn_proxy(self, index: int, port: int) -> Child:
+        process = self._spawn(f"proxy {index}", "proxy", ["--coordinator", self._address, "--port", str(port)])
+        self._proxies[index : index + 1] = [process]
         return process
 
     def _spawn(self, name: str, command: str, options: Sequence[str]) -> Child:

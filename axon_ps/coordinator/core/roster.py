@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Final
 
 from axon_ps.coordinator.core.events import JoinRequest, KnownNames, ServerMemory
 from axon_ps.coordinator.core.waiting import Deadlines
@@ -76,10 +77,18 @@ class RosterEntry:
 NOUN = {Role.WORKER: "worker", Role.SHARD: "shard server"}
 """What errors call a member of a role."""
 
+_MAX_NAMED: Final = 4
+
 
 def name_of(member: Member) -> str:
     """What errors call a member: "worker 3 (node a)"."""
     return f"{NOUN[member.role]} {member.rank} (node {member.node})"
+
+
+def names_of(members: Sequence[Member]) -> str:
+    """What errors call several; a long list is cut."""
+    named = ", ".join(name_of(member) for member in members[:_MAX_NAMED])
+    return named if len(members) <= _MAX_NAMED else f"{named} and {len(members) - _MAX_NAMED} more"
 
 
 class Roster:

@@ -42,7 +42,7 @@ from axon_ps.coordinator.core.kv import KeyValues
 from axon_ps.coordinator.core.members import Members
 from axon_ps.coordinator.core.models import Models
 from axon_ps.coordinator.core.registrations import Registrations
-from axon_ps.coordinator.core.roster import RosterEntry
+from axon_ps.coordinator.core.roster import RosterEntry, names_of
 from axon_ps.coordinator.core.statistics import statistics
 from axon_ps.errors import (
     AxonError,
@@ -146,12 +146,14 @@ class CoordinatorState:
             self._members.leave(entry, reason, now, finished=finished)
         return self._out.take()
 
-    def stream_lost(self, session: int, now: float) -> list[Action]:
-        """A member's stream has broken: it is lost at once."""
-        if (entry := self._entry(session, now)) is not None:
-            self._assembly.counters["losses"] += 1
-            self._members.lose([entry], f"{entry.name} was lost: its connection broke", now)
-        self._members.forget(session)
+    def streams_lost(self, sessions: Sequence[int], now: float) -> list[Action]:
+        """Members' streams have broken: they are lost at once, and together."""
+        if entries := [entry for session in sessions if (entry := self._entry(session, now)) is not None]:
+            self._assembly.counters["losses"] += len(entries)
+            was = "was lost: its connection" if len(entries) == 1 else "were lost: their connections"
+            self._members.lose(entries, f"{names_of([e.member for e in entries])} {was} broke", now)
+        for session in sessions:
+            self._members.forget(session)
         return self._out.take()
 
     def tick(self, now: float) -> list[Action]:
@@ -526,6 +528,11 @@ class CoordinatorState:
         """The rank of the member that a session belongs to; -1 = of none."""
         entry = self._assembly.roster.of_session(session)
         return -1 if entry is None else entry.member.rank
+
+    def rank_held_by(self, incarnation: str) -> int | None:
+        """The rank that a process has; None = it is no member."""
+        entry = self._assembly.roster.get(incarnation)
+        return None if entry is None else entry.member.rank
 
     def is_asynchronous(self, number: int) -> bool:
         """Whether replicas of a model step asynchronously."""

@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import logging
 import math
+from functools import partial
 from typing import Any, Final
 
 from axon_ps.coordinator.core.access.callers import Caller
@@ -37,13 +38,15 @@ from axon_ps.coordinator.server.feed import MAX_READERS, TICK_S, Feed
 from axon_ps.coordinator.server.shared_calls import SharedCalls
 from axon_ps.coordinator.server.shell import Session, Shell
 from axon_ps.coordinator.server.trace_calls import TraceCalls
-from axon_ps.errors import AxonError, Broken, Busy, InvalidRequest, Misuse, PermissionDenied
+from axon_ps.errors import AxonError, Broken, Busy, InternalError, InvalidRequest, Misuse, PermissionDenied
 from axon_ps.observe.log_buffer import TAKEN
 from axon_ps.observe.metrics.histogram import Histogram
-from axon_ps.rpc.access import CHANGES_A_JOB, short
+from axon_ps.rpc.access import CHANGES_A_JOB, may_call, refusal, short
 from axon_ps.rpc.auth import credentials as auth
 from axon_ps.rpc.auth.identity import Principal
-from axon_ps.rpc.service import ServerStream
+from axon_ps.rpc.in_process import handler_of
+from axon_ps.rpc.multiplex.server import MultiplexedServer
+from axon_ps.rpc.service import ServerStream, service_handler
 from axon_ps.rpc.status import error_from_detail
 from axon_ps.rpc.stream import EOF
 from axon_ps.storage.roots import check_allowed
@@ -71,6 +74,9 @@ MAX_LOGS: Final = 2 * TAKEN
 
 MAX_RANKS: Final = 1 << 16
 
+HOST_SESSION: Final = "HostSession"
+_SERVICE: Final = coordinator_pb2.DESCRIPTOR.services_by_name["Coordinator"]
+
 _logger = logging.getLogger(__name__)
 
 
@@ -96,6 +102,7 @@ class CoordinatorServicer:
         self._log_readers = 0
         self._traces = TraceCalls(shell)
         self._ends: dict[str, auth.StreamEnd] = {}  # of sessions, by incarnation
+        self._handlers = (service_handler(_SERVICE, self),)
 
     @property
     def audit(self) -> AuditLog:
@@ -127,14 +134,15 @@ class CoordinatorServicer:
         except PermissionDenied as error:
             refused(self, "join", auth.calling(), context.peer(), error)
             raise
-        session = self._shell.open_session(differences=first.join.differences)
+        session = self._shell.open_session(differences=first.join.differences, post=context.post)
         reader: asyncio.Task[None] | None = None
         end = auth.stream_end()
         try:
             if end is not None:
                 self._ends[request.incarnation] = end
             self._shell.perform(self._shell.state.join(session.number, role, request, self._shell.now()))
-            reader = asyncio.create_task(self._read(context, session))
+            if not context.receive(partial(self._take, session)):
+                reader = asyncio.create_task(self._read(context, session))
             async for event in session.events():
                 await context.write(event)
         finally:
@@ -144,17 +152,50 @@ class CoordinatorServicer:
             if self._ends.get(request.incarnation) is end:
                 self._ends.pop(request.incarnation, None)
 
+    async def host_session(self, context: ServerStream) -> None:
+        """The calls of a host's members. Each is made with the credentials of the stream, which its proxy has."""
+        caller = auth.calling()
+        if caller.rank is not None:
+            raise PermissionDenied(
+                f"{caller.text} is the only one that may be served with these credentials; a host's session needs "
+                "the job's secret"
+            )
+
+        def handler(method: str) -> Any:
+            path = f"/{_SERVICE.full_name}/{method}"
+            found = None if method == HOST_SESSION else handler_of(self._handlers, path)
+            if found is None:
+                raise InvalidRequest(f"{_SERVICE.full_name} has no method {method!r} for the members of a host")
+            if not may_call(caller.roles, path):
+                raise PermissionDenied(refusal(caller.roles, path))
+            return found
+
+        calls = MultiplexedServer(context, handler)
+        with self._shell.host(calls.end):
+            await calls.run()
+
     async def _read(self, context: ServerStream, session: Session) -> None:
-        """Pass a member's messages on until its stream ends; a malformed one ends the session with an error."""
+        """Pass a member's messages on until its stream ends."""
         try:
             while (message := await context.read()) is not EOF:
-                self._shell.perform(self._dispatch(session.number, message))
+                self._take(session, message)
             session.close(None)
-        except AxonError as error:
-            session.close(error)
         except Exception as error:
             _logger.debug("a session's stream broke: %s", error)
             session.close(None)
+
+    def _take(self, session: Session, message: Any) -> None:
+        """Pass a member's message on; a malformed one ends the session with an error."""
+        if message is EOF:
+            session.close(None)
+            return
+        try:
+            self._shell.perform(self._dispatch(session.number, message))
+        except AxonError as error:
+            session.close(error)
+        except Exception as error:
+            _logger.exception("a message of a session failed")
+            session.close(InternalError(f"the message failed: {type(error).__name__}: {error}"))
 
     def _dispatch(self, session: int, message: session_pb2.SessionRequest) -> list[Action]:
         state, now = self._shell.state, self._shell.now()
@@ -205,7 +246,7 @@ class CoordinatorServicer:
         """
         caller, credentials = _caller(context), auth.calling()
         if caller.incarnation and credentials.rank is not None:
-            rank = _rank_of(caller.incarnation, self._shell.state)
+            rank = self._shell.state.rank_held_by(caller.incarnation)
             if rank not in (None, credentials.rank):
                 raise PermissionDenied(f"{credentials.text} may not call as the member of rank {rank}")
         if (end := self._ends.get(caller.incarnation)) is not None:
@@ -344,7 +385,7 @@ class CoordinatorServicer:
         if not request.HasField("rank"):
             raise InvalidRequest("a drain names its shard server by rank; none is given")
         caller = self._caller(request.context)
-        by_itself = _rank_of(caller.incarnation, self._shell.state) == request.rank
+        by_itself = self._shell.state.rank_held_by(caller.incarnation) == request.rank
         if Principal.OPERATOR not in auth.calling().roles and not by_itself:
             raise PermissionDenied(f"{auth.calling().text} may drain only itself, not shard server {request.rank}")
         return placement_pb2.DrainReply(slices=await self.drain_server(caller, request.rank))
@@ -442,7 +483,7 @@ def _with_credentials(role: Role, request: JoinRequest, state: CoordinatorState)
         PermissionDenied: they do not allow it to join in this role or with this rank.
     """
     caller = auth.calling()
-    held = _rank_of(request.incarnation, state)
+    held = state.rank_held_by(request.incarnation)
     rank = caller.check_join(Principal(role.value), request.requested_rank if held is None else held)
     return dataclasses.replace(
         request,
@@ -450,12 +491,6 @@ def _with_credentials(role: Role, request: JoinRequest, state: CoordinatorState)
         credentials=caller.names,
         makes_itself=caller.has_secret and bool(caller.names),
     )
-
-
-def _rank_of(incarnation: str, state: CoordinatorState) -> int | None:
-    """The rank that a process has; None = it is no member."""
-    members = (*state.membership.workers, *state.membership.shards)
-    return next((member.rank for member in members if member.incarnation == incarnation), None)
 
 
 async def _first(context: ServerStream, what: str) -> Any:

@@ -20,7 +20,7 @@ import dataclasses
 import logging
 import math
 import socket
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
@@ -67,6 +67,11 @@ _logger = logging.getLogger(__name__)
 class Session:
     """One member's stream, as the shell sees it: a bounded queue of what is to be sent, and how it ended.
 
+    Args:
+        number: its number.
+        differences: whether its member takes memberships as what has changed.
+        post: sends an encoded event at once, False when it cannot; None = they are queued.
+
     Attributes:
         number: it.
         error: what it ended with.
@@ -74,8 +79,9 @@ class Session:
         differences: whether its member takes memberships as what has changed.
     """
 
-    def __init__(self, number: int, *, differences: bool = False) -> None:
+    def __init__(self, number: int, *, differences: bool = False, post: Callable[[bytes], bool] | None = None) -> None:
         self.number = number
+        self._post = post
         self.differences = differences
         self.error: AxonError | None = None
         self.known: Membership | None = None
@@ -84,6 +90,8 @@ class Session:
 
     def send(self, event: bytes) -> bool:
         """Queue an encoded `SessionEvent`; False when the queue is full."""
+        if self._post is not None:
+            return not self._open or self._post(event)
         if self._open and self._events.qsize() >= QUEUE_EVENTS:
             return False
         if self._open:
@@ -183,6 +191,8 @@ class Shell:
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="axon_ps-state")
         self._sessions: dict[int, Session] = {}
         self._calls: dict[int, asyncio.Future[Any]] = {}
+        self._hosts: set[Callable[[AxonError], None]] = set()
+        self._lost: list[int] = []
         self._number = 0
         self._logged_generation = 0
         self._logged_steps: dict[int, int] = {}  # by model
@@ -260,22 +270,42 @@ class Shell:
 
     # ------------------------------------------------------------------ events in
 
-    def open_session(self, *, differences: bool = False) -> Session:
-        """A new stream, of no member yet; `differences`: it takes memberships as what has changed.
+    def open_session(self, *, differences: bool = False, post: Callable[[bytes], bool] | None = None) -> Session:
+        """A new stream, of no member yet; see `Session`.
 
         Raises:
             Broken: the coordinator is stopping.
         """
         self._check()
         self._number += 1
-        session = self._sessions[self._number] = Session(self._number, differences=differences)
+        session = self._sessions[self._number] = Session(self._number, differences=differences, post=post)
         return session
 
     def close_session(self, session: Session) -> None:
-        """A stream is over."""
+        """A stream is over. Those that end together, as a host's do, are lost together: in one generation."""
         self._sessions.pop(session.number, None)
+        self._lost.append(session.number)
+        if len(self._lost) == 1:
+            self._loop.call_soon(self._lose)
+
+    def _lose(self) -> None:
+        lost, self._lost = self._lost, []
         if not self._closed:
-            self.perform(self.state.stream_lost(session.number, self.now()))
+            self.perform(self.state.streams_lost(lost, self.now()))
+
+    @contextlib.contextmanager
+    def host(self, end: Callable[[AxonError], None]) -> Iterator[None]:
+        """A host's session lasts as long as this, or until `end` is called, with the error that ends all sessions.
+
+        Raises:
+            Broken: the coordinator is stopping.
+        """
+        self._check()
+        self._hosts.add(end)
+        try:
+            yield
+        finally:
+            self._hosts.discard(end)
 
     async def call(self, event: Callable[[int], list[Action]]) -> Any:
         """Give the state machine a call and wait for its answer.
@@ -410,6 +440,8 @@ class Shell:
             session.close(error)
         for call in list(self._calls):
             self._answer(call, error)
+        for end in list(self._hosts):
+            end(error)
 
     def _log(self, event: ServerEvent) -> None:
         """Log an event once; one that is repeated for a member that reconnected is not logged again."""

@@ -1,6 +1,7 @@
 from axon_ps.wire.v1 import common_pb2 as _common_pb2
 from axon_ps.wire.v1 import logs_pb2 as _logs_pb2
 from axon_ps.wire.v1 import membership_pb2 as _membership_pb2
+from axon_ps.wire.v1 import multiplex_pb2 as _multiplex_pb2
 from axon_ps.wire.v1 import placement_pb2 as _placement_pb2
 from axon_ps.wire.v1 import revocation_pb2 as _revocation_pb2
 from axon_ps.wire.v1 import session_pb2 as _session_pb2

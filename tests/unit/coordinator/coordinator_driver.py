@@ -111,7 +111,7 @@ class Peer:
     def lose(self) -> None:
         """The stream breaks."""
         self.open = False
-        self.driver.perform(self.driver.state.stream_lost(self.session, self.driver.clock()))
+        self.driver.perform(self.driver.state.streams_lost([self.session], self.driver.clock()))
 
     def leave(self, *, finished: bool = False) -> None:
         self.driver.perform(self.driver.state.leave(self.session, "", self.driver.clock(), finished=finished))

@@ -50,7 +50,7 @@ def test_all_lost_by_resets_is_suspicious_half_a_lease_later() -> None:
     state = job()
     state.isolation.silent_s(1.0)
     for session in range(3):
-        state.stream_lost(session, 1.0)
+        state.streams_lost([session], 1.0)
     assert not state.isolation.suspected(2.9)
     assert state.isolation.suspected(3.0)
 

@@ -136,7 +136,7 @@ def test_the_same_incarnation_keeps_its_rank_and_its_generation_when_its_stream_
     assert w.last(Welcome).rank == 0
     assert w.membership.generation == generation
     assert len(other.inbox) == received
-    d.perform(d.state.stream_lost(old, d.clock()))
+    d.perform(d.state.streams_lost([old], d.clock()))
     assert d.state.status().membership.generation == generation, "the old stream is nobody's any more"
 
 

@@ -1,0 +1,7 @@
+"""A host's proxy of the coordinator: its members' sessions and calls go over one stream, the host's session.
+
+The members of the host connect to it as if it were the coordinator. It decides nothing and knows nothing of the job.
+
+- `upstream`: the host's session with the coordinator that leads.
+- `server`: what the members connect to.
+"""

@@ -1,0 +1,122 @@
+"""A host's session with the coordinator that leads: opened again when it breaks, wherever one leads then."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import Awaitable, Callable
+from typing import Final
+
+from axon_ps.coordinator.client.addresses import Addresses, Place
+from axon_ps.coordinator.client.operator import SERVICE
+from axon_ps.coordinator.client.succession import successor
+from axon_ps.errors import AxonError, Broken, Closed, Unreachable
+from axon_ps.rpc.multiplex.client import MultiplexedClient
+from axon_ps.rpc.security import Security
+from axon_ps.rpc.service import Stub
+from axon_ps.rpc.stream import Stream
+
+LONGEST_PAUSE_S: Final = 1.0
+"""Between two attempts to open it."""
+
+_logger = logging.getLogger(__name__)
+
+
+class Upstream:
+    """One host's session. `run` it once.
+
+    Args:
+        address: "host:port" of the coordinator, or several with commas between them.
+        job: name of the job.
+        security: TLS and token, acting as a member of any rank.
+        on_change: called with whether there is a session.
+    """
+
+    def __init__(
+        self, address: str, job: str, security: Security, on_change: Callable[[bool], Awaitable[None]]
+    ) -> None:
+        self._addresses = Addresses(address)
+        self._job = job
+        self._security = security
+        self._on_change = on_change
+        self._calls: MultiplexedClient | None = None
+        self._error: AxonError = Unreachable(f"there was no session with coordinator {address} yet")
+        self._random = random.Random()
+
+    def calls(self) -> MultiplexedClient:
+        """What makes calls on the present session.
+
+        Raises:
+            Unreachable: there is none.
+        """
+        if self._calls is None:
+            where = self._addresses.present.address
+            raise Unreachable(f"this host has no session with the coordinator at {where}: {self._error}")
+        return self._calls
+
+    async def run(self) -> None:
+        """Have a session, for good.
+
+        Raises:
+            AxonError: the coordinator refuses it, so that another attempt would be in vain.
+        """
+        pause_s, known = 0.05, None
+        while True:
+            leads: asyncio.Future[Place] = asyncio.get_running_loop().create_future()
+            try:
+                await self._session(leads)
+            except Broken as error:
+                if self._calls is not None:
+                    _logger.warning("this host has lost its session with the coordinator: %s", error)
+                    pause_s = 0.05
+                self._calls, self._error = None, error
+            known = leads.result() if leads.done() else None
+            await self._on_change(False)
+            if not await self._addresses.next(known):
+                await asyncio.sleep(self._random.uniform(pause_s / 2, pause_s))
+                pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+
+    async def _session(self, leads: asyncio.Future[Place]) -> None:
+        """One session, to its end; `leads` is where another coordinator leads, if that is why.
+
+        Raises:
+            Broken: it broke, could not be opened, or another coordinator leads.
+            AxonError: it was refused.
+        """
+        channel = self._addresses.connect(self._security)
+        following: asyncio.Task[None] | None = None
+        try:
+            await self._addresses.until_connected(channel)
+            stub = Stub(channel, SERVICE, self._security)
+            stream = stub.open("HostSession")
+            calls = MultiplexedClient(stream, stub.peer)
+            if len(self._addresses) > 1:
+                following = asyncio.create_task(self._follow(stream, leads))
+            await self._run(calls)
+        except Closed as error:
+            why = f"another coordinator leads, at {leads.result().address}" if leads.done() else str(error)
+            raise Broken(why) from None
+        finally:
+            if following is not None:
+                following.cancel()
+                await asyncio.wait([following])
+            await channel.close()
+
+    async def _run(self, calls: MultiplexedClient) -> None:
+        running = asyncio.create_task(calls.run())
+        try:
+            await calls.began()
+            self._addresses.found()
+            self._calls = calls
+            _logger.info("this host has a session with the coordinator at %s", calls.peer)
+            await self._on_change(True)
+            await asyncio.wait([running])
+            running.result()
+        finally:
+            running.cancel()
+            await asyncio.wait([running])
+
+    async def _follow(self, stream: Stream, leads: asyncio.Future[Place]) -> None:
+        leads.set_result(await successor(self._addresses, self._security, self._job))
+        stream.cancel()

@@ -1,0 +1,197 @@
+"""The caller's end of a stream of many calls."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator
+from typing import Final
+
+import grpc
+
+from axon_ps.errors import AxonError, Broken, Closed, again
+from axon_ps.rpc.multiplex.frames import MAX_WAITING, Outbox
+from axon_ps.rpc.status import ERROR_KEY, error_of_status
+from axon_ps.rpc.stream import EOF, Stream
+from axon_ps.wire.v1 import multiplex_pb2
+
+MAX_UNREAD: Final = 1024
+"""Messages of a call that nobody has read; more of them end it."""
+
+_CODES: Final = {code.value[0]: code for code in grpc.StatusCode}
+
+
+class MultiplexedClient:
+    """Makes calls on one stream. `run` it once; calls can be made from then on, until it ends.
+
+    Args:
+        stream: the stream.
+        peer: what errors call the other end.
+    """
+
+    def __init__(self, stream: Stream, peer: str) -> None:
+        self.outbox = Outbox()
+        self.peer = peer
+        self._stream = stream
+        self._calls: dict[int, MultiplexedCall] = {}
+        self._numbers = itertools.count(1)
+        self._error: AxonError | None = None
+        self._began = asyncio.Event()
+
+    async def began(self) -> None:
+        """Return once the peer performs calls.
+
+        Raises:
+            AxonError: it does not.
+        """
+        await self._began.wait()
+        if self._error is not None:
+            raise again(self._error)
+
+    async def run(self) -> None:
+        """Carry messages until the stream ends; all calls end with it.
+
+        Raises:
+            AxonError: what ended it.
+        """
+        writer = asyncio.ensure_future(self._write())
+        try:
+            await self._stream.write(multiplex_pb2.Frames())
+            while (frames := await self._stream.read()) is not EOF:
+                self._began.set()
+                for frame in frames.frames:
+                    self._take(frame)
+            raise Broken(f"{self._stream.place} ended")
+        except AxonError as error:
+            self._fail(error)
+            raise
+        finally:
+            self._fail(Closed(f"{self._stream.place} was closed"))
+            self._stream.cancel()
+            writer.cancel()
+            await asyncio.gather(writer, return_exceptions=True)
+
+    async def call(self, method: str, request: bytes) -> bytes:
+        """Make a unary call; gives the encoded reply. Who cancels it cancels the call.
+
+        Raises:
+            AxonError: what the servicer raised; or what ended the stream.
+        """
+        call = self._begin(method)
+        self.outbox.add_frame(multiplex_pb2.Frame(calls=(call.number,), method=method, message=request))
+        try:
+            async for reply in call.messages():
+                return reply
+        finally:
+            call.cancel()
+        raise Broken(f"{method} at {self.peer} ended without a reply")
+
+    def open(self, method: str) -> MultiplexedCall:
+        """Begin a streaming call.
+
+        Raises:
+            AxonError: what ended the stream.
+        """
+        call = self._begin(method)
+        self.outbox.add_frame(multiplex_pb2.Frame(calls=(call.number,), method=method))
+        return call
+
+    def forget(self, number: int) -> None:
+        """A call is over."""
+        self._calls.pop(number, None)
+
+    def _begin(self, method: str) -> MultiplexedCall:
+        if self._error is not None:
+            raise again(self._error)
+        call = MultiplexedCall(self, next(self._numbers), method)
+        self._calls[call.number] = call
+        return call
+
+    def _take(self, frame: multiplex_pb2.Frame) -> None:
+        for number in frame.calls:
+            if (call := self._calls.get(number)) is None:  # it was cancelled
+                continue
+            if frame.HasField("message"):
+                call.take(frame.message)
+            if frame.HasField("status"):
+                call.end(self._error_of(frame.status, call.method))
+            elif frame.end:
+                call.end(None)
+
+    def _error_of(self, status: multiplex_pb2.CallStatus, method: str) -> AxonError:
+        trailing = ((ERROR_KEY, status.error),) if status.error else ()
+        code = _CODES.get(status.code, grpc.StatusCode.UNKNOWN)
+        return error_of_status(code, status.details, trailing, self.peer, method)
+
+    async def _write(self) -> None:
+        while True:
+            for frames in await self.outbox.take():
+                await self._stream.write(frames)
+
+    def _fail(self, error: AxonError) -> None:
+        if self._error is None:
+            self._error = again(error)
+            self._began.set()
+        for call in list(self._calls.values()):
+            call.end(error)
+
+
+class MultiplexedCall:
+    """One streaming call."""
+
+    def __init__(self, client: MultiplexedClient, number: int, method: str) -> None:
+        self.number = number
+        self.method = method
+        self._client = client
+        self._messages: asyncio.Queue[bytes | None] = asyncio.Queue()
+        self._error: AxonError | None = None
+        self._over = False
+
+    def write(self, message: bytes, *, lazy: bool = False) -> None:
+        """Send a message; see `Outbox.add`.
+
+        Raises:
+            Broken: too much waits to be sent.
+        """
+        if len(self._client.outbox) >= MAX_WAITING:
+            raise Broken(f"{self._client.peer} does not take what is sent to it: {MAX_WAITING} messages wait")
+        if not self._over:
+            self._client.outbox.add(self.number, message, lazy=lazy)
+
+    def done_writing(self) -> None:
+        """No message will follow."""
+        if not self._over:
+            self._client.outbox.add_frame(multiplex_pb2.Frame(calls=(self.number,), end=True))
+
+    def cancel(self) -> None:
+        """The call is over for us. Does nothing when it is over."""
+        if not self._over:
+            self._client.outbox.add_frame(multiplex_pb2.Frame(calls=(self.number,), cancel=True))
+            self.end(None)
+
+    async def messages(self) -> AsyncIterator[bytes]:
+        """The peer's messages, until the call has ended well.
+
+        Raises:
+            AxonError: what ended it.
+        """
+        while (message := await self._messages.get()) is not None:
+            yield message
+        if self._error is not None:
+            raise again(self._error)
+
+    def take(self, message: bytes) -> None:
+        """A message has come."""
+        if self._messages.qsize() >= MAX_UNREAD:
+            error = Broken(f"{MAX_UNREAD} messages of {self.method} were not read; the call is ended")
+            self.cancel()
+            self._error = error
+        else:
+            self._messages.put_nowait(message)
+
+    def end(self, error: AxonError | None) -> None:
+        """It has ended."""
+        if not self._over:
+            self._over, self._error = True, error
+            self._client.forget(self.number)
+            self._messages.put_nowait(None)

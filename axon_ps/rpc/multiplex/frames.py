@@ -1,0 +1,87 @@
+"""What waits to be written to a stream of many calls."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from typing import Final
+
+from axon_ps.wire.v1 import multiplex_pb2
+
+LAZY_S: Final = 0.2
+"""How long a message that is in no hurry may wait for others to be written with."""
+
+MAX_WAITING: Final = 1 << 14
+"""Frames that may wait: whoever lets so many pile up does not read, and its stream ends."""
+
+MAX_BYTES: Final = 1 << 20
+"""Of the messages that are written together; a larger one goes by itself."""
+
+
+class Outbox:
+    """Frames in the order in which they came; a message that is equal to one that waits joins its frame.
+
+    It does so only if no other frame of its call has come in between: each call's messages stay in order.
+    """
+
+    def __init__(self) -> None:
+        self._frames: list[multiplex_pb2.Frame] = []
+        self._indexes: dict[bytes, int] = {}  # of the messages that wait
+        self._last: dict[int, int] = {}  # by call, the index of its newest frame
+        self._due = asyncio.Event()
+        self._timer: asyncio.TimerHandle | None = None
+
+    def __len__(self) -> int:
+        return len(self._frames)
+
+    def add(self, call: int, message: bytes, *, lazy: bool = False) -> None:
+        """Have a message of a call written: soon, or if it is `lazy`, within `LAZY_S`."""
+        index = self._indexes.get(message, -1)
+        if index > self._last.get(call, -1):
+            self._frames[index].calls.append(call)
+            self._last[call] = index
+        else:
+            self._indexes[message] = len(self._frames)
+            self._add(multiplex_pb2.Frame(calls=(call,), message=message))
+        self._wake(lazy)
+
+    def add_frame(self, frame: multiplex_pb2.Frame) -> None:
+        """Have a frame written that begins a call or ends it."""
+        self._add(frame)
+        self._wake(lazy=False)
+
+    async def take(self) -> Iterator[multiplex_pb2.Frames]:
+        """What is to be written now, as soon as there is something."""
+        await self._due.wait()
+        self._due.clear()
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        frames, self._frames = self._frames, []
+        self._indexes.clear()
+        self._last.clear()
+        return _batches(frames)
+
+    def _add(self, frame: multiplex_pb2.Frame) -> None:
+        for call in frame.calls:
+            self._last[call] = len(self._frames)
+        self._frames.append(frame)
+
+    def _wake(self, lazy: bool) -> None:
+        if not lazy:
+            self._due.set()
+        elif self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(LAZY_S, self._due.set)
+
+
+def _batches(frames: list[multiplex_pb2.Frame]) -> Iterator[multiplex_pb2.Frames]:
+    batch: list[multiplex_pb2.Frame] = []
+    size_bytes = 0
+    for frame in frames:
+        if batch and size_bytes + len(frame.message) > MAX_BYTES:
+            yield multiplex_pb2.Frames(frames=batch)
+            batch, size_bytes = [], 0
+        batch.append(frame)
+        size_bytes += len(frame.message)
+    if batch:
+        yield multiplex_pb2.Frames(frames=batch)

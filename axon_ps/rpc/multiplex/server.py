@@ -1,0 +1,234 @@
+"""The calls of a stream of many, performed by a service's handlers."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, Final
+
+import grpc
+from google.protobuf.message import DecodeError, Message
+
+from axon_ps.errors import AxonError, Broken, InvalidRequest, again
+from axon_ps.rpc.limits import MAX_STREAMS
+from axon_ps.rpc.multiplex.frames import MAX_WAITING, Outbox
+from axon_ps.rpc.service import EOF, ServerStream
+from axon_ps.rpc.status import ERROR_KEY, status_of
+from axon_ps.wire.v1 import multiplex_pb2
+
+MAX_UNREAD: Final = 1024
+"""Messages of a call that its servicer has not read; more of them end it."""
+
+_logger = logging.getLogger(__name__)
+
+
+class MultiplexedServer:
+    """Performs the calls of one stream. `run` it once, in the task that serves the stream.
+
+    Args:
+        stream: the stream.
+        handler: gives gRPC's handler of a method, by its name; raises an `AxonError` when it may not be called.
+    """
+
+    def __init__(self, stream: ServerStream, handler: Callable[[str], Any]) -> None:
+        self._stream = stream
+        self._handler = handler
+        self._calls: dict[int, _Call] = {}
+        self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.outbox = Outbox()
+
+    async def run(self) -> None:
+        """Perform calls until the caller ends the stream; those under way are cancelled then, all at once.
+
+        Raises:
+            AxonError: what it was ended with; or the caller has sent what is no frame of a call.
+        """
+        tasks = [asyncio.ensure_future(self._read()), asyncio.ensure_future(self._write())]
+        try:
+            await asyncio.wait([*tasks, self._ended], return_when=asyncio.FIRST_COMPLETED)
+            for done in (self._ended, *tasks):
+                if done.done():
+                    done.result()
+        finally:
+            self._ended.cancel()
+            calls = [call.task for call in self._calls.values() if call.task is not None]
+            for task in (*tasks, *calls):
+                task.cancel()
+            await asyncio.gather(*tasks, *calls, return_exceptions=True)
+
+    def end(self, error: AxonError) -> None:
+        """End the stream with an error, and what is under way with it."""
+        if not self._ended.done():
+            self._ended.set_exception(again(error))
+
+    async def _read(self) -> None:
+        while (frames := await self._stream.read()) is not EOF:
+            for frame in frames.frames:
+                self._take(frame)
+
+    async def _write(self) -> None:
+        await self._stream.write(multiplex_pb2.Frames())  # the caller knows that its calls are performed
+        while True:
+            for frames in await self.outbox.take():
+                await self._stream.write(frames)
+
+    def _take(self, frame: multiplex_pb2.Frame) -> None:
+        if frame.method:
+            for number in frame.calls:
+                self._begin(number, frame)
+            return
+        parsed: dict[int, Message] = {}  # once for all calls of a method
+        for number in frame.calls:
+            call = self._calls.get(number)
+            if call is None:  # it has ended, which its caller does not know yet
+                continue
+            if frame.cancel:
+                call.cancel()
+                continue
+            if frame.HasField("message"):
+                call.take_encoded(frame.message, parsed)
+            if frame.end:
+                call.take(EOF)
+
+    def _begin(self, number: int, frame: multiplex_pb2.Frame) -> None:
+        if number in self._calls:
+            raise InvalidRequest(f"call {number} of {frame.method} begins while it is under way")
+        try:
+            if len(self._calls) >= MAX_STREAMS:
+                raise Broken(f"{MAX_STREAMS} calls are under way on this stream already")
+            handler = self._handler(frame.method)
+        except AxonError as error:
+            self.fail(number, *status_of(error))
+            return
+        call = self._calls[number] = _Call(self, number, frame.method, handler)
+        request = None
+        if handler.stream_stream is None:
+            request = frame.message
+        elif frame.HasField("message"):
+            call.take_encoded(frame.message, {})
+        if not call.over:
+            call.task = asyncio.ensure_future(self._perform(call, request))
+
+    async def _perform(self, call: _Call, request: bytes | None) -> None:
+        end = multiplex_pb2.Frame(calls=(call.number,), end=True)
+        try:
+            if request is None:
+                await call.handler.stream_stream(None, call)
+            else:
+                end.message = await call.handler.unary_unary(request, call)
+            self.outbox.add_frame(end)
+        except grpc.aio.AbortError:
+            pass  # `_Call.abort` has sent the status
+        finally:
+            self.forget(call)
+
+    def forget(self, call: _Call) -> None:
+        """A call has ended."""
+        call.over = True
+        if self._calls.get(call.number) is call:
+            del self._calls[call.number]
+
+    def fail(
+        self, number: int, code: grpc.StatusCode, details: str, trailing: Sequence[tuple[str, bytes]] = ()
+    ) -> None:
+        """Send a call's status."""
+        error = next((value for key, value in trailing if key == ERROR_KEY), b"")
+        status = multiplex_pb2.CallStatus(code=code.value[0], details=details, error=error)
+        self.outbox.add_frame(multiplex_pb2.Frame(calls=(number,), status=status))
+
+
+class _Call:
+    """A servicer's end of a call, with what servicers use of gRPC's context, and what these calls have besides."""
+
+    def __init__(self, server: MultiplexedServer, number: int, method: str, handler: Any) -> None:
+        self.number = number
+        self.method = method
+        self.handler = handler
+        self.task: asyncio.Task[None] | None = None
+        self.over = False
+        self._server = server
+        self._messages: deque[Any] = deque()
+        self._waiting: asyncio.Future[None] | None = None
+        self._receive: Callable[[Any], None] | None = None
+
+    def take_encoded(self, data: bytes, parsed: dict[int, Any]) -> None:
+        """A message has come; `parsed` has it for those that have the same handler."""
+        message = parsed.get(id(self.handler))
+        if message is None:
+            parse = self.handler.request_deserializer
+            try:
+                message = parsed[id(self.handler)] = parse(data) if parse else data
+            except DecodeError as error:
+                return self._end(InvalidRequest(f"a message of {self.method} cannot be parsed: {error}"))
+        self.take(message)
+
+    def take(self, message: Any) -> None:
+        """A message has come, or `EOF`."""
+        if self._receive is not None:
+            self._receive(message)
+        elif len(self._messages) >= MAX_UNREAD:
+            self._end(Broken(f"{self.method} has not read {MAX_UNREAD} messages; the call is ended"))
+        else:
+            self._messages.append(message)
+            if self._waiting is not None and not self._waiting.done():
+                self._waiting.set_result(None)
+
+    def cancel(self) -> None:
+        """The call is over for its caller."""
+        self._server.forget(self)
+        if self.task is not None:
+            self.task.cancel()
+
+    def _end(self, error: AxonError) -> None:
+        self._server.fail(self.number, *status_of(error))
+        self.cancel()
+
+    # ------------------------------------------------------------------ as a context of gRPC
+
+    async def read(self) -> Any:
+        """The caller's next message; `EOF` when none will come any more."""
+        while not self._messages:
+            self._waiting = asyncio.get_running_loop().create_future()
+            await self._waiting
+        return self._messages[0] if self._messages[0] is EOF else self._messages.popleft()
+
+    async def write(self, message: Any) -> None:
+        """Send the caller a message."""
+        serialize = self.handler.response_serializer
+        if not self.post(serialize(message) if serialize else message):
+            raise grpc.aio.UsageError("the call is over")
+
+    def abort(
+        self, code: grpc.StatusCode, details: str = "", trailing_metadata: Sequence[tuple[str, bytes]] = ()
+    ) -> Awaitable[None]:
+        """End the call with a status."""
+        if not self.over:
+            self.over = True
+            self._server.fail(self.number, code, details, trailing_metadata)
+        raise grpc.aio.AbortError("the servicer aborted the call")
+
+    def done(self) -> bool:
+        """Whether the call has ended."""
+        return self.over
+
+    def peer(self) -> str:
+        """The address of the caller."""
+        return self._server._stream.peer()
+
+    # ------------------------------------------------------------------ what gRPC's has not
+
+    def post(self, message: bytes) -> bool:
+        """Send an encoded message, without waiting; False when it cannot be: too much waits, or the call is over."""
+        outbox = self._server.outbox
+        if self.over or len(outbox) >= MAX_WAITING:
+            return False
+        outbox.add(self.number, message)
+        return True
+
+    def receive(self, receive: Callable[[Any], None]) -> None:
+        """Have each further message, and `EOF`, given to `receive` at once, which raises nothing."""
+        self._receive = receive
+        while self._messages:
+            receive(self._messages.popleft())
