@@ -35,10 +35,13 @@ SERVER = """
 import asyncio, sys
 from axon_ps.coordinator.core.config import CoordinatorConfig
 from axon_ps.coordinator.server.server import serve
+from axon_ps.host.malloc import collect_rarely, limit_arenas
 from axon_ps.storage.state_store import open_store
 from axon_ps.rpc.security import Security
 
 state, workers, shards = sys.argv[1].partition(":"), int(sys.argv[2]), int(sys.argv[3])
+collect_rarely()
+limit_arenas()
 config = CoordinatorConfig(job="bench", world_size=workers, num_shards=shards)
 with open_store(state[0], state[2]) as store:
     ready = lambda port: print(port, flush=True)
@@ -48,6 +51,12 @@ with open_store(state[0], state[2]) as store:
 HYPER = {"lr": 1e-3}
 SIZES = ((2, 2), (16, 4), (64, 8))
 """Workers and shard servers."""
+
+
+def model_of(shards: int) -> tuple[JobSpec, OptimizerSpec]:
+    """A model of two units for each shard server."""
+    units = tuple(build_unit(f"u{i}", [(f"u{i}.w", (1 << 16,), DType.F32)]) for i in range(shards * 2))
+    return JobSpec(layout=Layout(units=units)), OptimizerSpec(name="adamw", groups=(HYPER,), group_of=(0,) * len(units))
 
 
 class Bench:
@@ -89,9 +98,7 @@ class Bench:
 
     async def register(self) -> None:
         """Register a model; the servers have its values."""
-        units = tuple(build_unit(f"u{i}", [(f"u{i}.w", (1 << 16,), DType.F32)]) for i in range(len(self.shards) * 2))
-        spec = JobSpec(layout=Layout(units=units))
-        optimizer = OptimizerSpec(name="adamw", groups=(HYPER,), group_of=(0,) * len(units))
+        spec, optimizer = model_of(len(self.shards))
         for worker in self.workers:
             await worker.register(spec, optimizer)
         for shard in self.shards:
@@ -100,8 +107,13 @@ class Bench:
             self.news.clear()
             await self.news.wait()
 
-    async def step(self, number: int) -> tuple[float, float]:
-        """One step: seconds from the last vote to the first and to the last decision."""
+    async def step(self, number: int, before_s: float = 0.0) -> tuple[float, float]:
+        """One step: seconds from the last vote to the first and to the last decision.
+
+        Args:
+            number: of the step.
+            before_s: how much sooner all others vote.
+        """
         self.received.clear()
         self.news.clear()
         generation = self.members[0].context().generation
@@ -114,6 +126,8 @@ class Bench:
                 Ready(generation=generation, step=number, sums_of_squares=sums, placement=state.placement.number)
             )
         for worker in self.workers:
+            if worker is self.workers[-1] and before_s:
+                await asyncio.sleep(before_s)
             worker.vote(generation=generation, step=number, max_norm=1.0, hyper=(HYPER,))
         began = time.perf_counter()
         async with asyncio.timeout(30.0):

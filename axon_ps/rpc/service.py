@@ -217,9 +217,9 @@ class ServerStream:
         return Shielded(self._context.write(message))
 
     @property
-    def post(self) -> Callable[[bytes], bool] | None:
+    def send_soon(self) -> Callable[[bytes], bool] | None:
         """Sends an encoded message without waiting, False = it cannot; None where a write has to wait."""
-        return getattr(self._context, "post", None)
+        return getattr(self._context, "send_soon", None)
 
     def receive(self, take: Callable[[Any], None]) -> bool:
         """Have every further message, and `EOF`, given to `take` as it comes; False where one has to read.

@@ -130,7 +130,7 @@ class LocalCluster:
         self._coordinators: list[Child] = []
         self._address = ""
         self._shards: list[Child] = []
-        self._proxies: list[Child] = []
+        self._host_proxies: list[Child] = []
         self._addresses: dict[int, str] = {}  # of services, by process id
         self._drained: set[Child] = set()
         self._workers: list[WorkerProcess] = []
@@ -179,11 +179,17 @@ class LocalCluster:
         """End workers, shard servers, coordinator, in this order; returns their errors, and their logs."""
         for worker in self._workers:
             worker.process.end()
-        troubles = [t for group in (self._shards, self._proxies, self._coordinators) for t in _end_services(group, self._drained)]
-        logs = "\n".join(f"--- log of {p.name}:\n{p.output}" for p in (*self._coordinators, *self._shards, *self._proxies))
+        troubles = [
+            t
+            for group in (self._shards, self._host_proxies, self._coordinators)
+            for t in _end_services(group, self._drained)
+        ]
+        logs = "\n".join(
+            f"--- log of {p.name}:\n{p.output}" for p in (*self._coordinators, *self._shards, *self._host_proxies)
+        )
         if self._temporary is not None:
             self._temporary.cleanup()
-        self._workers, self._shards, self._proxies, self._coordinators, self._temporary = [], [], [], [], None
+        self._workers, self._shards, self._host_proxies, self._coordinators, self._temporary = [], [], [], [], None
         return troubles, logs
 
     # ------------------------------------------------------------------ what workers need
@@ -297,7 +303,7 @@ class LocalCluster:
         groups: dict[str, list[Child]] = {
             COORDINATOR: self._coordinators,
             Role.SHARD.value: self._shards,
-            PROXY: self._proxies,
+            PROXY: self._host_proxies,
             Role.WORKER.value: [worker.process for worker in self._workers],
         }
         if name not in groups or not 0 <= index < len(groups[name]):
@@ -329,7 +335,7 @@ class LocalCluster:
             new = self._spawn_coordinator(index, port=int(self._address.split(",")[index].rpartition(":")[2]))
         elif old in self._shards:
             new = self._spawn_shard(index, self._address)
-        elif old in self._proxies:
+        elif old in self._host_proxies:
             new = self._spawn_proxy(index, port=int(self._addresses[old.pid].rpartition(":")[2]))
         else:
             raise Misuse("a worker is not restarted; start another with start_workers")
@@ -343,7 +349,7 @@ class LocalCluster:
 
     def add_proxy(self) -> str:
         """Start a host's proxy; returns its address, which members take for the coordinator's."""
-        index = len(self._proxies)
+        index = len(self._host_proxies)
         return self._listening(self._spawn_proxy(index, port=0), time.monotonic() + self._start_timeout_s)
 
     def drain(self, index: int, timeout_s: float = 60.0) -> None:
@@ -418,7 +424,7 @@ class LocalCluster:
 
     def _spawn_proxy(self, index: int, port: int) -> Child:
         process = self._spawn(f"proxy {index}", "proxy", ["--coordinator", self._address, "--port", str(port)])
-        self._proxies[index : index + 1] = [process]
+        self._host_proxies[index : index + 1] = [process]
         return process
 
     def _spawn(self, name: str, command: str, options: Sequence[str]) -> Child:

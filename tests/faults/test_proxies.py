@@ -1,4 +1,4 @@
-"""Hosts whose members reach the coordinator through a proxy: a job trains as without, and survives the proxy's death."""
+"""Hosts whose members reach the coordinator through a proxy: a job trains as without, and outlives the proxy."""
 
 from __future__ import annotations
 

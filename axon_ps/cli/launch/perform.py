@@ -55,6 +55,7 @@ class _Launcher:
         self._master_port = launch.master_port or free_port()
         self._cpus = len(os.sched_getaffinity(0))
         self._address = ""  # of the coordinator, once it is known
+        self._workers_address = ""  # of what workers take for the coordinator
         self._url = ""  # of the coordinator's HTTP endpoint, if it is this node's
         self._private = ""  # directory for files that other users must not read, if any
 
@@ -95,7 +96,11 @@ class _Launcher:
             self._start_shards(address)
         else:
             address = await self._start_services()
-        self._address = address
+        self._address = self._workers_address = address
+        if self._launch.proxy:
+            proxy = self._start_proxy(port=0)
+            self._services.insert(self._first_shard, proxy)
+            self._workers_address = await proxy.address()
         self._print_how_to_watch()
         self._workers.start()
         await self._watch()
@@ -151,6 +156,15 @@ class _Launcher:
         if (http_port := launch.http_port_of(index)) is not None:
             command += ["--http-port", str(http_port)]
         return self._start_service(f"shard {rank}", command, self._roots())
+
+    def _start_proxy(self, port: int) -> Process:
+        command = ["proxy", "--coordinator", self._address, "--port", str(port)]
+        return self._start_service("proxy", command, ready=True)
+
+    @property
+    def _first_shard(self) -> int:
+        """Where this node's shard servers begin among its services; the proxy, if there is one, is before them."""
+        return len(self._services) - self._launch.shards_here
 
     def _roots(self) -> Mapping[str, str]:
         """Shard servers open checkpoints where the coordinator does."""
@@ -222,7 +236,7 @@ class _Launcher:
             "WORLD_SIZE": str(launch.world_size),
             "LOCAL_WORLD_SIZE": str(launch.nproc_per_node),
             "TORCHELASTIC_MAX_RESTARTS": str(launch.max_restarts),
-            "AXON_PS_COORDINATOR": self._address,
+            "AXON_PS_COORDINATOR": self._workers_address,
             "PYTHONUNBUFFERED": "1",
         }
         if (http_port := launch.http_port_of(launch.shards_here)) is not None:
@@ -263,11 +277,14 @@ class _Launcher:
     async def _watch_service(self, at: int) -> None:
         """Return when a service has ended for good: a shard server is replaced where the job goes on without it.
 
-        It does where others hold its slices, or checkpoints are restored. One that was drained is not missed.
+        It does where others hold its slices, or checkpoints are restored. One that was drained is not missed. A proxy
+        is always replaced.
         """
-        first_shard = len(self._services) - self._launch.shards_here
+        first_shard = self._first_shard
+        is_proxy = self._launch.proxy and at == first_shard - 1
         replicated = self._launch.shards > 1 and self._launch.replication != 1
         goes_on = "the others go on, and it gets copies" if replicated else "the job restores its newest checkpoint"
+        goes_on = "its workers come back" if is_proxy else goes_on
         restarts = Restarts(SHARD_RESTARTS, time.monotonic(), in_a_row=True)
         while True:
             process = self._services[at]
@@ -275,14 +292,17 @@ class _Launcher:
             if at >= first_shard and not process.failed:
                 self._console.print(f"axon-ps: {process.source.name} was drained")
                 await asyncio.get_running_loop().create_future()  # cancelled when the workers have ended
-            replaced = at >= first_shard and (replicated or self._launch.checkpoint_every)
+            replaced = is_proxy or (at >= first_shard and (replicated or self._launch.checkpoint_every))
             pause_s = restarts.ended(time.monotonic()) if replaced else None
             if pause_s is None:
                 return
             how = restarts.described(f"it is started again: {goes_on}", pause_s)
             self._console.print(f"axon-ps: {process.source.name} {process.child.ending}; {how}")
             await asyncio.sleep(pause_s)
-            self._services[at] = self._start_shard(at - first_shard, self._address)
+            if is_proxy:
+                self._services[at] = self._start_proxy(port=int(self._workers_address.rpartition(":")[2]))
+            else:
+                self._services[at] = self._start_shard(at - first_shard, self._address)
             restarts.began(time.monotonic())
 
     def _catch_signals(self) -> None:

@@ -29,6 +29,7 @@ class Launch:
         checkpoint_dir: where the embedded coordinator writes checkpoints by itself; empty = it writes none.
         checkpoint_every: how often, as the user gave it.
         checkpoint_limit: how many of them remain.
+        proxy: whether this node's workers share one session with the coordinator.
         replication: how many shard servers hold each slice; 0 = two, if there are as many.
         connect_timeout_s: how long to wait for a coordinator that this launch does not start.
         token: the job's secret.
@@ -56,6 +57,7 @@ class Launch:
     checkpoint_dir: str
     checkpoint_every: str
     checkpoint_limit: int
+    proxy: bool
     replication: int
     connect_timeout_s: float
     token: str

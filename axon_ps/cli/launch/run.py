@@ -75,6 +75,9 @@ def run(
     checkpoint_every: o.CheckpointEvery = "",
     checkpoint_limit: o.CheckpointLimit = 3,
     replication: o.Replication = 0,
+    proxy: Annotated[
+        bool, typer.Option("--proxy", help="Have this machine's workers share one session with the coordinator.")
+    ] = False,
     state: Annotated[
         str, typer.Option(help="State of the coordinator: sqlite file, 'memory', or NAME:ADDRESS.")
     ] = "memory",
@@ -131,6 +134,7 @@ def run(
         checkpoint_dir=settings.checkpoint_dir if checkpoint_every else "",
         checkpoint_every=checkpoint_every,
         checkpoint_limit=checkpoint_limit,
+        proxy=proxy,
         replication=replication,
         connect_timeout_s=connect_timeout_s,
         token=_token(settings, nnodes=nnodes, embedded=embedded),

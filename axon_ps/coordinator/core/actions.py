@@ -19,9 +19,9 @@ class Persist:
 
 @dataclass(frozen=True)
 class SendEvent:
-    """Send an event to a session."""
+    """Send an event to sessions."""
 
-    session: int
+    sessions: tuple[int, ...]
     event: ServerEvent
 
 
@@ -66,7 +66,8 @@ class Outbox:
 
     def push(self, sessions: Iterable[int | None], event: ServerEvent) -> None:
         """Send an event to sessions (None: a member without a stream at present)."""
-        self._actions.extend(SendEvent(s, event) for s in sessions if s is not None)
+        if there := tuple(s for s in sessions if s is not None):
+            self._actions.append(SendEvent(there, event))
 
     def reply(self, call: int, result: object) -> None:
         """Answer a call."""

@@ -89,13 +89,10 @@ class Members:
         self.on_lost: Callable[[RosterEntry, str], None] = lambda _entry, _reason: None
         self.on_change: Callable[[float], None] = lambda _now: None
 
-    def of_session(self, session: int, now: float) -> RosterEntry | None:
-        """The member of a session; any message on it renews the lease."""
+    def of_sessions(self, sessions: Sequence[int], now: float) -> list[RosterEntry]:
+        """The members of sessions; any message on one renews its member's lease."""
         self._now = now
-        entry = self._assembly.roster.of_session(session)
-        if entry is not None:
-            self._assembly.roster.renew(entry, now + self._config.lease_s)
-        return entry
+        return self._assembly.roster.renewed(sessions, now + self._config.lease_s)
 
     def join(self, session: int, role: Role, request: JoinRequest, now: float) -> None:
         """A process has opened a stream; see `CoordinatorState.join`."""

@@ -224,6 +224,14 @@ class Roster:
         entry.deadline = deadline
         self._leases.set(entry.member.incarnation, deadline)
 
+    def renewed(self, sessions: Sequence[int], deadline: float) -> list[RosterEntry]:
+        """The entries of sessions, their leases extended."""
+        entries = [entry for session in sessions if (entry := self._by_session.get(session)) is not None]
+        for entry in entries:
+            entry.deadline = deadline
+            self._leases.set(entry.member.incarnation, deadline)
+        return entries
+
     def next_deadline(self) -> float:
         """When the next lease is over; inf without members."""
         return self._leases.next()

@@ -148,7 +148,7 @@ class CoordinatorState:
 
     def streams_lost(self, sessions: Sequence[int], now: float) -> list[Action]:
         """Members' streams have broken: they are lost at once, and together."""
-        if entries := [entry for session in sessions if (entry := self._entry(session, now)) is not None]:
+        if entries := self._members.of_sessions(sessions, now):
             self._assembly.counters["losses"] += len(entries)
             was = "was lost: its connection" if len(entries) == 1 else "were lost: their connections"
             self._members.lose(entries, f"{names_of([e.member for e in entries])} {was} broke", now)
@@ -184,21 +184,26 @@ class CoordinatorState:
         """
         if (entry := self._entry(session, now)) is not None:
             check_role(entry, Role.WORKER, "arrives")
-            self._timed(entry, model, generation, step, now)
+            self._timed([entry.member.rank], model, generation, step, now)
             self._assembly.stepping.arrived(entry.member.rank, model, generation, step, blocked=blocked)
             self._members.stragglers.look(now)
         return self._out.take()
 
-    def vote(self, session: int, vote: Vote, now: float) -> list[Action]:
-        """A worker has pushed everything of a step. One of another step or generation, or a second one, is ignored.
+    def vote(self, sessions: Sequence[int], vote: Vote, now: float) -> list[Action]:
+        """Workers have pushed everything of a step, and vote the same.
+
+        Votes of another step or generation, and second ones, are ignored.
 
         Raises:
             InvalidRequest: a shard server votes.
         """
-        if (entry := self._entry(session, now)) is not None:
-            check_role(entry, Role.WORKER, "votes")
-            self._timed(entry, vote.model, vote.generation, vote.step, now)
-            self._assembly.stepping.vote(entry.member.rank, vote)
+        entries = self._members.of_sessions(sessions, now)
+        for entry in entries:
+            if entry.member.role is not Role.WORKER:
+                check_role(entry, Role.WORKER, "votes")
+        if ranks := [entry.member.rank for entry in entries]:
+            self._timed(ranks, vote.model, vote.generation, vote.step, now)
+            self._assembly.stepping.vote(ranks, vote)
             self._members.settle(now)
             self._members.stragglers.look(now)
             self._members.watch_barriers(now)
@@ -611,14 +616,14 @@ class CoordinatorState:
         self._kv.lost(entry.member.incarnation, error)
 
     def _entry(self, session: int, now: float) -> RosterEntry | None:
-        return self._members.of_session(session, now)
+        return next(iter(self._members.of_sessions([session], now)), None)
 
-    def _timed(self, entry: RosterEntry, number: int, generation: int, step: int, now: float) -> None:
-        """A worker has completed its work in a step of all replicas: the history knows when."""
+    def _timed(self, ranks: Sequence[int], number: int, generation: int, step: int, now: float) -> None:
+        """Workers have completed their work in a step of all replicas: the history knows when."""
         model = self._models.get(number)
         present = model is not None and (generation, step) == (self._assembly.generation, model.step)
         if model is not None and present and not model.attempts.asynchronous:
-            self.history.arrived(entry.member.rank, number, step, now)
+            self.history.arrived(ranks, number, step, now)
 
     def _check_durable(self, durable: records.Durable) -> None:
         if durable.job != self.config.job:

@@ -20,6 +20,9 @@ from axon_ps.rpc.stream import Stream
 LONGEST_PAUSE_S: Final = 1.0
 """Between two attempts to open it."""
 
+BEGIN_S: Final = 5.0
+"""How long a coordinator may take to accept it."""
+
 _logger = logging.getLogger(__name__)
 
 
@@ -106,13 +109,16 @@ class Upstream:
     async def _run(self, calls: MultiplexedClient) -> None:
         running = asyncio.create_task(calls.run())
         try:
-            await calls.began()
+            async with asyncio.timeout(BEGIN_S):
+                await calls.began()
             self._addresses.found()
             self._calls = calls
             _logger.info("this host has a session with the coordinator at %s", calls.peer)
             await self._on_change(True)
             await asyncio.wait([running])
             running.result()
+        except TimeoutError:
+            raise Broken(f"{calls.peer} did not answer within {BEGIN_S:g} s") from None
         finally:
             running.cancel()
             await asyncio.wait([running])

@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import logging
 import math
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any, Final
 
@@ -103,6 +104,8 @@ class CoordinatorServicer:
         self._traces = TraceCalls(shell)
         self._ends: dict[str, auth.StreamEnd] = {}  # of sessions, by incarnation
         self._handlers = (service_handler(_SERVICE, self),)
+        self._vote: session_pb2.SessionRequest | None = None  # not passed on yet
+        self._voters: list[Session] = []
 
     @property
     def audit(self) -> AuditLog:
@@ -134,7 +137,7 @@ class CoordinatorServicer:
         except PermissionDenied as error:
             refused(self, "join", auth.calling(), context.peer(), error)
             raise
-        session = self._shell.open_session(differences=first.join.differences, post=context.post)
+        session = self._shell.open_session(differences=first.join.differences, send_soon=context.send_soon)
         reader: asyncio.Task[None] | None = None
         end = auth.stream_end()
         try:
@@ -185,17 +188,33 @@ class CoordinatorServicer:
             session.close(None)
 
     def _take(self, session: Session, message: Any) -> None:
-        """Pass a member's message on; a malformed one ends the session with an error."""
+        """Pass a member's message on; a malformed one ends the session with an error.
+
+        Votes wait for the event loop's next turn: a message of several members, which vote the same, is one event.
+        """
+        if self._vote is not None and message is self._vote:
+            self._voters.append(session)
+            return
+        self._pass_votes_on()
         if message is EOF:
             session.close(None)
-            return
-        try:
-            self._shell.perform(self._dispatch(session.number, message))
-        except AxonError as error:
-            session.close(error)
-        except Exception as error:
-            _logger.exception("a message of a session failed")
-            session.close(InternalError(f"the message failed: {type(error).__name__}: {error}"))
+        elif message.HasField("vote"):
+            self._vote, self._voters = message, [session]
+            asyncio.get_running_loop().call_soon(self._pass_votes_on)
+        else:
+            with _refusing([session]):
+                self._shell.perform(self._dispatch(session.number, message))
+
+    def _pass_votes_on(self) -> None:
+        message, sessions = self._vote, self._voters
+        self._vote, self._voters = None, []
+        if message is not None:
+            state, numbers = self._shell.state, [session.number for session in sessions]
+            if self._shell.tracer.active:
+                for number in numbers:
+                    self._shell.spans.voted(state.rank_of(number), message.vote)
+            with _refusing(sessions):
+                self._shell.perform(state.vote(numbers, vote_from_proto(message.vote), self._shell.now()))
 
     def _dispatch(self, session: int, message: session_pb2.SessionRequest) -> list[Action]:
         state, now = self._shell.state, self._shell.now()
@@ -204,9 +223,6 @@ class CoordinatorServicer:
             beat = message.heartbeat
             logged = state.logged(session, beat.logs[:MAX_LOGS], beat.logs_dropped + len(beat.logs[MAX_LOGS:]), now)
             return [*logged, *state.heartbeat(session, _metrics(beat), now)]
-        if kind == "vote":
-            self._shell.spans.voted(state.rank_of(session), message.vote)
-            return state.vote(session, vote_from_proto(message.vote), now)
         if kind == "arrived":
             arrived = message.arrived
             return state.arrived(
@@ -491,6 +507,19 @@ def _with_credentials(role: Role, request: JoinRequest, state: CoordinatorState)
         credentials=caller.names,
         makes_itself=caller.has_secret and bool(caller.names),
     )
+
+
+@contextlib.contextmanager
+def _refusing(sessions: Sequence[Session]) -> Iterator[None]:
+    """What is wrong with a message of some members ends their sessions."""
+    try:
+        yield
+    except Exception as error:
+        if not isinstance(error, AxonError):
+            _logger.exception("a message of a session failed")
+            error = InternalError(f"a message of a session failed: {type(error).__name__}: {error}")
+        for session in sessions:
+            session.close(error)
 
 
 async def _first(context: ServerStream, what: str) -> Any:

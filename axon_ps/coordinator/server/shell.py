@@ -20,7 +20,7 @@ import dataclasses
 import logging
 import math
 import socket
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
@@ -70,7 +70,7 @@ class Session:
     Args:
         number: its number.
         differences: whether its member takes memberships as what has changed.
-        post: sends an encoded event at once, False when it cannot; None = they are queued.
+        send_soon: sends an encoded event at once, False when it cannot; None = they are queued.
 
     Attributes:
         number: it.
@@ -79,9 +79,11 @@ class Session:
         differences: whether its member takes memberships as what has changed.
     """
 
-    def __init__(self, number: int, *, differences: bool = False, post: Callable[[bytes], bool] | None = None) -> None:
+    def __init__(
+        self, number: int, *, differences: bool = False, send_soon: Callable[[bytes], bool] | None = None
+    ) -> None:
         self.number = number
-        self._post = post
+        self._send_soon = send_soon
         self.differences = differences
         self.error: AxonError | None = None
         self.known: Membership | None = None
@@ -90,8 +92,8 @@ class Session:
 
     def send(self, event: bytes) -> bool:
         """Queue an encoded `SessionEvent`; False when the queue is full."""
-        if self._post is not None:
-            return not self._open or self._post(event)
+        if self._send_soon is not None:
+            return not self._open or self._send_soon(event)
         if self._open and self._events.qsize() >= QUEUE_EVENTS:
             return False
         if self._open:
@@ -132,13 +134,19 @@ class _News:
         self._spans: dict[int, str] = {}
         self._encoded: dict[tuple[int, int], bytes] = {}
 
-    def encoded(self, event: ServerEvent, session: Session | None) -> bytes:
-        """An event as it is sent to a session; None = to one that has ended meanwhile."""
+    def messages(self, event: ServerEvent, sessions: Sequence[Session]) -> Iterator[tuple[Session, bytes]]:
+        """An event as it is sent to each session."""
         if id(event) not in self._spans:
             self._spans[id(event)] = self._announce(event)
-        before = None
-        if session is not None and isinstance(event, Membership):
+        if not isinstance(event, Membership):
+            message = self._message(event, None)
+            yield from ((session, message) for session in sessions)
+            return
+        for session in sessions:
             before, session.known = session.known if session.differences else None, event
+            yield session, self._message(event, before)
+
+    def _message(self, event: ServerEvent, before: Membership | None) -> bytes:
         key = id(event), -1 if before is None else before.generation
         if key not in self._encoded:
             message = event_to_proto(event, before)
@@ -200,6 +208,7 @@ class Shell:
         self._actions: list[Action] = []
         self._writer: asyncio.Task[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
+        self._timing = False
         self._failed: asyncio.Future[None] = self._loop.create_future()
         self._announced = asyncio.Event()
         self._closed = False
@@ -270,7 +279,7 @@ class Shell:
 
     # ------------------------------------------------------------------ events in
 
-    def open_session(self, *, differences: bool = False, post: Callable[[bytes], bool] | None = None) -> Session:
+    def open_session(self, *, differences: bool = False, send_soon: Callable[[bytes], bool] | None = None) -> Session:
         """A new stream, of no member yet; see `Session`.
 
         Raises:
@@ -278,7 +287,7 @@ class Shell:
         """
         self._check()
         self._number += 1
-        session = self._sessions[self._number] = Session(self._number, differences=differences, post=post)
+        session = self._sessions[self._number] = Session(self._number, differences=differences, send_soon=send_soon)
         return session
 
     def close_session(self, session: Session) -> None:
@@ -338,13 +347,15 @@ class Shell:
         if self._closed or self._failing:
             return
         self._actions.extend(actions)
-        if self._writer is None:
+        if self._writer is None and self._actions:
             if any(isinstance(a, Persist) for a in self._actions):
                 self._writer = self._loop.create_task(self._write_and_publish())
             else:
                 batch, self._actions = self._actions, []
                 self._publish(batch)
-        self._set_timer()
+        if not self._timing:
+            self._timing = True
+            self._loop.call_soon(self._set_timer)
 
     async def _write_and_publish(self) -> None:
         try:
@@ -382,25 +393,23 @@ class Shell:
         news = _News(self._announce)
         for action in batch:
             if isinstance(action, SendEvent):
-                session = self._sessions.get(action.session)
-                message = news.encoded(action.event, session)
-                if session is not None and not session.send(message):
-                    session.close(Broken(f"this member has not read {QUEUE_EVENTS} events; its stream is closed"))
-                    self._loop.call_soon(self.close_session, session)  # its handler may be stuck in a write
+                there = [session for n in action.sessions if (session := self._sessions.get(n)) is not None]
+                for session, message in news.messages(action.event, there):
+                    if not session.send(message):
+                        session.close(Broken(f"this member has not read {QUEUE_EVENTS} events; its stream is closed"))
+                        self._loop.call_soon(self.close_session, session)  # its handler may be stuck in a write
             elif isinstance(action, Reply):
                 self._answer(action.call, action.result)
             elif isinstance(action, Happened):
                 self._happened(action.kind, action.text)
-            elif isinstance(action, CloseSession):
-                session = self._sessions.get(action.session)
-                if session is not None:
-                    session.close(action.error)
+            elif isinstance(action, CloseSession) and (closed := self._sessions.get(action.session)) is not None:
+                closed.close(action.error)
 
     def _announce(self, event: ServerEvent) -> str:
         """Somebody gets an event; returns the span of it, if it is traced."""
         self._announced.set()
         self._log(event)
-        self.state.history.published(event, self.now())
+        self._loop.call_soon(self.state.history.published, event, self.now())  # once it is sent
         if not isinstance(event, Decision):
             return ""
         reached(Moment.DECISION, event.version)
@@ -466,6 +475,7 @@ class Shell:
 
     def _set_timer(self) -> None:
         """Wake when the state machine has something to do, or to see that the process was paused."""
+        self._timing = False
         if self._closed or self._failing:
             return
         at = min(self.state.next_deadline(), self.now() + self._pause_s)

@@ -90,7 +90,7 @@ class TraceCalls:
             self._waited_for[session] = f"{NOUN[member.role]} {member.rank}"
         self._answered.clear()
         self._shell.tracer.order(order, self._own)
-        self._shell.perform([SendEvent(session, order) for session in self._waited_for if session])
+        self._shell.perform([SendEvent(tuple(session for session in self._waited_for if session), order)])
         await self._wait(left_s)
         if not any(report.spans for report in reply.reports):
             pending = "; ".join(self._shell.status().pending)

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Final
 
 import grpc
-from google.protobuf.message import DecodeError, Message
+from google.protobuf.message import DecodeError
 
 from axon_ps.errors import AxonError, Broken, InvalidRequest, again
 from axon_ps.rpc.limits import MAX_STREAMS
@@ -79,17 +79,17 @@ class MultiplexedServer:
             for number in frame.calls:
                 self._begin(number, frame)
             return
-        parsed: dict[int, Message] = {}  # once for all calls of a method
-        for number in frame.calls:
-            call = self._calls.get(number)
-            if call is None:  # it has ended, which its caller does not know yet
-                continue
-            if frame.cancel:
+        calls = [call for number in frame.calls if (call := self._calls.get(number)) is not None]  # others have ended
+        if frame.cancel:
+            for call in calls:
                 call.cancel()
-                continue
-            if frame.HasField("message"):
+            return
+        if frame.HasField("message"):
+            parsed: dict[int, Any] = {}  # once for all calls of a method
+            for call in calls:
                 call.take_encoded(frame.message, parsed)
-            if frame.end:
+        if frame.end:
+            for call in calls:
                 call.take(EOF)
 
     def _begin(self, number: int, frame: multiplex_pb2.Frame) -> None:
@@ -162,7 +162,10 @@ class _Call:
                 message = parsed[id(self.handler)] = parse(data) if parse else data
             except DecodeError as error:
                 return self._end(InvalidRequest(f"a message of {self.method} cannot be parsed: {error}"))
-        self.take(message)
+        if self._receive is not None:
+            self._receive(message)
+        else:
+            self.take(message)
 
     def take(self, message: Any) -> None:
         """A message has come, or `EOF`."""
@@ -197,7 +200,7 @@ class _Call:
     async def write(self, message: Any) -> None:
         """Send the caller a message."""
         serialize = self.handler.response_serializer
-        if not self.post(serialize(message) if serialize else message):
+        if not self.send_soon(serialize(message) if serialize else message):
             raise grpc.aio.UsageError("the call is over")
 
     def abort(
@@ -219,7 +222,7 @@ class _Call:
 
     # ------------------------------------------------------------------ what gRPC's has not
 
-    def post(self, message: bytes) -> bool:
+    def send_soon(self, message: bytes) -> bool:
         """Send an encoded message, without waiting; False when it cannot be: too much waits, or the call is over."""
         outbox = self._server.outbox
         if self.over or len(outbox) >= MAX_WAITING:

@@ -62,7 +62,15 @@ def test_a_service(host: str, options: dict[str, str], ordered: bool, anywhere: 
 
 def launch(**changes: Any) -> Launch:
     given: dict[str, Any] = dict.fromkeys(Launch.__dataclass_fields__, "")
-    given |= {"nproc_per_node": 1, "nnodes": 2, "node_rank": 1, "shards": 2, "master_port": 1, "standby": 0}
+    given |= {
+        "nproc_per_node": 1,
+        "nnodes": 2,
+        "node_rank": 1,
+        "shards": 2,
+        "master_port": 1,
+        "standby": 0,
+        "proxy": False,
+    }
     return Launch(**(given | changes))
 
 

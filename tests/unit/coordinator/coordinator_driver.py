@@ -126,7 +126,7 @@ class Peer:
 
     def vote(self, **changes: Any) -> None:
         fields = {**self._attempt(changes), "max_norm": 0.0, "hyper": (), **changes}
-        self.driver.perform(self.driver.state.vote(self.session, Vote(**fields), self.driver.clock()))
+        self.driver.perform(self.driver.state.vote([self.session], Vote(**fields), self.driver.clock()))
 
     def ready(self, *sums_of_squares: float, **changes: Any) -> None:
         placement = self.placement_number(changes.get("model", 0))
@@ -252,7 +252,8 @@ class Driver:
                 self.store.apply(action.records)
             elif isinstance(action, SendEvent):
                 self._check_durable(action.event)
-                self.peers[action.session].receive(action.event)
+                for session in action.sessions:
+                    self.peers[session].receive(action.event)
             elif isinstance(action, Reply):
                 assert action.call not in self.replies, "a call is answered once"
                 self.replies[action.call] = action.result

@@ -35,7 +35,7 @@ def step(d: Driver, worker: Peer, servers: list[Peer], clock: int, replica: int,
     generation = d.state.status().membership.generation
     for s in servers:
         s.ready(4.0, generation=generation, step=clock, replica=replica)
-    d.perform(d.state.vote(worker.session, Vote(generation=generation, step=clock, **vote), d.clock()))
+    d.perform(d.state.vote([worker.session], Vote(generation=generation, step=clock, **vote), d.clock()))
 
 
 def turns(peer: Peer) -> list[tuple[int, int, int]]:
@@ -71,7 +71,7 @@ def test_a_skipped_step_moves_the_clock_and_not_the_version() -> None:
     d, (a, _), servers = assembled(Asynchronous())
     generation = d.state.status().membership.generation
     servers[0].ready(float("nan"), generation=generation, step=0, replica=0)
-    d.perform(d.state.vote(a.session, Vote(generation=generation, step=0), d.clock()))
+    d.perform(d.state.vote([a.session], Vote(generation=generation, step=0), d.clock()))
     assert a.last(Decision).outcome is Outcome.SKIP
     step(d, a, servers, 1, replica=0)
     assert a.last(Decision).outcome is Outcome.COMMIT

@@ -64,8 +64,10 @@ class Client:
 
     def send(self, message: Vote | Ready) -> None:
         d = self.sim.d
-        record = d.state.vote if isinstance(message, Vote) else d.state.ready
-        d.perform(record(self.peer.session, message, d.clock()))  # type: ignore[arg-type]
+        if isinstance(message, Vote):
+            d.perform(d.state.vote([self.peer.session], message, d.clock()))
+        else:
+            d.perform(d.state.ready(self.peer.session, message, d.clock()))
 
     def come_back(self) -> None:
         """A new stream: receive what was missed, send again what is not settled."""

@@ -173,8 +173,8 @@ def test_rates_are_taken_of_a_members_totals() -> None:
 
 def test_a_step_that_does_not_commit_scores_nobody() -> None:
     timing = Timing()
-    timing.arrived(0, 0, 1, 1.0)
-    timing.arrived(1, 0, 1, 5.0)
+    timing.arrived([0], 0, 1, 1.0)
+    timing.arrived([1], 0, 1, 5.0)
     assert timing.decided(0, 1, 0.0, 6.0, commits=False).waited_for == -1
     assert not timing.scores()
     assert timing.decided(0, 2, 0.0, 6.0, commits=True).waited_for == -1

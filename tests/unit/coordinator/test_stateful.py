@@ -49,7 +49,7 @@ class Client:
         events, self.peer.inbox[:] = list(self.peer.inbox), []
         for event in () if self.deaf else events:
             if isinstance(event, Welcome):
-                assert self.rank in (None, event.rank), "a rank is for life"
+                assert self.peer.role is Role.SHARD or self.rank in (None, event.rank), "a worker's rank is for life"
                 self.rank = self.peer.rank = event.rank
             for news in self.delivery.receive(event):
                 if isinstance(news, Decision):
@@ -172,8 +172,12 @@ class Coordinator(RuleBasedStateMachine):
 
     def record(self, client: Client, message: Vote | Ready, perform: Any = None) -> None:
         d = self.d
-        record = d.state.vote if isinstance(message, Vote) else d.state.ready
-        (perform or d.perform)(record(client.peer.session, message, d.clock()))  # type: ignore[arg-type]
+        session = client.peer.session
+        if isinstance(message, Vote):
+            actions = d.state.vote([session], message, d.clock())
+        else:
+            actions = d.state.ready(session, message, d.clock())
+        (perform or d.perform)(actions)
 
     @precondition(lambda self: len(self.clients) < 8)
     @rule(role=st.sampled_from(list(Role)))

@@ -82,10 +82,10 @@ class History:
         elif isinstance(event, RestoreOrder):
             self.happened("restoring", f"version {event.version} is restored from {event.uri}", now)
 
-    def arrived(self, rank: int, model: int, step: int, now: float) -> None:
-        """A worker has computed everything of a step."""
+    def arrived(self, ranks: Sequence[int], model: int, step: int, now: float) -> None:
+        """Workers have computed everything of a step."""
         if step >= self._next_step.get(model, 0):
-            self._timing.arrived(rank, model, step, now)
+            self._timing.arrived(ranks, model, step, now)
 
     def measured(self, member: Member, metrics: Mapping[str, float], now: float) -> None:
         """A member has reported its metrics."""

@@ -8,6 +8,7 @@ second phase had ended without it.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -37,14 +38,15 @@ class Timing:
         self._last: deque[tuple[int, float]] = deque(maxlen=SCORED_STEPS)
         self.lag_s: dict[int, float] = {}
 
-    def arrived(self, rank: int, model: int, step: int, now: float) -> None:
-        """A worker has computed everything of a step, or has pushed it; the first time counts."""
+    def arrived(self, ranks: Sequence[int], model: int, step: int, now: float) -> None:
+        """Workers have computed everything of a step, or have pushed it; the first time counts."""
         present, arrivals = self._arrivals.get(model, (-1, {}))
         if step > present:
             arrivals = {}
             self._arrivals[model] = step, arrivals
         if step >= present:
-            arrivals.setdefault(rank, now)
+            for rank in ranks:
+                arrivals.setdefault(rank, now)
 
     def decided(self, model: int, step: int, began: float, now: float, *, commits: bool) -> Phases:
         """The phases of a step that was decided; those of one that does not commit score nobody."""

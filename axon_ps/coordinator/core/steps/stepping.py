@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from axon_ps.coordinator.core import committed, records
 from axon_ps.coordinator.core.actions import Outbox
@@ -108,10 +108,10 @@ class Stepping:
             self._decide_complete(model)
             self._break_deadlock()
 
-    def vote(self, rank: int, vote: Vote) -> None:
-        """A worker has pushed everything of an attempt; one of another attempt, or a second, is ignored."""
+    def vote(self, ranks: Sequence[int], vote: Vote) -> None:
+        """Workers have pushed everything of an attempt; votes of another attempt, and second ones, are ignored."""
         model = self._attempting(vote.model, vote.generation)
-        if model is not None and model.attempts.vote(rank, vote, model.step):
+        if model is not None and [rank for rank in ranks if model.attempts.vote(rank, vote, model.step)]:
             self._decide_complete(model)
             self._break_deadlock()
 
