@@ -89,12 +89,14 @@ class Job:
     Args:
         cluster: it.
         directory: for their files.
+        proxied: whether they reach the coordinators through a proxy of their host.
     """
 
-    def __init__(self, cluster: FailoverCluster, directory: Path) -> None:
+    def __init__(self, cluster: FailoverCluster, directory: Path, *, proxied: bool = False) -> None:
         self.cluster = cluster
         self._directory = directory
-        self._workers = cluster.start_workers(train, args=(directory,))
+        env = {"AXON_PS_COORDINATOR": cluster.add_proxy()} if proxied else {}
+        self._workers = cluster.start_workers(train, args=(directory,), env=env)
         self.until(lambda: len(self.steps()) > 5)
 
     def steps(self, rank: int = 0) -> list[Step]:

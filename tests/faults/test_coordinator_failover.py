@@ -28,10 +28,19 @@ AWAY_S = 5.0
 """How long the leader is away here: longer than its lease."""
 
 
-@pytest.mark.parametrize("faults", [(frozen, killed), (cut_from_etcd, cut_from_workers, etcd_follower_killed)])
-def test_a_job_outlives_whatever_happens_to_its_leader(faults: tuple[Fault, ...], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("faults", "proxied"),
+    [
+        ((frozen, killed), False),
+        ((cut_from_etcd, cut_from_workers, etcd_follower_killed), False),
+        ((frozen, killed, cut_from_workers), True),
+    ],
+)
+def test_a_job_outlives_whatever_happens_to_its_leader(
+    faults: tuple[Fault, ...], proxied: bool, tmp_path: Path
+) -> None:
     with FailoverCluster(shards=2, world_size=2, lease_s=1.5) as cluster:
-        job = Job(cluster, tmp_path)
+        job = Job(cluster, tmp_path, proxied=proxied)
         gaps = {fault.__name__: fault(job, AWAY_S) for fault in faults}
         aborted, stalled_s = check(job), cluster.take_stall()
     late = {name: gap_s for name, gap_s in gaps.items() if gap_s > AGAIN_S + STALLS * stalled_s}

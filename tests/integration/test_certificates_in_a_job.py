@@ -16,12 +16,16 @@ import numpy as np
 import pytest
 from cryptography import x509
 
-from axon_ps.coordinator.client.operator import OperatorClient
-from axon_ps.errors import PermissionDenied
+from axon_ps.coordinator.client.operator import SERVICE, OperatorClient
+from axon_ps.coordinator.proxy.server import serve
+from axon_ps.errors import ConfigurationError, PermissionDenied
 from axon_ps.rpc.auth.authority import authority_of
 from axon_ps.rpc.auth.credentials import GRACE_S
 from axon_ps.rpc.auth.identity import Identity, Principal
+from axon_ps.rpc.channels import connect
+from axon_ps.rpc.multiplex.client import MultiplexedClient
 from axon_ps.rpc.security import Security
+from axon_ps.rpc.service import Stub
 from axon_ps.testing import LocalCluster
 from axon_ps.testing.workers import WorkerFailed, results_of
 from failover_job import plain, train
@@ -196,6 +200,14 @@ def test_a_worker_whose_certificate_is_not_renewed_is_ended_soon_after_its_end_a
     add(record_property, "A worker whose certificate is not renewed", gone_s_after_its_end=f"{gone_s:.1f}")
 
 
+async def host_session(security: Security, address: str) -> None:
+    channel = connect(address, security, to=Principal.COORDINATOR)
+    try:
+        await MultiplexedClient(Stub(channel, SERVICE, security).open("HostSession"), address).run()
+    finally:
+        await channel.close()
+
+
 def test_a_certificate_is_good_for_its_rank_and_role_only(tmp_path: Path, issued: Issue) -> None:
     async def drain(security: Security, cluster: LocalCluster) -> None:
         async with OperatorClient(cluster.address, security=security, job=cluster.job) as operator:
@@ -214,3 +226,7 @@ def test_a_certificate_is_good_for_its_rank_and_role_only(tmp_path: Path, issued
         )
         with pytest.raises(PermissionDenied, match=r"role of these credentials is worker, .* Coordinator\.Drain needs"):
             asyncio.run(drain(worker, cluster))
+        with pytest.raises(PermissionDenied, match="a host's session needs the job's secret"):
+            asyncio.run(host_session(worker, cluster.address))
+        with pytest.raises(ConfigurationError, match="the certificate of --tls-dir is one member's"):
+            asyncio.run(serve(cluster.address, "test", "127.0.0.1", 0, worker, print, asyncio.Event()))

@@ -63,10 +63,11 @@ class MultiplexedClient:
                     self._take(frame)
             raise Broken(f"{self._stream.place} ended")
         except AxonError as error:
-            self._fail(error)
+            if not isinstance(error, Closed):
+                self._fail(error)
             raise
         finally:
-            self._fail(Closed(f"{self._stream.place} was closed"))
+            self._fail(Broken(f"{self._stream.place} was closed"))  # for a call, its connection broke
             self._stream.cancel()
             writer.cancel()
             await asyncio.gather(writer, return_exceptions=True)
