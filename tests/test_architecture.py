@@ -208,7 +208,7 @@ def test_the_page_on_architecture_names_what_is_there() -> None:
     assert [p for p in sorted(paths) if not (ROOT / "axon_ps" / p).exists() and not (ROOT / p).exists()] == []
 
 
-@pytest.mark.parametrize("drawn", ["architecture", "results"])
+@pytest.mark.parametrize("drawn", ["architecture", "members", "results"])
 def test_a_picture_shows_what_it_is_drawn_from(drawn: str) -> None:
     subprocess.run([sys.executable, f"docs/{drawn}.py", "--check"], cwd=ROOT, check=True)
 
