@@ -534,6 +534,11 @@ class CoordinatorState:
         entry = self._assembly.roster.of_session(session)
         return -1 if entry is None else entry.member.rank
 
+    def is_worker(self, session: int) -> bool:
+        """Whether a session is a worker's, or of no member any more."""
+        entry = self._assembly.roster.of_session(session)
+        return entry is None or entry.member.role is Role.WORKER
+
     def rank_held_by(self, incarnation: str) -> int | None:
         """The rank that a process has; None = it is no member."""
         entry = self._assembly.roster.get(incarnation)

@@ -8,11 +8,10 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any, Final
 
-from google.protobuf.message import Message
-
 from axon_ps.coordinator.client.operator import SERVICE
 from axon_ps.coordinator.proxy.upstream import Upstream
 from axon_ps.errors import AxonError, ConfigurationError, InvalidRequest
+from axon_ps.rpc.auth.credentials import StreamEnd, calling, stream_end
 from axon_ps.rpc.auth.identity import Principal
 from axon_ps.rpc.multiplex.client import MultiplexedCall
 from axon_ps.rpc.security import Security
@@ -58,6 +57,11 @@ async def serve(
             "a host's proxy serves members of all ranks, and the certificate of --tls-dir is one member's; give it "
             "the job's secret (--token-file or AXON_PS_TOKEN)"
         )
+    if security.cert_file and not security.mutual and not security.tokens():
+        raise ConfigurationError(
+            "whoever reaches this proxy would act by its certificate; have it ask for theirs (--tls-mutual), or for "
+            "the job's token (--token-file or AXON_PS_TOKEN)"
+        )
     upstream = Upstream(coordinator, job, security.acting(Principal.WORKER, job), lambda up: server.set_serving(up))
     proxy = _Proxy(upstream)
     acting = security.acting(Principal.COORDINATOR, job)
@@ -76,10 +80,11 @@ async def serve(
 
 
 class _Proxy:
-    """The coordinator's service: every call goes on the host's session as it is."""
+    """The coordinator's service: every call goes on the host's session as it is, with who makes it."""
 
     def __init__(self, upstream: Upstream) -> None:
         self._upstream = upstream
+        self._ends: dict[str, StreamEnd] = {}  # of sessions, by incarnation
 
     def __getattr__(self, method: str) -> Callable[..., Awaitable[Any]]:
         if method not in _NAMES:
@@ -90,12 +95,15 @@ class _Proxy:
         """Refused: what is a host's is not the next host's."""
         raise InvalidRequest("this is a host's proxy; give another one the address of the coordinator itself")
 
-    async def _call(self, method: str, request: Message, context: object) -> bytes:
-        return await self._upstream.calls().call(method, request.SerializeToString())
+    async def _call(self, method: str, request: Any, context: object) -> bytes:
+        caller = calling()
+        if (end := self._ends.get(request.context.incarnation)) is not None:
+            end.extend(caller)
+        return await self._upstream.calls().call(method, request.SerializeToString(), caller)
 
     async def _stream(self, method: str, context: ServerStream) -> None:
-        call = self._upstream.calls().open(method)
-        reading = asyncio.create_task(_read(context, call))
+        call, end = self._upstream.calls().open(method, calling()), stream_end()
+        reading = asyncio.create_task(self._read(context, call, end))
         try:
             async for message in call.messages():
                 await context.write(message)
@@ -103,18 +111,19 @@ class _Proxy:
             reading.cancel()
             call.cancel()
             await asyncio.wait([reading])
+            self._ends = {incarnation: known for incarnation, known in self._ends.items() if known is not end}
 
-
-async def _read(context: ServerStream, call: MultiplexedCall) -> None:
-    """Send what a member sends; heartbeats are in no hurry, and go together."""
-    try:
-        while (message := await context.read()) is not EOF:
-            lazy = isinstance(message, session_pb2.SessionRequest) and message.HasField("heartbeat")
-            call.write(message.SerializeToString(), lazy=lazy)
-        call.done_writing()
-    except AxonError as error:
-        _logger.warning("a member's stream ends: %s", error)
-        call.cancel()
-    except Exception as error:
-        _logger.debug("a member's stream broke: %s", error)
-        call.cancel()
+    async def _read(self, context: ServerStream, call: MultiplexedCall, end: StreamEnd | None) -> None:
+        """Send what a member sends; heartbeats are in no hurry, and go together."""
+        try:
+            while (message := await context.read()) is not EOF:
+                kind = message.WhichOneof("message") if isinstance(message, session_pb2.SessionRequest) else ""
+                if kind == "join" and end is not None:
+                    self._ends[message.join.incarnation] = end
+                call.write(message.SerializeToString(), lazy=kind == "heartbeat")
+            call.done_writing()
+        except AxonError as error:
+            call.cancel(error)
+        except Exception as error:
+            _logger.debug("a member's stream broke: %s", error)
+            call.cancel()

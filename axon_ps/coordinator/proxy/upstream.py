@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import random
+import uuid
 from collections.abc import Awaitable, Callable
 from typing import Final
 
 from axon_ps.coordinator.client.addresses import Addresses, Place
 from axon_ps.coordinator.client.operator import SERVICE
 from axon_ps.coordinator.client.succession import successor
-from axon_ps.errors import AxonError, Broken, Closed, Unreachable
+from axon_ps.errors import AxonError, Broken, Busy, Closed, Unreachable
 from axon_ps.rpc.multiplex.client import MultiplexedClient
 from axon_ps.rpc.security import Security
 from axon_ps.rpc.service import Stub
 from axon_ps.rpc.stream import Stream
+from axon_ps.wire.v1 import common_pb2, coordinator_pb2
+
+RENEW_S: Final = 1.0
+"""How often it is looked for newer credentials."""
 
 LONGEST_PAUSE_S: Final = 1.0
 """Between two attempts to open it."""
@@ -45,6 +51,7 @@ class Upstream:
         self._on_change = on_change
         self._calls: MultiplexedClient | None = None
         self._error: AxonError = Unreachable(f"there was no session with coordinator {address} yet")
+        self._id = uuid.uuid4().hex
         self._random = random.Random()
 
     def calls(self) -> MultiplexedClient:
@@ -69,7 +76,7 @@ class Upstream:
             leads: asyncio.Future[Place] = asyncio.get_running_loop().create_future()
             try:
                 await self._session(leads)
-            except Broken as error:
+            except (Broken, Busy) as error:
                 if self._calls is not None:
                     _logger.warning("this host has lost its session with the coordinator: %s", error)
                     pause_s = 0.05
@@ -88,22 +95,22 @@ class Upstream:
             AxonError: it was refused.
         """
         channel = self._addresses.connect(self._security)
-        following: asyncio.Task[None] | None = None
+        beside: list[asyncio.Task[None]] = []
         try:
             await self._addresses.until_connected(channel)
             stub = Stub(channel, SERVICE, self._security)
             stream = stub.open("HostSession")
-            calls = MultiplexedClient(stream, stub.peer)
+            beside.append(asyncio.create_task(self._renew(stub)))
             if len(self._addresses) > 1:
-                following = asyncio.create_task(self._follow(stream, leads))
-            await self._run(calls)
+                beside.append(asyncio.create_task(self._follow(stream, leads)))
+            await self._run(MultiplexedClient(stream, stub.peer, self._id))
         except Closed as error:
             why = f"another coordinator leads, at {leads.result().address}" if leads.done() else str(error)
             raise Broken(why) from None
         finally:
-            if following is not None:
-                following.cancel()
-                await asyncio.wait([following])
+            for task in beside:
+                task.cancel()
+            await asyncio.gather(*beside, return_exceptions=True)
             await channel.close()
 
     async def _run(self, calls: MultiplexedClient) -> None:
@@ -122,6 +129,18 @@ class Upstream:
         finally:
             running.cancel()
             await asyncio.wait([running])
+
+    async def _renew(self, stub: Stub) -> None:
+        """Show the coordinator newer credentials once there are any: the session ends with those that it knows."""
+        known = stub.credentials()
+        context = common_pb2.CallContext(job=self._job, incarnation=self._id)
+        request = coordinator_pb2.KVRequest(context=context, op=coordinator_pb2.KV_OP_GET, key="any")
+        while True:
+            await asyncio.sleep(RENEW_S)
+            with contextlib.suppress(AxonError):  # it knows no such member, or the next time
+                if (newest := stub.credentials()) != known:
+                    known = newest
+                    await stub.call("KV", request, timeout_s=BEGIN_S)
 
     async def _follow(self, stream: Stream, leads: asyncio.Future[Place]) -> None:
         leads.set_result(await successor(self._addresses, self._security, self._job))

@@ -156,15 +156,13 @@ class CoordinatorServicer:
                 self._ends.pop(request.incarnation, None)
 
     async def host_session(self, context: ServerStream) -> None:
-        """The calls of a host's members. Each is made with the credentials of the stream, which its proxy has."""
-        caller = auth.calling()
-        if caller.rank is not None:
+        """The calls of a host's members: its proxy, which holds the job's secret, says who makes each."""
+        if not auth.calling().has_secret:
             raise PermissionDenied(
-                f"{caller.text} is the only one that may be served with these credentials; a host's session needs "
-                "the job's secret"
+                f"{auth.calling().text} may not call for others; a host's session needs the job's secret"
             )
 
-        def handler(method: str) -> Any:
+        def handler(method: str, caller: auth.Credentials) -> Any:
             path = f"/{_SERVICE.full_name}/{method}"
             found = None if method == HOST_SESSION else handler_of(self._handlers, path)
             if found is None:
@@ -173,9 +171,20 @@ class CoordinatorServicer:
                 raise PermissionDenied(refusal(caller.roles, path))
             return found
 
-        calls = MultiplexedServer(context, handler)
-        with self._shell.host(calls.end):
-            await calls.run()
+        end, ids = auth.stream_end(), []
+
+        def named(id: str) -> None:
+            if end is not None:
+                ids.append(id)
+                self._ends[id] = end
+
+        calls = MultiplexedServer(context, handler, auth.calling(), self._revocations, named)
+        try:
+            with self._shell.host(calls.end):
+                await calls.run()
+        finally:
+            for id in ids:
+                self._ends.pop(id, None)
 
     async def _read(self, context: ServerStream, session: Session) -> None:
         """Pass a member's messages on until its stream ends."""
@@ -208,13 +217,19 @@ class CoordinatorServicer:
     def _pass_votes_on(self) -> None:
         message, sessions = self._vote, self._voters
         self._vote, self._voters = None, []
-        if message is not None:
-            state, numbers = self._shell.state, [session.number for session in sessions]
+        if message is None:
+            return
+        state, numbers = self._shell.state, [session.number for session in sessions]
+        if len(sessions) > 1 and not all(map(state.is_worker, numbers)):  # one that may not vote harms nobody else
+            for session in sessions:
+                self._vote, self._voters = message, [session]
+                self._pass_votes_on()
+            return
+        with _refusing(sessions):
             if self._shell.tracer.active:
                 for number in numbers:
                     self._shell.spans.voted(state.rank_of(number), message.vote)
-            with _refusing(sessions):
-                self._shell.perform(state.vote(numbers, vote_from_proto(message.vote), self._shell.now()))
+            self._shell.perform(state.vote(numbers, vote_from_proto(message.vote), self._shell.now()))
 
     def _dispatch(self, session: int, message: session_pb2.SessionRequest) -> list[Action]:
         state, now = self._shell.state, self._shell.now()

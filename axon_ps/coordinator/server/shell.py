@@ -292,10 +292,10 @@ class Shell:
 
     def close_session(self, session: Session) -> None:
         """A stream is over. Those that end together, as a host's do, are lost together: in one generation."""
-        self._sessions.pop(session.number, None)
-        self._lost.append(session.number)
-        if len(self._lost) == 1:
-            self._loop.call_soon(self._lose)
+        if self._sessions.pop(session.number, None) is not None:
+            self._lost.append(session.number)
+            if len(self._lost) == 1:
+                self._loop.call_soon(self._lose)
 
     def _lose(self) -> None:
         lost, self._lost = self._lost, []

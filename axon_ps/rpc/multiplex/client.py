@@ -10,7 +10,9 @@ from typing import Final
 import grpc
 
 from axon_ps.errors import AxonError, Broken, Closed, again
-from axon_ps.rpc.multiplex.frames import MAX_WAITING, Outbox
+from axon_ps.rpc.auth.credentials import Credentials
+from axon_ps.rpc.multiplex.callers import caller_to_proto
+from axon_ps.rpc.multiplex.frames import Outbox, check_size
 from axon_ps.rpc.status import ERROR_KEY, error_of_status
 from axon_ps.rpc.stream import EOF, Stream
 from axon_ps.wire.v1 import multiplex_pb2
@@ -27,10 +29,12 @@ class MultiplexedClient:
     Args:
         stream: the stream.
         peer: what errors call the other end.
+        id: the stream's; see `Frames.id`.
     """
 
-    def __init__(self, stream: Stream, peer: str) -> None:
+    def __init__(self, stream: Stream, peer: str, id: str = "") -> None:
         self.outbox = Outbox()
+        self._id = id
         self.peer = peer
         self._stream = stream
         self._calls: dict[int, MultiplexedCall] = {}
@@ -56,7 +60,7 @@ class MultiplexedClient:
         """
         writer = asyncio.ensure_future(self._write())
         try:
-            await self._stream.write(multiplex_pb2.Frames())
+            await self._stream.write(multiplex_pb2.Frames(id=self._id))
             while (frames := await self._stream.read()) is not EOF:
                 self._began.set()
                 for frame in frames.frames:
@@ -64,22 +68,29 @@ class MultiplexedClient:
             raise Broken(f"{self._stream.place} ended")
         except AxonError as error:
             if not isinstance(error, Closed):
-                self._fail(error)
+                # What ended the stream answers no call: for a call, its connection broke.
+                self._fail(error if isinstance(error, Broken) else Broken(f"{self._stream.place} has ended: {error}"))
             raise
         finally:
-            self._fail(Broken(f"{self._stream.place} was closed"))  # for a call, its connection broke
+            self._fail(Broken(f"{self._stream.place} was closed"))
             self._stream.cancel()
             writer.cancel()
             await asyncio.gather(writer, return_exceptions=True)
 
-    async def call(self, method: str, request: bytes) -> bytes:
+    async def call(self, method: str, request: bytes, caller: Credentials | None = None) -> bytes:
         """Make a unary call; gives the encoded reply. Who cancels it cancels the call.
 
+        Args:
+            method: name of the RPC.
+            request: its request, encoded.
+            caller: who makes it; None = who has opened the stream.
+
         Raises:
+            InvalidRequest: the request is too large.
             AxonError: what the servicer raised; or what ended the stream.
         """
-        call = self._begin(method)
-        self.outbox.add_frame(multiplex_pb2.Frame(calls=(call.number,), method=method, message=request))
+        check_size(request, method)
+        call = self._begin(method, caller, request)
         try:
             async for reply in call.messages():
                 return reply
@@ -87,25 +98,35 @@ class MultiplexedClient:
             call.cancel()
         raise Broken(f"{method} at {self.peer} ended without a reply")
 
-    def open(self, method: str) -> MultiplexedCall:
-        """Begin a streaming call.
+    def open(self, method: str, caller: Credentials | None = None) -> MultiplexedCall:
+        """Begin a streaming call; see `call`.
 
         Raises:
             AxonError: what ended the stream.
         """
-        call = self._begin(method)
-        self.outbox.add_frame(multiplex_pb2.Frame(calls=(call.number,), method=method))
-        return call
+        return self._begin(method, caller, None)
 
     def forget(self, number: int) -> None:
         """A call is over."""
         self._calls.pop(number, None)
 
-    def _begin(self, method: str) -> MultiplexedCall:
+    def check_room(self) -> None:
+        """Refuse to send more to who does not read.
+
+        Raises:
+            Broken: too much waits to be sent.
+        """
+        if self.outbox.is_full:
+            raise Broken(f"{self.peer} does not take what is sent to it")
+
+    def _begin(self, method: str, caller: Credentials | None, request: bytes | None) -> MultiplexedCall:
         if self._error is not None:
             raise again(self._error)
+        self.check_room()
         call = MultiplexedCall(self, next(self._numbers), method)
         self._calls[call.number] = call
+        who = None if caller is None else caller_to_proto(caller)
+        self.outbox.add_frame(multiplex_pb2.Frame(calls=(call.number,), method=method, message=request, caller=who))
         return call
 
     def _take(self, frame: multiplex_pb2.Frame) -> None:
@@ -153,9 +174,10 @@ class MultiplexedCall:
 
         Raises:
             Broken: too much waits to be sent.
+            InvalidRequest: it is too large.
         """
-        if len(self._client.outbox) >= MAX_WAITING:
-            raise Broken(f"{self._client.peer} does not take what is sent to it: {MAX_WAITING} messages wait")
+        check_size(message, self.method)
+        self._client.check_room()
         if not self._over:
             self._client.outbox.add(self.number, message, lazy=lazy)
 
@@ -164,11 +186,11 @@ class MultiplexedCall:
         if not self._over:
             self._client.outbox.add_frame(multiplex_pb2.Frame(calls=(self.number,), end=True))
 
-    def cancel(self) -> None:
-        """The call is over for us. Does nothing when it is over."""
+    def cancel(self, error: AxonError | None = None) -> None:
+        """The call is over for us; whoever reads gets `error`, if there is one. Does nothing when it is over."""
         if not self._over:
             self._client.outbox.add_frame(multiplex_pb2.Frame(calls=(self.number,), cancel=True))
-            self.end(None)
+            self.end(error)
 
     async def messages(self) -> AsyncIterator[bytes]:
         """The peer's messages, until the call has ended well.
@@ -184,9 +206,7 @@ class MultiplexedCall:
     def take(self, message: bytes) -> None:
         """A message has come."""
         if self._messages.qsize() >= MAX_UNREAD:
-            error = Broken(f"{MAX_UNREAD} messages of {self.method} were not read; the call is ended")
-            self.cancel()
-            self._error = error
+            self.cancel(Broken(f"{MAX_UNREAD} messages of {self.method} were not read; the call is ended"))
         else:
             self._messages.put_nowait(message)
 

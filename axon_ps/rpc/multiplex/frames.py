@@ -6,16 +6,24 @@ import asyncio
 from collections.abc import Iterator
 from typing import Final
 
+from axon_ps.errors import InvalidRequest
+from axon_ps.rpc.channels import MAX_MESSAGE_BYTES
 from axon_ps.wire.v1 import multiplex_pb2
 
-LAZY_S: Final = 0.2
+LAZY_S: Final = 0.1
 """How long a message that is in no hurry may wait for others to be written with."""
 
 MAX_WAITING: Final = 1 << 14
 """Frames that may wait: whoever lets so many pile up does not read, and its stream ends."""
 
+MAX_WAITING_BYTES: Final = 1 << 27
+"""Likewise, bytes of their messages."""
+
+MAX_FRAME_BYTES: Final = MAX_MESSAGE_BYTES - (1 << 16)
+"""Of a message of a call: it travels in one of the stream's, with what else a frame has."""
+
 MAX_BYTES: Final = 1 << 20
-"""Of the messages that are written together; a larger one goes by itself."""
+"""Of the frames that are written together; a larger one goes by itself."""
 
 
 class Outbox:
@@ -28,11 +36,14 @@ class Outbox:
         self._frames: list[multiplex_pb2.Frame] = []
         self._indexes: dict[bytes, int] = {}  # of the messages that wait
         self._last: dict[int, int] = {}  # by call, the index of its newest frame
+        self._waiting_bytes = 0
         self._due = asyncio.Event()
         self._timer: asyncio.TimerHandle | None = None
 
-    def __len__(self) -> int:
-        return len(self._frames)
+    @property
+    def is_full(self) -> bool:
+        """Whether too much waits: who is to read does not."""
+        return len(self._frames) >= MAX_WAITING or self._waiting_bytes >= MAX_WAITING_BYTES
 
     def add(self, call: int, message: bytes, *, lazy: bool = False) -> None:
         """Have a message of a call written: soon, or if it is `lazy`, within `LAZY_S`."""
@@ -57,7 +68,7 @@ class Outbox:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        frames, self._frames = self._frames, []
+        frames, self._frames, self._waiting_bytes = self._frames, [], 0
         self._indexes.clear()
         self._last.clear()
         return _batches(frames)
@@ -66,6 +77,7 @@ class Outbox:
         for call in frame.calls:
             self._last[call] = len(self._frames)
         self._frames.append(frame)
+        self._waiting_bytes += len(frame.message)
 
     def _wake(self, lazy: bool) -> None:
         if not lazy:
@@ -78,10 +90,21 @@ def _batches(frames: list[multiplex_pb2.Frame]) -> Iterator[multiplex_pb2.Frames
     batch: list[multiplex_pb2.Frame] = []
     size_bytes = 0
     for frame in frames:
-        if batch and size_bytes + len(frame.message) > MAX_BYTES:
+        frame_bytes = frame.ByteSize()
+        if batch and size_bytes + frame_bytes > MAX_BYTES:
             yield multiplex_pb2.Frames(frames=batch)
             batch, size_bytes = [], 0
         batch.append(frame)
-        size_bytes += len(frame.message)
+        size_bytes += frame_bytes
     if batch:
         yield multiplex_pb2.Frames(frames=batch)
+
+
+def check_size(message: bytes, method: str) -> None:
+    """Refuse a message that is too large.
+
+    Raises:
+        InvalidRequest: it is.
+    """
+    if len(message) > MAX_FRAME_BYTES:
+        raise InvalidRequest(f"a message of {method} has {len(message)} bytes; at most {MAX_FRAME_BYTES} are allowed")

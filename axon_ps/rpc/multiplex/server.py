@@ -11,12 +11,16 @@ from typing import Any, Final
 import grpc
 from google.protobuf.message import DecodeError
 
-from axon_ps.errors import AxonError, Broken, InvalidRequest, again
-from axon_ps.rpc.limits import MAX_STREAMS
-from axon_ps.rpc.multiplex.frames import MAX_WAITING, Outbox
+from axon_ps.errors import AxonError, Broken, Busy, InvalidRequest, again
+from axon_ps.rpc.auth.credentials import Credentials, Ended, Revocations, Revoked
+from axon_ps.rpc.multiplex.callers import caller_from_proto
+from axon_ps.rpc.multiplex.frames import Outbox, check_size
 from axon_ps.rpc.service import EOF, ServerStream
 from axon_ps.rpc.status import ERROR_KEY, status_of
 from axon_ps.wire.v1 import multiplex_pb2
+
+MAX_CALLS: Final = 1 << 14
+"""Calls at a time on one stream: a member has a few."""
 
 MAX_UNREAD: Final = 1024
 """Messages of a call that its servicer has not read; more of them end it."""
@@ -29,12 +33,26 @@ class MultiplexedServer:
 
     Args:
         stream: the stream.
-        handler: gives gRPC's handler of a method, by its name; raises an `AxonError` when it may not be called.
+        handler: gives gRPC's handler of a method, by its name, to a caller; raises an `AxonError` when it may not be
+            called.
+        caller: who has opened the stream, and makes those calls that name nobody else.
+        revocations: what is revoked: calls of whom end, and are not begun.
+        on_id: called with the stream's id, if it has one; see `Frames.id`.
     """
 
-    def __init__(self, stream: ServerStream, handler: Callable[[str], Any]) -> None:
+    def __init__(
+        self,
+        stream: ServerStream,
+        handler: Callable[[str, Credentials], Any],
+        caller: Credentials,
+        revocations: Revocations,
+        on_id: Callable[[str], None] = lambda _id: None,
+    ) -> None:
         self._stream = stream
         self._handler = handler
+        self._caller = caller
+        self._revocations = revocations
+        self._on_id = on_id
         self._calls: dict[int, _Call] = {}
         self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.outbox = Outbox()
@@ -65,6 +83,8 @@ class MultiplexedServer:
 
     async def _read(self) -> None:
         while (frames := await self._stream.read()) is not EOF:
+            if frames.id:
+                self._on_id(frames.id)
             for frame in frames.frames:
                 self._take(frame)
 
@@ -96,9 +116,11 @@ class MultiplexedServer:
         if number in self._calls:
             raise InvalidRequest(f"call {number} of {frame.method} begins while it is under way")
         try:
-            if len(self._calls) >= MAX_STREAMS:
-                raise Broken(f"{MAX_STREAMS} calls are under way on this stream already")
-            handler = self._handler(frame.method)
+            if len(self._calls) >= MAX_CALLS:
+                raise Busy(f"{MAX_CALLS} calls are under way on this stream already; try again later")
+            caller = caller_from_proto(frame.caller) if frame.HasField("caller") else self._caller
+            self._revocations.check(caller.names)
+            handler = self._handler(frame.method, caller)
         except AxonError as error:
             self.fail(number, *status_of(error))
             return
@@ -109,18 +131,22 @@ class MultiplexedServer:
         elif frame.HasField("message"):
             call.take_encoded(frame.message, {})
         if not call.over:
-            call.task = asyncio.ensure_future(self._perform(call, request))
+            call.task = asyncio.ensure_future(self._perform(call, request, caller))
 
-    async def _perform(self, call: _Call, request: bytes | None) -> None:
+    async def _perform(self, call: _Call, request: bytes | None, caller: Credentials) -> None:
         end = multiplex_pb2.Frame(calls=(call.number,), end=True)
         try:
-            if request is None:
-                await call.handler.stream_stream(None, call)
-            else:
-                end.message = await call.handler.unary_unary(request, call)
-            self.outbox.add_frame(end)
+            with self._revocations.watching(caller, is_stream=request is None):
+                if request is None:
+                    await call.handler.stream_stream(None, call)
+                else:
+                    end.message = await call.handler.unary_unary(request, call)
+                    check_size(end.message, call.method)
+            self._send(end)
         except grpc.aio.AbortError:
             pass  # `_Call.abort` has sent the status
+        except (InvalidRequest, Revoked, Ended) as error:
+            self.fail(call.number, *status_of(error))
         finally:
             self.forget(call)
 
@@ -136,7 +162,17 @@ class MultiplexedServer:
         """Send a call's status."""
         error = next((value for key, value in trailing if key == ERROR_KEY), b"")
         status = multiplex_pb2.CallStatus(code=code.value[0], details=details, error=error)
-        self.outbox.add_frame(multiplex_pb2.Frame(calls=(number,), status=status))
+        self._send(multiplex_pb2.Frame(calls=(number,), status=status))
+
+    def is_deaf(self) -> bool:
+        """Whether the caller does not read what is sent to it: then the stream ends."""
+        if self.outbox.is_full:
+            self.end(Broken("this host does not read what is sent to it; its stream is ended"))
+        return self.outbox.is_full
+
+    def _send(self, frame: multiplex_pb2.Frame) -> None:
+        if not self.is_deaf():
+            self.outbox.add_frame(frame)
 
 
 class _Call:
@@ -200,7 +236,9 @@ class _Call:
     async def write(self, message: Any) -> None:
         """Send the caller a message."""
         serialize = self.handler.response_serializer
-        if not self.send_soon(serialize(message) if serialize else message):
+        data = serialize(message) if serialize else message
+        check_size(data, self.method)
+        if not self.send_soon(data):
             raise grpc.aio.UsageError("the call is over")
 
     def abort(
@@ -224,10 +262,9 @@ class _Call:
 
     def send_soon(self, message: bytes) -> bool:
         """Send an encoded message, without waiting; False when it cannot be: too much waits, or the call is over."""
-        outbox = self._server.outbox
-        if self.over or len(outbox) >= MAX_WAITING:
+        if self.over or self._server.is_deaf():
             return False
-        outbox.add(self.number, message)
+        self._server.outbox.add(self.number, message)
         return True
 
     def receive(self, receive: Callable[[Any], None]) -> None:

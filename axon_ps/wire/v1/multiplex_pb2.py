@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1f\x61xon_ps/wire/v1/multiplex.proto\x12\x0f\x61xon_ps.wire.v1\"0\n\x06\x46rames\x12&\n\x06\x66rames\x18\x01 \x03(\x0b\x32\x16.axon_ps.wire.v1.Frame\"\x92\x01\n\x05\x46rame\x12\r\n\x05\x63\x61lls\x18\x01 \x03(\r\x12\x0e\n\x06method\x18\x02 \x01(\t\x12\x14\n\x07message\x18\x03 \x01(\x0cH\x00\x88\x01\x01\x12\x0b\n\x03\x65nd\x18\x04 \x01(\x08\x12+\n\x06status\x18\x05 \x01(\x0b\x32\x1b.axon_ps.wire.v1.CallStatus\x12\x0e\n\x06\x63\x61ncel\x18\x06 \x01(\x08\x42\n\n\x08_message\":\n\nCallStatus\x12\x0c\n\x04\x63ode\x18\x01 \x01(\r\x12\x0f\n\x07\x64\x65tails\x18\x02 \x01(\t\x12\r\n\x05\x65rror\x18\x03 \x01(\x0c\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1f\x61xon_ps/wire/v1/multiplex.proto\x12\x0f\x61xon_ps.wire.v1\"<\n\x06\x46rames\x12&\n\x06\x66rames\x18\x01 \x03(\x0b\x32\x16.axon_ps.wire.v1.Frame\x12\n\n\x02id\x18\x02 \x01(\t\"\xc0\x01\n\x05\x46rame\x12\r\n\x05\x63\x61lls\x18\x01 \x03(\r\x12\x0e\n\x06method\x18\x02 \x01(\t\x12\x14\n\x07message\x18\x03 \x01(\x0cH\x00\x88\x01\x01\x12\x0b\n\x03\x65nd\x18\x04 \x01(\x08\x12+\n\x06status\x18\x05 \x01(\x0b\x32\x1b.axon_ps.wire.v1.CallStatus\x12\x0e\n\x06\x63\x61ncel\x18\x06 \x01(\x08\x12,\n\x06\x63\x61ller\x18\x07 \x01(\x0b\x32\x1c.axon_ps.wire.v1.FrameCallerB\n\n\x08_message\"|\n\x0b\x46rameCaller\x12\r\n\x05roles\x18\x01 \x03(\t\x12\x11\n\x04rank\x18\x02 \x01(\rH\x00\x88\x01\x01\x12\r\n\x05names\x18\x03 \x03(\t\x12\x12\n\nhas_secret\x18\x04 \x01(\x08\x12\x11\n\texpires_s\x18\x05 \x01(\x01\x12\x0c\n\x04text\x18\x06 \x01(\tB\x07\n\x05_rank\":\n\nCallStatus\x12\x0c\n\x04\x63ode\x18\x01 \x01(\r\x12\x0f\n\x07\x64\x65tails\x18\x02 \x01(\t\x12\r\n\x05\x65rror\x18\x03 \x01(\x0c\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -32,9 +32,11 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'axon_ps.wire.v1.multiplex_p
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_FRAMES']._serialized_start=52
-  _globals['_FRAMES']._serialized_end=100
-  _globals['_FRAME']._serialized_start=103
-  _globals['_FRAME']._serialized_end=249
-  _globals['_CALLSTATUS']._serialized_start=251
-  _globals['_CALLSTATUS']._serialized_end=309
+  _globals['_FRAMES']._serialized_end=112
+  _globals['_FRAME']._serialized_start=115
+  _globals['_FRAME']._serialized_end=307
+  _globals['_FRAMECALLER']._serialized_start=309
+  _globals['_FRAMECALLER']._serialized_end=433
+  _globals['_CALLSTATUS']._serialized_start=435
+  _globals['_CALLSTATUS']._serialized_end=493
 # @@protoc_insertion_point(module_scope)

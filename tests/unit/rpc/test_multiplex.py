@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -12,7 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import rpc_fakes
-from axon_ps.errors import AxonError, Broken, Busy, InvalidRequest, PermissionDenied, Unreachable
+from axon_ps.errors import AxonError, Broken, Busy, InvalidRequest, PermissionDenied
+from axon_ps.rpc.auth.credentials import EVERYBODY, Credentials, Revocations, calling, stream_end
+from axon_ps.rpc.auth.identity import Principal
 from axon_ps.rpc.in_process import SUFFIX, handler_of
 from axon_ps.rpc.multiplex import client as client_module
 from axon_ps.rpc.multiplex import frames as frames_module
@@ -49,21 +52,21 @@ async def session(context: ServerStream) -> None:
 
 
 @asynccontextmanager
-async def calling(
-    handler: Callable[[str], Any] | None = None, **methods: Callable[..., Awaitable[Any]]
+async def calling_on(
+    caller: Credentials = EVERYBODY, revocations: Revocations | None = None, **methods: Callable[..., Awaitable[Any]]
 ) -> AsyncIterator[tuple[MultiplexedClient, MultiplexedServer]]:
     """A client on one stream, and what performs its calls."""
     servicer = FakeServicer(COORDINATOR, **{"kv": kv, "session": session, **methods})
     handlers = (service_handler(COORDINATOR, servicer),)
     made: asyncio.Future[MultiplexedServer] = asyncio.get_running_loop().create_future()
 
-    def found(method: str) -> Any:
+    def found(method: str, caller: Credentials) -> Any:
         if (known := handler_of(handlers, f"/{COORDINATOR.full_name}/{method}")) is None:
             raise InvalidRequest(f"there is no {method}")
         return known
 
     async def host_session(context: ServerStream) -> None:
-        server = MultiplexedServer(context, handler or found)
+        server = MultiplexedServer(context, found, caller, revocations or Revocations())
         made.set_result(server)
         await server.run()
 
@@ -89,7 +92,7 @@ async def read(call: Any, count: int) -> list[str]:
 
 def test_calls_of_both_kinds_at_once() -> None:
     async def main() -> None:
-        async with calling() as (client, _):
+        async with calling_on() as (client, _):
             streams = [client.open("Session") for _ in range(20)]
             for i, stream in enumerate(streams):
                 for k in range(3):
@@ -108,7 +111,7 @@ def test_calls_of_both_kinds_at_once() -> None:
 
 def test_an_error_reaches_its_call_alone_and_as_it_was_raised() -> None:
     async def main() -> None:
-        async with calling() as (client, _):
+        async with calling_on() as (client, _):
             one, other = client.open("Session"), client.open("Session")
             one.write(leave("end"))
             with pytest.raises(PermissionDenied, match="it was asked to"):
@@ -125,7 +128,7 @@ def test_an_error_reaches_its_call_alone_and_as_it_was_raised() -> None:
 
 def test_what_cannot_be_parsed_ends_its_call_alone() -> None:
     async def main() -> None:
-        async with calling() as (client, _):
+        async with calling_on() as (client, _):
             one, other = client.open("Session"), client.open("Session")
             one.write(b"\xff\xff")
             with pytest.raises(InvalidRequest, match="a message of Session cannot be parsed"):
@@ -159,7 +162,7 @@ def test_a_call_that_is_cancelled_is_cancelled_at_the_server() -> None:
                 ended.append("kv")
                 raise
 
-        async with calling(session=session, kv=kv) as (client, server):
+        async with calling_on(session=session, kv=kv) as (client, server):
             stream = client.open("Session")
             await began.wait()
             stream.cancel()
@@ -177,7 +180,7 @@ def test_a_call_that_is_cancelled_is_cancelled_at_the_server() -> None:
 
 def test_calls_end_with_the_stream_on_both_sides() -> None:
     async def main() -> None:
-        async with calling() as (client, server):
+        async with calling_on() as (client, server):
             stream = client.open("Session")
             stream.write(leave("a"))
             assert await read(stream, 1) == ["a"]
@@ -193,7 +196,7 @@ def test_calls_end_with_the_stream_on_both_sides() -> None:
 
 def test_a_client_that_is_cancelled_ends_its_calls() -> None:
     async def main() -> None:
-        async with calling() as (client, _):
+        async with calling_on() as (client, _):
             stream = client.open("Session")
         with pytest.raises(Broken, match="HostSession at .* was closed"):
             await read(stream, 1)
@@ -211,7 +214,7 @@ def test_equal_messages_for_several_calls_are_one_frame() -> None:
             waiting.append(context.send_soon)
             await context.read()
 
-        async with calling(session=session) as (client, _):
+        async with calling_on(session=session) as (client, _):
             streams = [client.open("Session") for _ in range(30)]
             while len(waiting) < 30:
                 await asyncio.sleep(0.001)
@@ -245,7 +248,7 @@ def test_messages_are_given_to_who_receives_them_at_once() -> None:
             assert context.receive(take)
             await done.wait()
 
-        async with calling(session=session) as (client, _):
+        async with calling_on(session=session) as (client, _):
             stream = client.open("Session")
             for reason in ("first", "a", "b"):
                 stream.write(leave(reason))
@@ -263,7 +266,7 @@ def test_who_does_not_read_ends_its_own_call(monkeypatch: pytest.MonkeyPatch) ->
         async def deaf(context: ServerStream) -> None:
             await asyncio.sleep(60)
 
-        async with calling(session=deaf) as (client, server):
+        async with calling_on(session=deaf) as (client, server):
             stream = client.open("Session")
             for i in range(8):
                 stream.write(leave(str(i)))
@@ -278,7 +281,7 @@ def test_what_nobody_reads_ends_its_own_call(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(client_module, "MAX_UNREAD", 4)
 
     async def main() -> None:
-        async with calling() as (client, _):
+        async with calling_on() as (client, _):
             stream, other = client.open("Session"), client.open("Session")
             for i in range(8):
                 stream.write(leave(str(i)))
@@ -292,31 +295,124 @@ def test_what_nobody_reads_ends_its_own_call(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_limits_of_calls_and_of_what_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server_module, "MAX_STREAMS", 3)
-    monkeypatch.setattr(client_module, "MAX_WAITING", 6)
+    monkeypatch.setattr(server_module, "MAX_CALLS", 3)
+    monkeypatch.setattr(frames_module, "MAX_WAITING", 6)
 
     async def main() -> None:
-        async with calling() as (client, _):
+        async with calling_on() as (client, _):
             streams = [client.open("Session") for _ in range(3)]
-            with pytest.raises(Broken, match="3 calls are under way on this stream already"):
+            with pytest.raises(Busy, match="3 calls are under way on this stream already"):
                 await client.call("KV", asked("k"))
             streams[0].done_writing()
             assert [m async for m in streams[0].messages()] == []
             await client.call("KV", asked("k"))
-            with pytest.raises(Broken, match="6 messages wait"):
+            with pytest.raises(Broken, match="the server does not take what is sent to it"):
                 for i in range(8):
                     streams[1].write(leave(str(i)))
 
     run(main())
 
 
+def test_a_message_that_is_too_large_is_refused_to_its_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(frames_module, "MAX_FRAME_BYTES", 2000)
+
+    async def large(request: coordinator_pb2.KVRequest, context: object) -> coordinator_pb2.KVReply:
+        return coordinator_pb2.KVReply(value=bytes(int(request.key)))
+
+    async def main() -> None:
+        async with calling_on(kv=large) as (client, _):
+            stream = client.open("Session")
+            with pytest.raises(InvalidRequest, match="a message of KV has 2003 bytes; at most 2000"):
+                await client.call("KV", asked("1" * 2000))
+            with pytest.raises(InvalidRequest, match="a message of KV has 2503 bytes"):
+                await client.call("KV", asked("2500"))
+            with pytest.raises(InvalidRequest, match="a message of Session has"):
+                stream.write(leave("x" * 3000))
+            stream.write(leave("fine"))
+            assert await read(stream, 1) == ["fine"]
+
+    run(main())
+
+
+def test_a_host_that_does_not_read_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(frames_module, "MAX_WAITING_BYTES", 1000)
+
+    async def large(request: coordinator_pb2.KVRequest, context: object) -> coordinator_pb2.KVReply:
+        return coordinator_pb2.KVReply(value=bytes(600))
+
+    async def main() -> None:
+        async with calling_on(kv=large) as (client, _):
+            calls = [asyncio.ensure_future(client.call("KV", asked("k"))) for _ in range(8)]
+            await asyncio.wait(calls)
+            errors = [call.exception() for call in calls if call.exception() is not None]
+            assert errors
+            assert all("this host does not read what is sent to it" in str(error) for error in errors)
+
+    run(main())
+
+
+WORKER = Credentials(frozenset({Principal.WORKER}), 3, ("token-3",), False, text="worker 3")
+
+
+def test_a_call_is_made_by_who_makes_it_and_ends_with_its_credentials() -> None:
+    async def main() -> None:
+        seen: list[Credentials] = []
+        revocations = Revocations()
+
+        async def kv(request: object, context: object) -> coordinator_pb2.KVReply:
+            seen.append(calling())
+            return coordinator_pb2.KVReply()
+
+        async def session(context: ServerStream) -> None:
+            seen.append(calling())
+            await context.read()
+
+        async with calling_on(revocations=revocations, kv=kv, session=session) as (client, _):
+            await client.call("KV", asked("k"), WORKER)
+            await client.call("KV", asked("k"))
+            assert seen == [WORKER, EVERYBODY]
+            theirs, others = client.open("Session", WORKER), client.open("Session")
+            while len(seen) < 4:
+                await asyncio.sleep(0.001)
+            revocations.set({"token-3": "it leaked"})
+            with pytest.raises(PermissionDenied, match="revoked: it leaked"):
+                await read(theirs, 1)
+            with pytest.raises(PermissionDenied, match="revoked: it leaked"):
+                await client.call("KV", asked("k"), WORKER)
+            others.write(leave("fine"))
+            assert [m async for m in others.messages()] == []
+
+    run(main())
+
+
+def test_a_stream_ends_with_the_credentials_of_its_caller(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("axon_ps.rpc.auth.credentials.GRACE_S", 0.0)
+
+    async def main() -> None:
+        ends = []
+
+        async def session(context: ServerStream) -> None:
+            ends.append(stream_end())
+            await context.read()
+
+        short = Credentials(frozenset({Principal.WORKER}), 3, (), False, time.time() + 0.1, "worker 3")
+        async with calling_on(session=session) as (client, _):
+            with pytest.raises(Broken, match=r"the credentials that this stream was opened with \(worker 3\) are over"):
+                await read(client.open("Session", short), 1)
+        assert ends[0] is not None
+
+    run(main())
+
+
 def test_a_call_that_begins_twice_is_refused() -> None:
     async def main() -> None:
-        async with calling() as (client, _):
+        async with calling_on() as (client, _):
             stream = client.open("Session")
             frame = multiplex_pb2.Frame(calls=(stream.number,), method="Session")
             client.outbox.add_frame(frame)
-            with pytest.raises(InvalidRequest, match="begins while it is under way"):
+            with pytest.raises(
+                Broken, match=r"HostSession .* has ended: call 1 of Session begins while it is under way"
+            ):
                 await read(stream, 1)
 
     run(main())
@@ -378,12 +474,12 @@ def test_whatever_comes_is_answered_or_refused(sent: list[multiplex_pb2.Frame]) 
     """A hostile host harms itself: its stream ends with an error of ours, or goes on, and the server is as before."""
 
     async def main() -> None:
-        async with calling() as (client, server):
+        async with calling_on() as (client, server):
             for frame in sent:
                 client.outbox.add_frame(frame)
             try:
                 await client.call("KV", asked("after"))
-            except (InvalidRequest, Unreachable):
+            except (InvalidRequest, Broken):
                 pass
             except AxonError as error:
                 raise AssertionError("an error of another kind") from error
