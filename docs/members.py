@@ -42,7 +42,8 @@ def chart(title: str, rows: Sequence[Mapping[str, float]], column: str, unit_s: 
     yield f'<text x="0" y="-10" class="h">{title}</text>'
     for seconds in (0.01, 0.1, 1.0, 10.0):
         _, y = place(MEMBERS[0], seconds)
-        yield f'<path d="M0 {y}H{WIDTH}" class="g"/><text x="-8" y="{y + 4}" text-anchor="end" class="s">{seconds:g} s</text>'
+        yield f'<path d="M0 {y}H{WIDTH}" class="g"/>'
+        yield f'<text x="-8" y="{y + 4}" text-anchor="end" class="s">{seconds:g} s</text>'
     for members in (100, 1000, 10_000):
         x, _ = place(members, SECONDS[0])
         yield f'<path d="M{x} 0V{HEIGHT}" class="g"/>'

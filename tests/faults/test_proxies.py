@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import signal
 import time
@@ -12,10 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from axon_ps.coordinator.client.operator import OperatorClient
 from axon_ps.rpc.security import Security
 from axon_ps.testing import LocalCluster
 from axon_ps.testing.cluster import PROXY
-from axon_ps.testing.workers import WorkerProcess, results_of
+from axon_ps.testing.workers import WorkerFailed, WorkerProcess, results_of
 from axon_ps.types import Role
 from failover_job import plain, train
 
@@ -96,6 +98,23 @@ def test_a_host_that_dies_is_lost_in_one_generation(tmp_path: Path) -> None:
             worker.kill()
             worker.end()
         finish(tmp_path, workers[:2])
+
+
+def test_who_is_revoked_behind_a_proxy_is_out_alone(tmp_path: Path) -> None:
+    async def revoke(cluster: LocalCluster) -> None:
+        async with OperatorClient(cluster.address, security=cluster.security, job=cluster.job) as operator:
+            await operator.revoke("worker/2", "the laptop was stolen")
+
+    with LocalCluster(shards=1, world_size=4, min_workers=1, security=Security(tls=True)) as cluster:
+        workers = on_hosts(cluster, tmp_path, 2)
+        until(lambda: len(steps(tmp_path, 0)) > 5)
+        asyncio.run(revoke(cluster))
+        with pytest.raises(WorkerFailed, match="revoked: the laptop was stolen"):
+            results_of(workers[2:3], timeout_s=SOON_S, check=True)
+        until(lambda: [s for s in steps(tmp_path, 0) if s[2] and s[3] == 3])
+        assert [m.rank for m in cluster.status().membership.workers] == [0, 1, 3]
+        assert cluster.process(PROXY, 1).exit_code is None
+        finish(tmp_path, [worker for rank, worker in enumerate(workers) if rank != 2])
 
 
 def test_a_worker_that_is_frozen_is_lost_when_its_lease_is_over(tmp_path: Path) -> None:

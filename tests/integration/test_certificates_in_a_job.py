@@ -94,10 +94,13 @@ def shards_of(cluster: LocalCluster) -> list[str]:
     return [member.address for member in cluster.status().membership.shards]
 
 
-def test_certificates_are_renewed_and_nobody_notices(tmp_path: Path, record_property: Record) -> None:
+@pytest.mark.parametrize("proxied", [False, True], ids=["direct", "proxied"])
+def test_certificates_are_renewed_and_nobody_notices(tmp_path: Path, proxied: bool, record_property: Record) -> None:
     security = Security(tls=True, lifetime_s=LIFETIME_S)
-    with LocalCluster(shards=2, world_size=2, security=security) as cluster:
-        workers = cluster.start_workers(train, args=(tmp_path,), env=OVER_GRPC)
+    lifetime = {"AXON_PS_TLS_LIFETIME_S": f"{LIFETIME_S}"}
+    with LocalCluster(shards=2, world_size=2, security=security, environment=lifetime) as cluster:
+        env = OVER_GRPC | ({"AXON_PS_COORDINATOR": cluster.add_proxy()} if proxied else {})
+        workers = cluster.start_workers(train, args=(tmp_path,), env=env)
         until(lambda: steps(tmp_path, 0))
         places, context = [cluster.address, *shards_of(cluster)], observer(cluster.token, tmp_path)
         seen: dict[str, set[int]] = {place: set() for place in places}

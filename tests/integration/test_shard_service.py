@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 import shard_fakes
+from axon_ps.aggregation.client.peers import Peers
 from axon_ps.coordinator.core.events import UPLOADED, JobState, RestoreOrder, SnapshotOrder
 from axon_ps.errors import (
     Broken,
@@ -46,10 +47,16 @@ from shard_fakes import TIMEOUT_S, CuttingProxy, Job, cutting, job, spec_of
 SPEC = spec_of(3000, 200, 700, frozen=[2])
 
 
-@pytest.fixture(autouse=True, params=["sent", "bulk", "leased"])
+@pytest.fixture(autouse=True, params=["sent", "bulk", "parts", "leased"])
 def chunks_are(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Everything here holds whether chunks go over gRPC, over bulk connections, or are read from memory."""
-    monkeypatch.setattr(shard_fakes, "BULK_PORT", 0 if request.param == "bulk" else None)
+    """Everything here holds whether chunks go over gRPC, over bulk connections, or are read from memory.
+
+    Parts are of a long line: each transfer takes several connections.
+    """
+    monkeypatch.setattr(shard_fakes, "BULK_PORT", 0 if request.param in ("bulk", "parts") else None)
+    if request.param == "parts":
+        monkeypatch.setattr(Peers, "rtt_s", lambda peers, server: 0.1)
+        monkeypatch.setattr(transfers, "MIN_SPLIT_BYTES", 256)
     if request.param == "leased":
         monkeypatch.setattr(shard_fakes, "WORKERS_NODE", "n")
         for module in (servicer, transfers):
@@ -60,7 +67,12 @@ def chunks_are(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
 SENT = pytest.mark.parametrize("chunks_are", ["sent"], indirect=True)
 """Of calls and of bytes on a connection: they are others when chunks are leased."""
 
-THROUGH_SOCKETS = pytest.mark.parametrize("chunks_are", ["sent", "bulk"], indirect=True)
+AS_ONE = pytest.mark.parametrize("chunks_are", ["sent", "bulk", "leased"], indirect=True)
+"""Of how many calls there are."""
+
+ON_ONE_CONNECTION = pytest.mark.parametrize("chunks_are", ["sent", "bulk"], indirect=True)
+
+THROUGH_SOCKETS = pytest.mark.parametrize("chunks_are", ["sent", "bulk", "parts"], indirect=True)
 
 
 def values_of(*numels: int, seed: int = 0) -> list[Array]:
@@ -225,6 +237,7 @@ def test_a_step_from_first_values_to_the_next_version(servers: int) -> None:
     run(scenario())
 
 
+@AS_ONE
 def test_four_gatherers_cost_one_encoding() -> None:
     async def scenario() -> None:
         async with job(SPEC, workers=4) as j:
@@ -516,6 +529,7 @@ def test_a_caller_that_is_far_ahead_is_refused_and_no_call_waits_for_ever(monkey
     run(scenario())
 
 
+@AS_ONE
 def test_one_worker_has_so_many_calls_under_way_at_a_server(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server_shell, "MAX_MEMBER_CALLS", 2)
 
@@ -620,7 +634,7 @@ def test_late_pushes_of_an_aborted_step_are_told() -> None:
 # ---------------------------------------------------------------------- broken connections
 
 
-@THROUGH_SOCKETS
+@ON_ONE_CONNECTION
 def test_a_push_is_resumed_where_the_server_says() -> None:
     async def scenario() -> None:
         async with job(spec_of(200_000, chunk_numel=4096), workers=2) as j:
@@ -642,7 +656,7 @@ def test_a_push_is_resumed_where_the_server_says() -> None:
     run(scenario())
 
 
-@THROUGH_SOCKETS
+@ON_ONE_CONNECTION
 def test_a_gather_and_an_upload_are_repeated() -> None:
     async def scenario() -> None:
         async with job(spec_of(200_000, chunk_numel=4096)) as j:
@@ -850,6 +864,7 @@ def test_chunks_that_follow_are_of_the_same_push(fields: dict[str, int], words: 
     run(scenario())
 
 
+@AS_ONE
 def test_streams_are_pooled(monkeypatch: pytest.MonkeyPatch) -> None:
     opened: Counter[str] = Counter()
     stub_open = Stub.open_bulk

@@ -102,6 +102,11 @@ class Peers:
             self._stubs[key] = member.address, channel, stub
         return self._stubs[key][2]
 
+    def rtt_s(self, server: int) -> float:
+        """The shortest round trip to a shard server that was seen, in seconds; 0 while none was."""
+        bulks = (stub.bulk for (rank, _), (_, _, stub) in self._stubs.items() if rank == server)
+        return min((bulk.rtt_s for bulk in bulks if bulk is not None and bulk.rtt_s), default=0.0)
+
     async def wait(self, timeout_s: float) -> None:
         """Wait for a change of members, at most `timeout_s`.
 

@@ -12,6 +12,7 @@ import asyncio
 import logging
 import socket
 import ssl
+import struct
 from collections import deque
 from collections.abc import Awaitable, Callable
 from typing import Any, Final, Protocol
@@ -41,6 +42,9 @@ AGAIN_S: Final = 60.0
 
 BULK: Final = bulk_pb2.DESCRIPTOR.services_by_name["Bulk"]
 """The service that `BulkClient` calls, and `server.BulkServer` performs."""
+
+_MIN_RTT_AT: Final = 148
+"""Where struct tcp_info of Linux has tcpi_min_rtt, a u32 of microseconds."""
 
 Parse = Callable[[bytes], Any] | None
 _logger = logging.getLogger(__name__)
@@ -231,6 +235,9 @@ class BulkClient:
         caller: its calls of gRPC.
         host: where the server is.
         tls: gives the context of TLS, and the name that the server's certificate must have; None = plaintext.
+
+    Attributes:
+        rtt_s: the round trip of the newest connection when it was made, in seconds; 0 = not known.
     """
 
     def __init__(self, caller: Caller, host: str, tls: Callable[[], tuple[ssl.SSLContext, str]] | None) -> None:
@@ -240,6 +247,7 @@ class BulkClient:
         self._asking: asyncio.Future[_Granted | None] | None = None
         self._following: set[asyncio.Task[None]] = set()
         self._again_s = 0.0
+        self.rtt_s = 0.0
 
     async def open(self, path: str, parse: Parse) -> BulkCall | None:
         """A call, to be used as one of gRPC's; None if it must be one.
@@ -328,10 +336,20 @@ class BulkClient:
             kind, _ = await connection.receive()
             if kind is not Kind.HELLO:
                 raise ConnectionError(f"it answered with a frame of kind {kind.name}")
+            self.rtt_s = _rtt_s(sock)
         except BaseException:
             (connection or sock).close()  # the event loop watches the socket of a connection
             raise
         return connection
+
+
+def _rtt_s(sock: socket.socket) -> float:
+    """The shortest round trip of a connection so far, in seconds; 0 where the kernel does not say."""
+    info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _MIN_RTT_AT + 4)
+    if len(info) < _MIN_RTT_AT + 4:
+        return 0.0
+    (shortest_us,) = struct.unpack_from("=I", info, _MIN_RTT_AT)
+    return float(shortest_us) / 1e6
 
 
 async def _connected(host: str, port: int) -> socket.socket:

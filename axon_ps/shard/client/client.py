@@ -10,8 +10,12 @@ What is retried and what is not: see `shard.client.retries`.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import TypeVar
 
@@ -41,6 +45,16 @@ from axon_ps.wire.v1 import common_pb2, shard_pb2
 T = TypeVar("T")
 _GATHERS, _PUSHES = 0, 1  # connections
 
+RTT_OF_ONE_S = 0.015
+"""Round trips for which one connection fills a line, of bulk connections: a longer one takes several.
+
+TCP has so much under way as the kernels' buffers hold (Linux: 4 MiB to send, of which a good half is data), and sends
+little at first, after every pause: *measured* at 500 Mbit/s, 64 MiB over one connection take 1.00, 1.14 and 2.1 times
+what line and round trip allow at 10, 50 and 100 ms (`benchmarks/distance.py`).
+"""
+
+MAX_CONNECTIONS = 8
+
 
 class ShardGroup:
     """One worker's client of all shard servers of a job, for one model.
@@ -56,6 +70,7 @@ class ShardGroup:
         retain_message_memory()
         self._peers = Peers(security, connections)
         self._same_host = SameHostServers(node)
+        self._under_way: Counter[int] = Counter()  # gathers and pushes, by server
         self._begin(Transfers())
 
     def _begin(self, transfers: Transfers) -> None:
@@ -239,11 +254,30 @@ class ShardGroup:
                 compressor=how,
                 received=received,
             )
-            versions = await together([self._retries.call(self._transfers.pull, _GATHERS, s, t) for s in slices])
+            pull = self._transfers.pull
+            with self._spread(slices, t) as calls:
+                versions = await together([self._retries.call(pull, _GATHERS, s, one) for s, one in calls])
             if min(versions) == max(versions) or spec.policy.asynchronous:
                 return max(min(versions), min_version)
             min_version = max(versions)  # some owners committed in between: ask all of them for the later one
             self._retries.count += 1
+
+    @contextlib.contextmanager
+    def _spread(self, slices: Sequence[Slice], t: Transfer) -> Iterator[list[tuple[Slice, Transfer]]]:
+        """The calls of a transfer, under way meanwhile: one a slice, or as many as fill a long line with the others."""
+        calls: list[tuple[Slice, Transfer]] = []
+        servers: list[int] = []
+        for s in slices:
+            server = self._holder(s).server
+            wanted = min(MAX_CONNECTIONS, math.ceil(self._peers.rtt_s(server) / RTT_OF_ONE_S))
+            several = [(s, one) for one in t.split(s, max(1, wanted - self._under_way[server]))]
+            servers += [server] * len(several)
+            self._under_way[server] += len(several)
+            calls += several
+        try:
+            yield calls
+        finally:
+            self._under_way.subtract(servers)
 
     def _opened(self, spec: JobSpec, unit: int) -> Received | None:
         """What has come of a unit whose parameters travel as differences; else None."""
@@ -418,7 +452,8 @@ class ShardGroup:
         if how is not None and grad is not None:
             t = dataclasses.replace(t, residuals=self._feedback.open(unit, t.begin, t.end, step))
         push = self._transfers.push
-        await together([self._retries.call(push, _PUSHES, s, t, repeatable=False) for s in slices])
+        with self._spread(slices, t) as calls:
+            await together([self._retries.call(push, _PUSHES, s, one, repeatable=False) for s, one in calls])
 
     async def upload(
         self, unit: int, values: Array, *, context: MakeContext, timeout_s: float | None, epoch: int = 0

@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import itertools
 import logging
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -45,6 +46,9 @@ _logger = logging.getLogger(__name__)
 
 DTYPE_OF = {np.dtype(np.float32): DType.F32, np.dtype(np.uint16): DType.BF16, np.dtype(np.float16): DType.F16}
 """The wire dtype of an array's element type."""
+
+MIN_SPLIT_BYTES = 1 << 20
+"""Less than that is not worth a connection of its own."""
 
 MAX_IDLE = 32
 """Idle streams to one server that are pooled, of each kind: as many units as are usually under way at once."""
@@ -117,6 +121,26 @@ class Transfer:
         if self.same_host is None or self.socket_only or self.compressor is not None:
             return None
         return await self.same_host.access(s.server, stub, self.context)
+
+    def split(self, s: Slice, most: int) -> Iterator[Transfer]:
+        """What lies in a slice, as up to `most` transfers of full chunks and of `MIN_SPLIT_BYTES` at least."""
+        begin, end = max(s.begin, self.begin), min(s.end, self.end)
+        chunks = -(-(end - s.begin) // self.chunk_numel) - (begin - s.begin) // self.chunk_numel
+        count = min(most, chunks, (end - begin) * self.dtype.itemsize // MIN_SPLIT_BYTES)
+        if count < 2:
+            yield self
+            return
+        first = s.begin + (begin - s.begin) // self.chunk_numel * self.chunk_numel
+        cuts = [begin, *(first + chunks * i // count * self.chunk_numel for i in range(1, count)), end]
+        for one, other in itertools.pairwise(cuts):
+            here = slice(one - self.begin, other - self.begin)
+            yield replace(
+                self,
+                begin=one,
+                end=other,
+                array=None if self.array is None else self.array[here],
+                residuals=None if self.residuals is None else (self.residuals[0][here], self.residuals[1][here]),
+            )
 
     def gathering(self, s: Slice) -> Gathering | None:
         """The gather of what lies in a slice, where parameters travel as differences.

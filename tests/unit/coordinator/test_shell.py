@@ -24,6 +24,39 @@ from axon_ps.wire.v1 import session_pb2
 OPERATOR = Caller(job="job")
 
 
+def test_a_session_that_ends_for_two_reasons_at_once_is_lost_once() -> None:
+    async def main() -> None:
+        state = CoordinatorState(CoordinatorConfig(job="job", world_size=2, num_shards=1), 0.0)
+        shell, deaf = Shell(state, MemoryStateStore()), []
+
+        async def handle(rank: int) -> None:
+            session = shell.open_session(send_soon=lambda _event: rank not in deaf)
+            request = JoinRequest(job="job", incarnation=f"{rank}" * 32, node="n")
+            try:
+                shell.perform(state.join(session.number, Role.WORKER, request, shell.now()))
+                async for _ in session.events():
+                    pass
+            finally:
+                shell.close_session(session)
+
+        one, other = asyncio.ensure_future(handle(0)), asyncio.ensure_future(handle(1))
+        while len(state.membership.workers) < 2:
+            await asyncio.sleep(0)
+        deaf.append(0)
+        other.cancel()  # of which the first cannot be told: its stream is closed, and its handler ends, too
+        await asyncio.gather(one, other, return_exceptions=True)
+        while state.membership.workers:
+            await asyncio.sleep(0)
+        assert not shell._sessions
+        third = asyncio.ensure_future(handle(2))  # as a new one of the same rank finds it
+        while [m.incarnation for m in state.membership.workers] != ["2" * 32]:
+            await asyncio.sleep(0)
+        await shell.close()
+        await asyncio.gather(third, return_exceptions=True)
+
+    asyncio.run(asyncio.wait_for(main(), 10.0))
+
+
 class SlowStore(MemoryStateStore):
     """A store whose writes wait until they are let through, or fail."""
 
