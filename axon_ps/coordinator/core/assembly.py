@@ -46,6 +46,9 @@ FEW: Final = 32
 TOGETHER_S: Final = 0.05
 """How long a joiner waits for others."""
 
+TOGETHER_A_MEMBER_S: Final = 5e-5
+"""Where there are many, so long for each of them: a generation costs in proportion to its members."""
+
 ANNOUNCE_S: Final = 1e-3
 """Of a generation to one member: some times what it costs both, as a difference."""
 
@@ -61,17 +64,18 @@ class Forming:
     def __init__(self) -> None:
         self.joined: list[int] = []
         self.due = math.inf
+        self._members = 0
         self._all_due = -math.inf
 
     def join(self, session: int, now: float) -> None:
         """A member waits for others that join."""
         if not self.joined:
-            self.due = now + TOGETHER_S
+            self.due = now + max(TOGETHER_S, TOGETHER_A_MEMBER_S * self._members)
         self.joined.append(session)
 
     def take(self, members: int, now: float) -> list[int] | None:
         """The sessions that get the generation that begins now, of so many members; None = all. Clears it."""
-        joined, self.joined, self.due = self.joined, [], math.inf
+        joined, self.joined, self.due, self._members = self.joined, [], math.inf, members
         if now < self._all_due:
             return joined
         self.announced(members, now)
