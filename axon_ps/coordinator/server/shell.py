@@ -495,6 +495,7 @@ class Shell:
         if self._is_cut_off():
             self._fail(NotLeader("no member was there any more, and another coordinator stands by for them"))
         self.perform(self.state.tick(self.now()))
+        self._set_timer()  # at once: while there is no timer, a pause is not seen
         self._log_stragglers()
         if not self._failing:
             self.take_logs()
