@@ -85,9 +85,7 @@ class Host:
     async def write(self) -> None:
         """What is to be sent."""
         await self.stream.write(multiplex_pb2.Frames())
-        while True:
-            for frames in await self.outbox.take():
-                await self.stream.write(frames)
+        await self.outbox.write_to(self.stream)
 
     async def read(self) -> None:
         """What comes."""

@@ -83,6 +83,22 @@ class Step:
     replicas: int
 
 
+def steps_of(directory: Path, rank: int) -> list[tuple[float, int, bool, int]]:
+    """What a worker has written so far: when, version, committed, replicas."""
+    path = directory / f"rank-{rank}"
+    lines = path.read_text(encoding="utf-8").split("\n")[:-1] if path.exists() else []
+    return [tuple(json.loads(line)) for line in lines]  # type: ignore[misc]
+
+
+def until(condition: Callable[[], Any], within_s: float = 40.0) -> Any:
+    """Wait for a condition; what it gave."""
+    deadline = time.monotonic() + within_s
+    while not (found := condition()):
+        assert time.monotonic() < deadline, "it did not happen"
+        time.sleep(0.01)
+    return found
+
+
 class Job:
     """The workers of a `FailoverCluster`.
 
@@ -101,9 +117,7 @@ class Job:
 
     def steps(self, rank: int = 0) -> list[Step]:
         """Those of a worker so far."""
-        path = self._directory / f"rank-{rank}"
-        lines = path.read_text(encoding="utf-8").split("\n")[:-1] if path.exists() else []
-        return [Step(*json.loads(line)) for line in lines]
+        return [Step(*step) for step in steps_of(self._directory, rank)]
 
     def until(self, true: Callable[[], bool]) -> None:
         """Wait for what other processes do; a worker that ends fails the test."""

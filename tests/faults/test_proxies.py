@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import signal
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,27 +17,11 @@ from axon_ps.testing import LocalCluster
 from axon_ps.testing.cluster import PROXY
 from axon_ps.testing.workers import WorkerFailed, WorkerProcess, results_of
 from axon_ps.types import Role
-from failover_job import plain, train
+from failover_job import plain, steps_of, train, until
 
 SOON_S = 40.0
 LEASE_S = 2.0
 TLS = pytest.mark.parametrize("tls", [False, True], ids=["plain", "tls"])
-
-
-def steps(directory: Path, rank: int) -> list[tuple[float, int, bool, int]]:
-    """What a worker has logged: when, version, committed, replicas."""
-    path = directory / f"rank-{rank}"
-    lines = path.read_text(encoding="utf-8").split("\n")[:-1] if path.exists() else []
-    return [tuple(json.loads(line)) for line in lines]
-
-
-def until(condition: Callable[[], Any]) -> Any:
-    """Wait for a condition, at most `SOON_S`."""
-    deadline = time.monotonic() + SOON_S
-    while not (found := condition()):
-        assert time.monotonic() < deadline, "it did not happen"
-        time.sleep(0.01)
-    return found
 
 
 def on_hosts(cluster: LocalCluster, directory: Path, hosts: int) -> list[WorkerProcess]:
@@ -54,7 +36,7 @@ def on_hosts(cluster: LocalCluster, directory: Path, hosts: int) -> list[WorkerP
 
 def finish(directory: Path, workers: list[WorkerProcess], more: int = 10) -> list[Any]:
     """The values after some more steps."""
-    (directory / "stop").write_text(str(steps(directory, 0)[-1][1] + more))
+    (directory / "stop").write_text(str(steps_of(directory, 0)[-1][1] + more))
     return [result.value for result in results_of(workers, timeout_s=SOON_S, check=True)]
 
 
@@ -62,11 +44,11 @@ def finish(directory: Path, workers: list[WorkerProcess], more: int = 10) -> lis
 def test_a_job_trains_through_proxies(tmp_path: Path, tls: bool) -> None:
     with LocalCluster(shards=1, world_size=4, security=Security(tls=tls)) as cluster:
         workers = on_hosts(cluster, tmp_path, 2)
-        until(lambda: len(steps(tmp_path, 0)) > 10)
+        until(lambda: len(steps_of(tmp_path, 0)) > 10)
         members = cluster.status().membership
         assert {m.rank: m.node for m in members.workers} == {0: "host-0", 1: "host-0", 2: "host-1", 3: "host-1"}
         values = finish(tmp_path, workers)
-    made = steps(tmp_path, 0)
+    made = steps_of(tmp_path, 0)
     assert all(committed for _, _, committed, _ in made)
     assert all(np.array_equal(value, plain([4] * made[-1][1])) for value in values)
 
@@ -74,10 +56,10 @@ def test_a_job_trains_through_proxies(tmp_path: Path, tls: bool) -> None:
 def test_a_worker_that_dies_is_lost_at_once_and_the_others_of_its_host_go_on(tmp_path: Path) -> None:
     with LocalCluster(shards=1, world_size=2, min_workers=1, lease_s=30.0) as cluster:
         workers = on_hosts(cluster, tmp_path, 1)
-        until(lambda: len(steps(tmp_path, 0)) > 5)
+        until(lambda: len(steps_of(tmp_path, 0)) > 5)
         killed_s = time.monotonic()
         cluster.kill(Role.WORKER, 1)
-        until(lambda: [s for s in steps(tmp_path, 0) if s[2] and s[3] == 1])
+        until(lambda: [s for s in steps_of(tmp_path, 0) if s[2] and s[3] == 1])
         assert time.monotonic() - killed_s < 10.0, "long before its lease is over"
         finish(tmp_path, workers[:1])
         workers[1].end()
@@ -86,14 +68,14 @@ def test_a_worker_that_dies_is_lost_at_once_and_the_others_of_its_host_go_on(tmp
 def test_a_host_that_dies_is_lost_in_one_generation(tmp_path: Path) -> None:
     with LocalCluster(shards=1, world_size=4, min_workers=1, lease_s=30.0) as cluster:
         workers = on_hosts(cluster, tmp_path, 2)
-        until(lambda: len(steps(tmp_path, 0)) > 5)
+        until(lambda: len(steps_of(tmp_path, 0)) > 5)
         before = cluster.status().membership
         for worker in workers[2:]:
             worker.process.send_signal(signal.SIGSTOP)  # they do not come back by another way
         cluster.kill(PROXY, 1)
         after = until(lambda: [s for s in [cluster.status().membership] if len(s.workers) == 2])[0]
         assert after.generation == before.generation + 1
-        until(lambda: [s for s in steps(tmp_path, 0) if s[2] and s[3] == 2])
+        until(lambda: [s for s in steps_of(tmp_path, 0) if s[2] and s[3] == 2])
         for worker in workers[2:]:
             worker.kill()
             worker.end()
@@ -107,11 +89,11 @@ def test_who_is_revoked_behind_a_proxy_is_out_alone(tmp_path: Path) -> None:
 
     with LocalCluster(shards=1, world_size=4, min_workers=1, security=Security(tls=True)) as cluster:
         workers = on_hosts(cluster, tmp_path, 2)
-        until(lambda: len(steps(tmp_path, 0)) > 5)
+        until(lambda: len(steps_of(tmp_path, 0)) > 5)
         asyncio.run(revoke(cluster))
         with pytest.raises(WorkerFailed, match="revoked: the laptop was stolen"):
             results_of(workers[2:3], timeout_s=SOON_S, check=True)
-        until(lambda: [s for s in steps(tmp_path, 0) if s[2] and s[3] == 3])
+        until(lambda: [s for s in steps_of(tmp_path, 0) if s[2] and s[3] == 3])
         assert [m.rank for m in cluster.status().membership.workers] == [0, 1, 3]
         assert cluster.process(PROXY, 1).exit_code is None
         finish(tmp_path, [worker for rank, worker in enumerate(workers) if rank != 2])
@@ -120,9 +102,9 @@ def test_who_is_revoked_behind_a_proxy_is_out_alone(tmp_path: Path) -> None:
 def test_a_worker_that_is_frozen_is_lost_when_its_lease_is_over(tmp_path: Path) -> None:
     with LocalCluster(shards=1, world_size=2, min_workers=1, lease_s=LEASE_S) as cluster:
         workers = on_hosts(cluster, tmp_path, 1)
-        until(lambda: len(steps(tmp_path, 0)) > 5)
+        until(lambda: len(steps_of(tmp_path, 0)) > 5)
         cluster.kill(Role.WORKER, 1, signal.SIGSTOP)
-        until(lambda: [s for s in steps(tmp_path, 0) if s[2] and s[3] == 1])
+        until(lambda: [s for s in steps_of(tmp_path, 0) if s[2] and s[3] == 1])
         assert f"was silent for {LEASE_S:g} s" in cluster.log("coordinator")
         workers[1].kill()
         workers[1].end()
@@ -133,25 +115,25 @@ def test_a_worker_that_is_frozen_is_lost_when_its_lease_is_over(tmp_path: Path) 
 def test_a_proxy_that_is_started_again_has_its_members_back(tmp_path: Path, tls: bool) -> None:
     with LocalCluster(shards=1, world_size=2, security=Security(tls=tls)) as cluster:
         workers = on_hosts(cluster, tmp_path, 1)
-        until(lambda: len(steps(tmp_path, 0)) > 5)
+        until(lambda: len(steps_of(tmp_path, 0)) > 5)
         cluster.kill(PROXY)
         until(lambda: not cluster.status().membership.workers)
         cluster.restart(PROXY)
-        began = len(steps(tmp_path, 0))
-        until(lambda: [s for s in steps(tmp_path, 0)[began:] if s[2]])
+        began = len(steps_of(tmp_path, 0))
+        until(lambda: [s for s in steps_of(tmp_path, 0)[began:] if s[2]])
         values = finish(tmp_path, workers)
-    made = [s for s in steps(tmp_path, 0) if s[2]]
+    made = [s for s in steps_of(tmp_path, 0) if s[2]]
     assert all(np.array_equal(value, plain([2] * made[-1][1])) for value in values)
 
 
 def test_a_coordinator_that_is_started_again_has_its_hosts_back(tmp_path: Path) -> None:
     with LocalCluster(shards=1, world_size=2, durable=True) as cluster:
         workers = on_hosts(cluster, tmp_path, 1)
-        until(lambda: len(steps(tmp_path, 0)) > 5)
+        until(lambda: len(steps_of(tmp_path, 0)) > 5)
         cluster.kill("coordinator")
         cluster.restart("coordinator")
-        began = len(steps(tmp_path, 0))
-        until(lambda: [s for s in steps(tmp_path, 0)[began:] if s[2]])
+        began = len(steps_of(tmp_path, 0))
+        until(lambda: [s for s in steps_of(tmp_path, 0)[began:] if s[2]])
         values = finish(tmp_path, workers)
-    made = [s for s in steps(tmp_path, 0) if s[2]]
+    made = [s for s in steps_of(tmp_path, 0) if s[2]]
     assert all(np.array_equal(value, plain([2] * made[-1][1])) for value in values)

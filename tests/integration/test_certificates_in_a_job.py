@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import socket
 import ssl
 import time
@@ -28,7 +27,7 @@ from axon_ps.rpc.security import Security
 from axon_ps.rpc.service import Stub
 from axon_ps.testing import LocalCluster
 from axon_ps.testing.workers import WorkerFailed, results_of
-from failover_job import plain, train
+from failover_job import plain, steps_of, train, until
 from tables import Record, add
 
 LIFETIME_S = 3.0
@@ -38,22 +37,6 @@ SHORT_S = 8.0
 OVER_GRPC = {"AXON_PS_DIRECT_MEMORY": "0"}  # the bytes themselves, too
 SOON_S = 40.0
 AT_ONCE = 8
-
-
-def steps(directory: Path, rank: int) -> list[tuple[float, int, bool, int]]:
-    """What a worker has logged: when, version, committed, replicas."""
-    path = directory / f"rank-{rank}"
-    lines = path.read_text(encoding="utf-8").split("\n")[:-1] if path.exists() else []
-    return [tuple(json.loads(line)) for line in lines]  # type: ignore[misc]
-
-
-def until(condition: Callable[[], Any]) -> Any:
-    """Wait for a condition, at most `SOON_S`."""
-    deadline = time.monotonic() + SOON_S
-    while not (found := condition()):
-        assert time.monotonic() < deadline, "it did not happen"
-        time.sleep(0.01)
-    return found
 
 
 def observer(secret: str, directory: Path) -> ssl.SSLContext:
@@ -101,7 +84,7 @@ def test_certificates_are_renewed_and_nobody_notices(tmp_path: Path, proxied: bo
     with LocalCluster(shards=2, world_size=2, security=security, environment=lifetime) as cluster:
         env = OVER_GRPC | ({"AXON_PS_COORDINATOR": cluster.add_proxy()} if proxied else {})
         workers = cluster.start_workers(train, args=(tmp_path,), env=env)
-        until(lambda: steps(tmp_path, 0))
+        until(lambda: steps_of(tmp_path, 0))
         places, context = [cluster.address, *shards_of(cluster)], observer(cluster.token, tmp_path)
         seen: dict[str, set[int]] = {place: set() for place in places}
         generation = cluster.status().membership.generation
@@ -111,9 +94,9 @@ def test_certificates_are_renewed_and_nobody_notices(tmp_path: Path, proxied: bo
             assert workers[0].process.exit_code is None, workers[0].process.output
             time.sleep(0.3)
         assert cluster.status().membership.generation == generation
-        (tmp_path / "stop").write_text(str(steps(tmp_path, 0)[-1][1] + 20))
+        (tmp_path / "stop").write_text(str(steps_of(tmp_path, 0)[-1][1] + 20))
         values = [result.value for result in results_of(workers, timeout_s=SOON_S, check=True)]
-    made = steps(tmp_path, 0)
+    made = steps_of(tmp_path, 0)
     assert all(committed for _, _, committed, _ in made)
     expected = plain([2] * made[-1][1])
     assert all(np.array_equal(value, expected) for value in values)
@@ -163,7 +146,7 @@ def test_a_worker_whose_certificate_is_revoked_is_ended_and_the_job_goes_on(
         env = issued(cluster.token, 1)
         ours = cluster.start_workers(train, args=(tmp_path,), ranks=[0], env=OVER_GRPC)
         theirs = cluster.start_workers(train, args=(tmp_path,), ranks=[1], env=env)
-        until(lambda: len(steps(tmp_path, 0)) > 5 and len(steps(tmp_path, 1)) > 5)
+        until(lambda: len(steps_of(tmp_path, 0)) > 5 and len(steps_of(tmp_path, 1)) > 5)
         began_s = time.monotonic()
         reply = asyncio.run(revoke(cluster, "worker/1"))
         assert len(reply.names) == 2  # the id of its process, and the serial number of its certificate
@@ -172,12 +155,12 @@ def test_a_worker_whose_certificate_is_revoked_is_ended_and_the_job_goes_on(
         members = until(lambda: [m.rank for m in cluster.status().membership.workers] == [0] and time.monotonic())
         with pytest.raises(WorkerFailed, match="revoked: the laptop was stolen"):
             results_of(theirs, timeout_s=SOON_S, check=True)
-        after = until(lambda: [s for s in steps(tmp_path, 0) if s[2] and s[3] == 1])
+        after = until(lambda: [s for s in steps_of(tmp_path, 0) if s[2] and s[3] == 1])
         assert members - began_s <= EJECTED_S
         alone = cluster.start_workers(train, args=(tmp_path,), ranks=[1], env=env)  # it comes back
         with pytest.raises(WorkerFailed, match="revoked: the laptop was stolen"):
             results_of(alone, timeout_s=SOON_S, check=True)
-        (tmp_path / "stop").write_text(str(steps(tmp_path, 0)[-1][1] + 20))
+        (tmp_path / "stop").write_text(str(steps_of(tmp_path, 0)[-1][1] + 20))
         results_of(ours, timeout_s=SOON_S, check=True)
     gone_s, commits_s = f"{members - began_s:.2f}", f"{after[0][0] - began_s:.2f}"
     add(record_property, "A worker whose certificate is revoked", gone_after_s=gone_s, next_commit_after_s=commits_s)
@@ -191,14 +174,14 @@ def test_a_worker_whose_certificate_is_not_renewed_is_ended_soon_after_its_end_a
         env = issued(cluster.token, 1, SHORT_S)
         ends_s = time.time() + SHORT_S
         theirs = cluster.start_workers(train, args=(tmp_path,), ranks=[1], env=env)
-        until(lambda: len(steps(tmp_path, 0)) > 5 and len(steps(tmp_path, 1)) > 5)
+        until(lambda: len(steps_of(tmp_path, 0)) > 5 and len(steps_of(tmp_path, 1)) > 5)
         with pytest.raises(WorkerFailed, match="the certificate expired at"):
             results_of(theirs, timeout_s=SOON_S, check=True)
         until(lambda: [m.rank for m in cluster.status().membership.workers] == [0])
         gone_s = time.time() - ends_s
         assert gone_s > GRACE_S - 1
-        until(lambda: [s for s in steps(tmp_path, 0) if s[2] and s[3] == 1])
-        (tmp_path / "stop").write_text(str(steps(tmp_path, 0)[-1][1] + 20))
+        until(lambda: [s for s in steps_of(tmp_path, 0) if s[2] and s[3] == 1])
+        (tmp_path / "stop").write_text(str(steps_of(tmp_path, 0)[-1][1] + 20))
         results_of(ours, timeout_s=SOON_S, check=True)
     add(record_property, "A worker whose certificate is not renewed", gone_s_after_its_end=f"{gone_s:.1f}")
 

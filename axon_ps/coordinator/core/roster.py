@@ -228,8 +228,7 @@ class Roster:
         """The entries of sessions, their leases extended."""
         entries = [entry for session in sessions if (entry := self._by_session.get(session)) is not None]
         for entry in entries:
-            entry.deadline = deadline
-            self._leases.set(entry.member.incarnation, deadline)
+            self.renew(entry, deadline)
         return entries
 
     def next_deadline(self) -> float:

@@ -199,8 +199,7 @@ class CoordinatorState:
         """
         entries = self._members.of_sessions(sessions, now)
         for entry in entries:
-            if entry.member.role is not Role.WORKER:
-                check_role(entry, Role.WORKER, "votes")
+            check_role(entry, Role.WORKER, "votes")
         if ranks := [entry.member.rank for entry in entries]:
             self._timed(ranks, vote.model, vote.generation, vote.step, now)
             self._assembly.stepping.vote(ranks, vote)

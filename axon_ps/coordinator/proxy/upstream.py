@@ -71,7 +71,7 @@ class Upstream:
         Raises:
             AxonError: the coordinator refuses it, so that another attempt would be in vain.
         """
-        pause_s, known = 0.05, None
+        pause_s = 0.05
         while True:
             leads: asyncio.Future[Place] = asyncio.get_running_loop().create_future()
             try:
@@ -81,9 +81,8 @@ class Upstream:
                     _logger.warning("this host has lost its session with the coordinator: %s", error)
                     pause_s = 0.05
                 self._calls, self._error = None, error
-            known = leads.result() if leads.done() else None
             await self._on_change(False)
-            if not await self._addresses.next(known):
+            if not await self._addresses.next(leads.result() if leads.done() else None):
                 await asyncio.sleep(self._random.uniform(pause_s / 2, pause_s))
                 pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 

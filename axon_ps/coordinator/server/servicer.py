@@ -191,10 +191,9 @@ class CoordinatorServicer:
         try:
             while (message := await context.read()) is not EOF:
                 self._take(session, message)
-            session.close(None)
         except Exception as error:
             _logger.debug("a session's stream broke: %s", error)
-            session.close(None)
+        session.close(None)
 
     def _take(self, session: Session, message: Any) -> None:
         """Pass a member's message on; a malformed one ends the session with an error.

@@ -3,7 +3,8 @@
 - `frames`: what waits to be written; equal messages for several calls are one frame.
 - `server`: performs the calls of a stream, by the handlers of a service.
 - `client`: makes them.
+- `callers`: who makes one, as a message.
 
-A call here has what one of gRPC has: messages both ways in order, a status with an `ErrorDetail`, cancellation; not
-deadlines, which are its caller's, and not credentials, which are the stream's.
+A call here has what one of gRPC has: messages both ways in order, a status with an `ErrorDetail`, cancellation, and who
+makes it; not deadlines, which are its caller's.
 """

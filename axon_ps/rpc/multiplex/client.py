@@ -58,7 +58,7 @@ class MultiplexedClient:
         Raises:
             AxonError: what ended it.
         """
-        writer = asyncio.ensure_future(self._write())
+        writer = asyncio.ensure_future(self.outbox.write_to(self._stream))
         try:
             await self._stream.write(multiplex_pb2.Frames(id=self._id))
             while (frames := await self._stream.read()) is not EOF:
@@ -144,11 +144,6 @@ class MultiplexedClient:
         trailing = ((ERROR_KEY, status.error),) if status.error else ()
         code = _CODES.get(status.code, grpc.StatusCode.UNKNOWN)
         return error_of_status(code, status.details, trailing, self.peer, method)
-
-    async def _write(self) -> None:
-        while True:
-            for frames in await self.outbox.take():
-                await self._stream.write(frames)
 
     def _fail(self, error: AxonError) -> None:
         if self._error is None:

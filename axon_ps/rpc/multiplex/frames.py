@@ -8,6 +8,7 @@ from typing import Final
 
 from axon_ps.errors import InvalidRequest
 from axon_ps.rpc.channels import MAX_MESSAGE_BYTES
+from axon_ps.rpc.service import ServerStream, Stream
 from axon_ps.wire.v1 import multiplex_pb2
 
 LAZY_S: Final = 0.1
@@ -72,6 +73,12 @@ class Outbox:
         self._indexes.clear()
         self._last.clear()
         return _batches(frames)
+
+    async def write_to(self, stream: Stream | ServerStream) -> None:
+        """Write what waits, and what comes, until it is cancelled or the stream ends."""
+        while True:
+            for frames in await self.take():
+                await stream.write(frames)
 
     def _add(self, frame: multiplex_pb2.Frame) -> None:
         for call in frame.calls:

@@ -90,9 +90,7 @@ class MultiplexedServer:
 
     async def _write(self) -> None:
         await self._stream.write(multiplex_pb2.Frames())  # the caller knows that its calls are performed
-        while True:
-            for frames in await self.outbox.take():
-                await self._stream.write(frames)
+        await self.outbox.write_to(self._stream)
 
     def _take(self, frame: multiplex_pb2.Frame) -> None:
         if frame.method:
@@ -198,10 +196,7 @@ class _Call:
                 message = parsed[id(self.handler)] = parse(data) if parse else data
             except DecodeError as error:
                 return self._end(InvalidRequest(f"a message of {self.method} cannot be parsed: {error}"))
-        if self._receive is not None:
-            self._receive(message)
-        else:
-            self.take(message)
+        self.take(message)
 
     def take(self, message: Any) -> None:
         """A message has come, or `EOF`."""
