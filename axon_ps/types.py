@@ -281,7 +281,7 @@ class Decision:
         outcome: commit, skip or abort.
         version: the version after it.
         grad_norm: global L2 norm of the gradients, before clipping; NaN or inf when non-finite, 0 on abort.
-        clip_factor: what every gradient is multiplied by.
+        clip_factor: what every gradient is multiplied by: to clip it, and to divide it by `weight`.
         hyper: per parameter group, the hyperparameters of this step.
         reason: why it was skipped or aborted, in words.
         next_generation: of an abort because the membership changes: the generation that it changes to; else 0.
@@ -289,6 +289,7 @@ class Decision:
         model: of which model.
         copy: what it takes from another model; None = it takes gradients.
         commit: of a commit or a skip, the values committed with it, by name; see `Vote.commit`.
+        weight: sum of the votes' weights; 0 = they have none.
         traceparent: the coordinator's span of it; empty = the step is not traced.
     """
 
@@ -305,6 +306,7 @@ class Decision:
     model: int = 0
     copy: CopyFrom | None = None
     commit: Mapping[str, str] = field(default_factory=dict)
+    weight: float = 0.0
     traceparent: str = field(default="", compare=False)
 
 

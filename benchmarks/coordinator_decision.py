@@ -22,7 +22,7 @@ from collections.abc import Sequence
 
 import _report
 from axon_ps.coordinator.client.session import CoordinatorClient, Event, JobState
-from axon_ps.coordinator.core.events import Ready
+from axon_ps.coordinator.core.events import Ready, Vote
 from axon_ps.coordinator.core.records import decision_record, progress_record
 from axon_ps.rpc.security import Security
 from axon_ps.sharding.job import JobSpec
@@ -128,7 +128,7 @@ class Bench:
         for worker in self.workers:
             if worker is self.workers[-1] and before_s:
                 await asyncio.sleep(before_s)
-            worker.vote(generation=generation, step=number, max_norm=1.0, hyper=(HYPER,))
+            worker.vote(Vote(generation=generation, step=number, max_norm=1.0, hyper=(HYPER,)))
         began = time.perf_counter()
         async with asyncio.timeout(30.0):
             await self.news.wait()

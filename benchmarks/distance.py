@@ -2,7 +2,8 @@
 
 Coordinator and shard server are on one host, a worker on another; between them is a line with a rate and a delay
 (`distance_link.py`), over which the kernels' own TCP runs. The bound of a transfer is what line and one round trip
-allow; that of a step, what its gathers take at the line's rate and one round trip, while pushes go the other way. A
+allow; that of a step, what its gathers take at the line's rate and one round trip, while pushes go the other way:
+both of each unit under FULL_SHARD; under SHARD_GRAD_OP one, and the last one only once all has been pushed. A
 plain TCP connection over the same line is measured beside: what one connection can do.
 
     python benchmarks/distance.py [--rtt-ms 0 10 50 100] [--rate-mbit 500] [--mib 64]
@@ -28,7 +29,7 @@ from distance_link import Distance
 
 HERE = Path(__file__).parent
 REPEATED = 7
-WARM = 3
+WARM = 5
 STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP")
 UNITS = 8
 
@@ -136,16 +137,17 @@ def measure(rate_mbit: float, rtt_ms: float, mib: int) -> Iterator[dict[str, Any
         serving = network.popen("home", [sys.executable, "-c", TCP, "serve", home], stdout=subprocess.PIPE, text=True)
         assert serving.stdout is not None
         serving.stdout.readline()
-        yield row("one TCP connection", said(network, TCP, "read", home, mib, REPEATED), line_s + rtt_s)
+        yield row("one TCP connection", said(network, TCP, "read", home, mib, REPEATED + WARM), line_s + rtt_s)
         with job(network) as env:
-            for what, times in said(network, TRANSFERS, mib, REPEATED, env=env).items():
+            for what, times in said(network, TRANSFERS, mib, REPEATED + WARM, env=env).items():
                 yield row(what, times, line_s + rtt_s)
         side = int(((mib << 18) / 2 / UNITS) ** 0.5)
         model_s = UNITS * side * side * 4 * 8 / (rate_mbit * 1e6)
         for strategy in STRATEGIES:
             with job(network) as env:
                 times = said(network, STEPS, UNITS, side, REPEATED + WARM, strategy, env=env)
-                yield row(f"step, {strategy}", times, (2 if strategy == "FULL_SHARD" else 1) * model_s + rtt_s)
+                passes = 2 if strategy == "FULL_SHARD" else 1 + 1 / UNITS
+                yield row(f"step, {strategy}", times, passes * model_s + rtt_s)
 
 
 def main() -> None:

@@ -5,6 +5,7 @@ This package stays light on purpose: `cast` and `int8_block` need numba, so whoe
 
 from __future__ import annotations
 
+from axon_ps.compress.block_top_k import BlockTopK
 from axon_ps.compress.compressor import Compressor
 from axon_ps.compress.floats import BF16, FP16
 from axon_ps.compress.int4 import Int4
@@ -12,4 +13,4 @@ from axon_ps.compress.int8 import Int8
 from axon_ps.compress.registry import names, register
 from axon_ps.compress.top_k import TopK
 
-__all__ = ["BF16", "FP16", "Compressor", "Int4", "Int8", "TopK", "names", "register"]
+__all__ = ["BF16", "FP16", "BlockTopK", "Compressor", "Int4", "Int8", "TopK", "names", "register"]

@@ -18,7 +18,8 @@ def compressor(name: str, **options: float) -> Compressor:
     """The compressor of that name.
 
     Args:
-        name: "int8" (option `block_numel`), "int4", "top_k" (option `fraction`), "bf16", "fp16", or one of a plugin.
+        name: "int8" (option `block_numel`), "int4", "top_k" (option `fraction`), "block_top_k" (options
+            `fraction`, `bits`), "bf16", "fp16", or one of a plugin.
         options: its dataclass's fields; what is not given has its default.
 
     Raises:

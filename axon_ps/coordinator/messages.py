@@ -157,6 +157,7 @@ def vote_to_proto(vote: Vote) -> session_pb2.SessionRequest:
             blocked=vote.blocked,
             commit=vote.commit,
             traceparent=vote.traceparent,
+            weight=vote.weight,
         )
     )
 
@@ -165,8 +166,11 @@ def vote_from_proto(message: session_pb2.Vote) -> Vote:
     """A worker's vote; whether its values make sense is decided with the step.
 
     Raises:
-        InvalidRequest: a hyperparameter's name or a copy's weight is malformed, or there is too much to commit.
+        InvalidRequest: a hyperparameter's name or a weight is malformed, or there is too much to commit.
     """
+    weight = message.weight if message.HasField("weight") else None
+    if weight is not None and not 0.0 <= weight < math.inf:
+        raise InvalidRequest(f"a vote's weight is {weight}; it must be finite and at least 0")
     return Vote(
         generation=message.generation,
         step=message.step,
@@ -178,6 +182,7 @@ def vote_from_proto(message: session_pb2.Vote) -> Vote:
         blocked=message.blocked,
         commit=checked(dict(message.commit)),
         traceparent=message.traceparent,
+        weight=weight,
     )
 
 

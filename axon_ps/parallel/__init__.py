@@ -13,7 +13,7 @@ except ModuleNotFoundError as _error:
         "axon_ps.parallel needs PyTorch, which is not installed: pip install 'axon-ps[torch]'", name="torch"
     ) from None
 
-from axon_ps.compress import Int4, Int8, TopK
+from axon_ps.compress import BlockTopK, Int4, Int8, TopK
 from axon_ps.data import DistributedSampler
 from axon_ps.parallel.comm_hooks.hooks import CommunicationHook
 from axon_ps.parallel.comm_hooks.registry import comm_hook
@@ -49,6 +49,7 @@ __all__ = [
     "Adam",
     "AdamW",
     "Asynchronous",
+    "BlockTopK",
     "BoundedStaleness",
     "CPUOffload",
     "ColumnParallelLinear",

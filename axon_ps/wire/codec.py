@@ -435,6 +435,7 @@ def decision_to_proto(decision: Decision) -> session_pb2.DecisionEvent:
         model=decision.model,
         copy=None if decision.copy is None else copy_to_proto(decision.copy),
         commit=decision.commit,
+        weight=decision.weight,
     )
 
 
@@ -459,6 +460,7 @@ def decision_from_proto(message: session_pb2.DecisionEvent) -> Decision:
         copy=copy_from_proto(message.copy) if message.HasField("copy") else None,
         commit=dict(message.commit),
         traceparent=message.traceparent,
+        weight=message.weight,
     )
 
 

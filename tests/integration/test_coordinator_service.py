@@ -27,7 +27,7 @@ from axon_ps.coordinator.client.session import (
     SnapshotFile,
     SnapshotOrder,
 )
-from axon_ps.coordinator.core.events import UPLOADED, JoinRequest
+from axon_ps.coordinator.core.events import UPLOADED, JoinRequest, Vote
 from axon_ps.coordinator.messages import join_to_proto
 from axon_ps.coordinator.server.shell import QUEUE_EVENTS, Session
 from axon_ps.errors import (
@@ -314,7 +314,7 @@ def test_votes_and_sums_become_decisions(tmp_path: Path) -> None:
         for step in (1, 2, 3):
             shard.ready(ready(shard, generation, step, 16.0))
             for w in workers:
-                w.vote(generation=generation, step=step, max_norm=2.0, hyper=({"lr": 0.1 / step},))
+                w.vote(Vote(generation=generation, step=step, max_norm=2.0, hyper=({"lr": 0.1 / step},)))
             for p in (*workers, shard):
                 decision = await p.wait_for(Decision, after=step - 1)
                 assert (decision.step, decision.version, decision.outcome) == (step, step, Outcome.COMMIT)
@@ -333,7 +333,7 @@ def test_a_vote_from_another_thread(tmp_path: Path) -> None:
         generation = shard.context().generation
         await asyncio.to_thread(shard.ready, ready(shard, generation, 1, 1.0))
         for w in workers:
-            await asyncio.to_thread(w.vote, generation=generation, step=1)
+            await asyncio.to_thread(w.vote, Vote(generation=generation, step=1))
         assert (await workers[0].wait_for(Decision)).version == 1
 
     run(tmp_path, test)
@@ -344,7 +344,7 @@ def test_a_vote_for_a_generation_that_is_over_is_answered_by_the_client(tmp_path
         worker = await c.join(Role.WORKER)
         await c.join(Role.SHARD)
         await worker.until(lambda: worker.context().generation == 2)
-        worker.vote(generation=1, step=1)
+        worker.vote(Vote(generation=1, step=1))
         decision = await worker.wait_for(Decision)
         assert (decision.step, decision.outcome) == (1, Outcome.ABORT)
         assert decision.reason == "generation 1 ended before the step was decided"
@@ -499,7 +499,7 @@ def test_saving_and_restoring(tmp_path: Path) -> None:
         operator = c.operator()
         shard.ready(ready(shard, 3, 1, 1.0))
         for w in workers:
-            w.vote(generation=3, step=1)
+            w.vote(Vote(generation=3, step=1))
         await workers[0].wait_for(Decision)
         with pytest.raises(InvalidRequest, match="extra_json is a JSON list; it must be an object"):
             await workers[0].save_checkpoint(uri, "[]")
@@ -566,11 +566,11 @@ def test_members_come_back_to_a_restarted_coordinator_and_no_step_is_lost(tmp_pa
         generation = shard.context().generation
         shard.ready(ready(shard, generation, 1, 1.0))
         for w in workers:
-            w.vote(generation=generation, step=1)
+            w.vote(Vote(generation=generation, step=1))
         await workers[0].wait_for(Decision)
         await workers[0].kv_put("k", b"v")
         shard.ready(ready(shard, generation, 2, 1.0))
-        workers[0].vote(generation=generation, step=2)
+        workers[0].vote(Vote(generation=generation, step=2))
         await _until_pending(c, "votes of worker 1")
         await c.stop()
         for p in (*workers, shard):
@@ -581,7 +581,7 @@ def test_members_come_back_to_a_restarted_coordinator_and_no_step_is_lost(tmp_pa
         for p in (*workers, shard):
             await p.wait_for(SessionRestored)
         assert await reading == b"v"
-        workers[1].vote(generation=generation, step=2)
+        workers[1].vote(Vote(generation=generation, step=2))
         for p in (*workers, shard):
             decision = await p.wait_for(Decision, after=1)
             assert (decision.step, decision.version, decision.outcome) == (2, 2, Outcome.COMMIT)
@@ -715,14 +715,14 @@ def test_a_coordinator_that_is_killed_comes_back_where_it_was(tmp_path: Path) ->
             for step in (1, 2):
                 shard.ready(ready(shard, generation, step, 1.0))
                 for w in workers:
-                    w.vote(generation=generation, step=step)
+                    w.vote(Vote(generation=generation, step=step))
                 await workers[0].wait_for(Decision, after=step - 1)
             process.send_signal(signal.SIGKILL)
             await process.wait()
             shard.ready(ready(shard, generation, 3, 1.0))
             for w in workers:
                 await w.wait_for(SessionLost)
-                w.vote(generation=generation, step=3)
+                w.vote(Vote(generation=generation, step=3))
             process, _ = await spawn(c.port)
             for p in (*workers, shard):
                 decision = await p.wait_for(Decision, after=2)

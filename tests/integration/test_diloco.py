@@ -57,6 +57,7 @@ class Simulated:
         self.models: dict[int, nn.Module] = {}
         self.inner: dict[int, torch.optim.Optimizer] = {}
         self.logs: dict[int, Log] = {rank: [] for rank in ranks}
+        self.trained: dict[int, int] = {}  # rounds since the last outer step
         for rank in ranks:
             self.join(rank)
 
@@ -64,6 +65,7 @@ class Simulated:
         self.models[rank] = build()
         self.models[rank].load_state_dict(self.shared.state_dict())
         self.inner[rank] = adamw(self.models[rank])
+        self.trained[rank] = 0
 
     def leave(self, rank: int) -> None:
         del self.models[rank], self.inner[rank]
@@ -72,11 +74,15 @@ class Simulated:
         """Everybody's inner steps, then the outer one if it commits."""
         for rank, model in self.models.items():
             inner_steps(model, self.inner[rank], number, rank, self.inner[rank].step)
+            self.trained[rank] += 1
         if commits:
             with torch.no_grad():
                 copies = zip(*(m.parameters() for m in self.models.values()), strict=True)
+                weights = [self.trained[rank] for rank in self.models]
                 for param, own in zip(self.shared.parameters(), copies, strict=True):
-                    param.grad = torch.stack([param - c for c in own]).mean(0)
+                    weighted = [weight * (param - copy) for weight, copy in zip(weights, own, strict=True)]
+                    param.grad = torch.stack(weighted).sum(0) / sum(weights)
+            self.trained = dict.fromkeys(self.models, 0)
             self.outer.step()
             for model in self.models.values():
                 model.load_state_dict(self.shared.state_dict())

@@ -17,7 +17,7 @@ import pytest
 
 from axon_ps.coordinator.client.session import CoordinatorClient
 from axon_ps.coordinator.core.config import CoordinatorConfig
-from axon_ps.coordinator.core.events import Event, JobState
+from axon_ps.coordinator.core.events import Event, JobState, Vote
 from axon_ps.coordinator.server.server import serve as serve_coordinator
 from axon_ps.errors import AxonError, Broken, ConfigurationError, PermissionDenied, StorageFull, Unreachable
 from axon_ps.rpc.security import Security
@@ -119,7 +119,7 @@ class Worker:
             await self.shards.reduce_scatter(
                 unit, grad, step=number, replica=0, context=self.session.context, timeout_s=10
             )
-        self.session.vote(generation=membership.generation, step=number, hyper=({"lr": 0.01},))
+        self.session.vote(Vote(generation=membership.generation, step=number, hyper=({"lr": 0.01},)))
         decision: Decision = await self.until(Decision, lambda d: d.step == number)
         return decision
 

@@ -33,6 +33,7 @@ from axon_ps.host.host_peer import HostPeer
 from axon_ps.host.shared_arrays import shared_arrays
 from axon_ps.rpc.service import Stub
 from axon_ps.shard.client import transfers
+from axon_ps.shard.client.line import Rate
 from axon_ps.shard.same_host import leases
 from axon_ps.shard.server import servicer
 from axon_ps.shard.server import shell as server_shell
@@ -56,6 +57,7 @@ def chunks_are(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(shard_fakes, "BULK_PORT", 0 if request.param in ("bulk", "parts") else None)
     if request.param == "parts":
         monkeypatch.setattr(Peers, "rtt_s", lambda peers, server: 0.1)
+        monkeypatch.setattr(Rate, "in_flight_bytes", lambda rate, rtt_s: 16 << 20)
         monkeypatch.setattr(transfers, "MIN_SPLIT_BYTES", 256)
     if request.param == "leased":
         monkeypatch.setattr(shard_fakes, "WORKERS_NODE", "n")

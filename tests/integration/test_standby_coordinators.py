@@ -23,6 +23,7 @@ from axon_ps.coordinator.client.addresses import Addresses, Place
 from axon_ps.coordinator.client.operator import SERVICE
 from axon_ps.coordinator.client.session import OperatorClient, SessionLost, SessionRestored
 from axon_ps.coordinator.core.config import CoordinatorConfig
+from axon_ps.coordinator.core.events import Vote
 from axon_ps.coordinator.server.server import serve
 from axon_ps.errors import Broken, NotLeader, Unreachable
 from axon_ps.rpc.health import health_of
@@ -159,7 +160,7 @@ async def step(worker: Member, shard: Member, number: int) -> Decision:
     seen = len(worker.received(Decision))
     generation = (await worker.until_complete()).generation
     shard.ready(ready(shard, generation, number, 1.0))
-    worker.vote(generation=generation, step=number, hyper=({"lr": 0.1},))
+    worker.vote(Vote(generation=generation, step=number, hyper=({"lr": 0.1},)))
     return await worker.wait_for(Decision, after=seen)
 
 
@@ -228,7 +229,7 @@ def test_a_leader_that_is_none_any_more_writes_and_announces_nothing_and_stands_
         p.stores[1].campaign()  # before the old one notices
         generation = worker.context().generation
         shard.ready(ready(shard, generation, 2, 1.0))
-        worker.vote(generation=generation, step=2, hyper=({"lr": 0.1},))
+        worker.vote(Vote(generation=generation, step=2, hyper=({"lr": 0.1},)))
         decision = await worker.wait_for(Decision, after=1)  # the messages are sent again to the next leader
         assert (decision.step, decision.outcome) == (2, Outcome.COMMIT)
         assert [k for k, v in before.items() if p.election.records[k] != v] == ["progress"]

@@ -104,8 +104,13 @@ class Peers:
 
     def rtt_s(self, server: int) -> float:
         """The shortest round trip to a shard server that was seen, in seconds; 0 while none was."""
-        bulks = (stub.bulk for (rank, _), (_, _, stub) in self._stubs.items() if rank == server)
+        bulks = (stub.bulk for (rank, _), (_, _, stub) in list(self._stubs.items()) if rank == server)
         return min((bulk.rtt_s for bulk in bulks if bulk is not None and bulk.rtt_s), default=0.0)
+
+    @property
+    def longest_rtt_s(self) -> float:
+        """The round trip to the shard server that is farthest away, in seconds. May be called by other threads."""
+        return max(map(self.rtt_s, list(self._members)), default=0.0)
 
     async def wait(self, timeout_s: float) -> None:
         """Wait for a change of members, at most `timeout_s`.

@@ -84,7 +84,7 @@ from axon_ps.rpc.security import Security
 from axon_ps.rpc.service import Stub
 from axon_ps.rpc.status import error_to_detail
 from axon_ps.rpc.stream import Stream
-from axon_ps.types import CopyFrom, Decision, Hyper, Membership, Role
+from axon_ps.types import Decision, Membership, Role
 from axon_ps.wire.v1 import checkpoint_pb2, common_pb2, coordinator_pb2, membership_pb2, memory_pb2, session_pb2
 
 __all__ = [
@@ -288,37 +288,11 @@ class CoordinatorClient(Calls):
 
     # ------------------------------------------------------------------ votes and reports
 
-    def vote(
-        self,
-        *,
-        generation: int,
-        step: int,
-        max_norm: float = 0.0,
-        hyper: tuple[Hyper, ...] = (),
-        version: int = 0,
-        replica: int | None = None,
-        model: int = 0,
-        copy: CopyFrom | None = None,
-        blocked: bool = False,
-        commit: Mapping[str, str] | None = None,
-        traceparent: str = "",
-    ) -> None:
+    def vote(self, vote: Vote, replica: int | None = None) -> None:
         """Worker: report that everything of a step is pushed. Sent again after a reconnect while it is current.
 
-        Where replicas step asynchronously, `step` is the clock of our `replica`; `version` is that of the gradients.
+        Where replicas step asynchronously, the vote's step is the clock of our `replica`.
         """
-        vote = Vote(
-            generation=generation,
-            step=step,
-            max_norm=max_norm,
-            hyper=hyper,
-            version=version,
-            model=model,
-            copy=copy,
-            blocked=blocked,
-            commit=dict(commit or {}),
-            traceparent=traceparent,
-        )
         self._call_soon(self._send_step_message, vote, replica)
 
     def arrived(self, *, generation: int, step: int, model: int = 0, blocked: bool = False) -> None:

@@ -216,6 +216,8 @@ class Vote:
         blocked: whether the worker makes no step of another model before this one is decided.
         commit: values to commit with the step, by name; the same in all votes. See `committed`.
         traceparent: the worker's span of it; empty = the step is not traced.
+        weight: what its gradients were multiplied by, to be divided by the sum over all votes; None = they are to be
+            summed as they are. In all votes or in none.
     """
 
     generation: int
@@ -228,6 +230,7 @@ class Vote:
     blocked: bool = False
     commit: Mapping[str, str] = field(default_factory=dict)
     traceparent: str = ""
+    weight: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

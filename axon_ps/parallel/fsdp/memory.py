@@ -60,7 +60,7 @@ class BufferPool:
         timeout_s: float = DEFAULT_TIMEOUT_S,
     ) -> None:
         self._timeout_s = timeout_s
-        self._limit_bytes = limit_bytes
+        self._limit_bytes = self._least_bytes = limit_bytes
         self._device = device
         self._make = cuda.memory().pinned if pinned and device is None else make
         self._changed = threading.Condition()
@@ -69,6 +69,12 @@ class BufferPool:
         self._out_bytes = 0  # of the memory behind them, which may be more than was asked for
         self._idle_bytes = 0
         self._meter = meter
+
+    def extend(self, extra_bytes: int) -> None:
+        """From now on, buffers in use may be so much more than the limit that it was made with."""
+        with self._changed:
+            self._limit_bytes = self._least_bytes + extra_bytes
+            self._changed.notify_all()
 
     def has_room(self, size_bytes: int) -> bool:
         """Whether a buffer of this size stays within the limit; one buffer always does."""

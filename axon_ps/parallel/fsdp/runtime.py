@@ -15,7 +15,8 @@ Note: [When memory may be freed in backward]
 
 Note: [Memory]
     Under FULL_SHARD the parameters in memory are the root, the unit in use and one more: the next is gathered while
-    its memory plus what is in use stays within two of the largest unit. What backward needs first, the units that
+    its memory plus what is in use stays within two of the largest unit, and what fills the lines to the servers for a
+    round trip where that is long (`shard.client.line`). What backward needs first, the units that
     forward used last, is not resharded in between if it fits, and so not gathered twice.
 
 Note: [One version a step]
@@ -94,7 +95,8 @@ class Runtime:
         self.grad_meter = Meter()
         self.counters = wrapping.counters
         self._orders = self._first_orders()
-        self._budget_bytes = BUFFERS * max((u.nbytes for u in self.units[1:]), default=self.units[0].nbytes)
+        self._least_bytes = BUFFERS * max((u.nbytes for u in self.units[1:]), default=self.units[0].nbytes)
+        self._budget_bytes = self._least_bytes
         self._eager = wrapping.prefetch and not wrapping.replicated
         self._stage_grads = wrapping.offload.stages_grads and not wrapping.replicated
         self._training = True
@@ -199,6 +201,11 @@ class Runtime:
     def optimizer_bytes(self) -> int | None:
         """Memory of the state of our optimizer on this worker; None = there is none here."""
         return None
+
+    def _extend_prefetch(self, extra_bytes: int) -> None:
+        """From now on, gather (and push) so much more before it is needed; see Note: [Memory]."""
+        self._budget_bytes = self._least_bytes + extra_bytes
+        self.gather_buffers.extend(extra_bytes)
 
     def _begin_step(self) -> None:
         """The first forward of a step may be about to run."""

@@ -96,10 +96,15 @@ class ServerRuntime(Runtime):
         """Committed steps, copies from other models included."""
         return self._client.view.latest_version
 
+    def _extend_prefetch(self, extra_bytes: int) -> None:
+        super()._extend_prefetch(extra_bytes)
+        self._out.extend(extra_bytes)
+
     def _begin_step(self) -> None:
         """A step begins where the one before ended, or anew if this worker itself asked for other parameters since."""
         if self._began is None or self._began[0] < self._read[0] == self._steps.view.asked_epoch:
             self._began = self._read
+        self._extend_prefetch(self._client.parameters.in_flight_bytes)
 
     # ------------------------------------------------------------------ gradients
 

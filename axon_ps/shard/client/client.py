@@ -14,8 +14,7 @@ import contextlib
 import copy
 import dataclasses
 import math
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import TypeVar
 
@@ -31,6 +30,7 @@ from axon_ps.rpc.deadlines import Deadline
 from axon_ps.rpc.security import Security
 from axon_ps.rpc.service import together
 from axon_ps.shard.client import transfers
+from axon_ps.shard.client.line import SHORT_RTT_S, Turn, Turns
 from axon_ps.shard.client.received import Received
 from axon_ps.shard.client.retries import Retries
 from axon_ps.shard.client.transfers import Transfer, Transfers
@@ -45,11 +45,11 @@ from axon_ps.wire.v1 import common_pb2, shard_pb2
 T = TypeVar("T")
 _GATHERS, _PUSHES = 0, 1  # connections
 
-RTT_OF_ONE_S = 0.015
-"""Round trips for which one connection fills a line, of bulk connections: a longer one takes several.
+CONNECTION_BYTES = 4 << 20
+"""What fills a line is divided among bulk connections of so much each, and one more.
 
 TCP has so much under way as the kernels' buffers hold (Linux: 4 MiB to send, of which a good half is data), and sends
-little at first, after every pause: *measured* at 500 Mbit/s, 64 MiB over one connection take 1.00, 1.14 and 2.1 times
+little at first, after every pause: *measured* at 500 Mbit/s, 64 MiB over one connection take 1.00, 1.17 and 2.1 times
 what line and round trip allow at 10, 50 and 100 ms (`benchmarks/distance.py`).
 """
 
@@ -70,7 +70,7 @@ class ShardGroup:
         retain_message_memory()
         self._peers = Peers(security, connections)
         self._same_host = SameHostServers(node)
-        self._under_way: Counter[int] = Counter()  # gathers and pushes, by server
+        self._turns = Turns(), Turns()  # of gathers, of pushes
         self._begin(Transfers())
 
     def _begin(self, transfers: Transfers) -> None:
@@ -255,29 +255,37 @@ class ShardGroup:
                 received=received,
             )
             pull = self._transfers.pull
-            with self._spread(slices, t) as calls:
+            async with self._turn(_GATHERS, _travels_bytes(t)) as turn:
+                calls = self._calls(slices, dataclasses.replace(t, turn=turn))
                 versions = await together([self._retries.call(pull, _GATHERS, s, one) for s, one in calls])
             if min(versions) == max(versions) or spec.policy.asynchronous:
                 return max(min(versions), min_version)
             min_version = max(versions)  # some owners committed in between: ask all of them for the later one
             self._retries.count += 1
 
-    @contextlib.contextmanager
-    def _spread(self, slices: Sequence[Slice], t: Transfer) -> Iterator[list[tuple[Slice, Transfer]]]:
-        """The calls of a transfer, under way meanwhile: one a slice, or as many as fill a long line with the others."""
+    @property
+    def in_flight_bytes(self) -> int:
+        """How much should be under way beyond what is needed now, so that a long line is busy; see `line`."""
+        return self._transfers.rate.in_flight_bytes(self._peers.longest_rtt_s)
+
+    def _turn(self, direction: int, size_bytes: int) -> contextlib.AbstractAsyncContextManager[Turn]:
+        """The turn of a gather or push; at once where the servers are near.
+
+        A push counts until its reply has come, a round trip after it has left: so one more is under way.
+        """
+        most_bytes = math.inf
+        if self._peers.longest_rtt_s > SHORT_RTT_S:
+            most_bytes = self.in_flight_bytes + (size_bytes if direction == _PUSHES else 0)
+        return self._turns[direction].turn(size_bytes, most_bytes)
+
+    def _calls(self, slices: Sequence[Slice], t: Transfer) -> list[tuple[Slice, Transfer]]:
+        """The calls of a transfer: one a slice, or as many as fill a long line."""
         calls: list[tuple[Slice, Transfer]] = []
-        servers: list[int] = []
         for s in slices:
-            server = self._holder(s).server
-            wanted = min(MAX_CONNECTIONS, math.ceil(self._peers.rtt_s(server) / RTT_OF_ONE_S))
-            several = [(s, one) for one in t.split(s, max(1, wanted - self._under_way[server]))]
-            servers += [server] * len(several)
-            self._under_way[server] += len(several)
-            calls += several
-        try:
-            yield calls
-        finally:
-            self._under_way.subtract(servers)
+            in_flight = self._transfers.rate.in_flight_bytes(self._peers.rtt_s(self._holder(s).server))
+            most = min(MAX_CONNECTIONS, 1 + math.ceil(in_flight / CONNECTION_BYTES))
+            calls += [(s, one) for one in t.split(s, most)]
+        return calls
 
     def _opened(self, spec: JobSpec, unit: int) -> Received | None:
         """What has come of a unit whose parameters travel as differences; else None."""
@@ -400,11 +408,11 @@ class ShardGroup:
                 f"out has element type {out.dtype}; this job's parameters are {spec.precision.param.value}"
             )
 
-        async def pull(s: Slice) -> int:
+        async def pull(s: Slice, one: Transfer) -> int:
             s = self._holder(s)
-            return await self._transfers.pull(await self._peers.stub(s.server, _GATHERS, t.deadline), s, t)
+            return await self._transfers.pull(await self._peers.stub(s.server, _GATHERS, t.deadline), s, one)
 
-        return max(await together([pull(s) for s in slices]))
+        return max(await together([pull(s, one) for s, one in self._calls(slices, t)]))
 
     async def reduce_scatter(
         self,
@@ -452,7 +460,8 @@ class ShardGroup:
         if how is not None and grad is not None:
             t = dataclasses.replace(t, residuals=self._feedback.open(unit, t.begin, t.end, step))
         push = self._transfers.push
-        with self._spread(slices, t) as calls:
+        async with self._turn(_PUSHES, _travels_bytes(t)):
+            calls = self._calls(slices, t)
             await together([self._retries.call(push, _PUSHES, s, one, repeatable=False) for s, one in calls])
 
     async def upload(
@@ -517,6 +526,13 @@ class ShardGroup:
         """Close every connection; calls under way fail. Harmless when repeated."""
         self._same_host.close()
         await self._peers.close()
+
+
+def _travels_bytes(t: Transfer) -> int:
+    """Bytes of a transfer's payloads; nothing where there is no gradient."""
+    if t.array is None:
+        return 0
+    return t.compressor.compressed_bytes(t.end - t.begin) if t.compressor is not None else t.array.nbytes
 
 
 def _range(spec: JobSpec, unit: int, begin: int, end: int | None, array: Array | None) -> tuple[int, int]:

@@ -14,6 +14,7 @@ import asyncio
 import copy
 import itertools
 import logging
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -33,6 +34,7 @@ from axon_ps.observe.tracing.span import Span
 from axon_ps.rpc.deadlines import Deadline
 from axon_ps.rpc.service import EOF, Stream, Stub
 from axon_ps.rpc.stream_pool import StreamPool
+from axon_ps.shard.client.line import Rate, Turn
 from axon_ps.shard.client.received import Gathering, Received
 from axon_ps.shard.same_host import leases
 from axon_ps.shard.same_host.access import MAX_LEASED_BYTES, MIN_LEASED_BYTES, SameHostServers
@@ -93,6 +95,7 @@ class Transfer:
         resume: gradients: whether the server may have some of it already.
         residuals: gradients, compressed: f32[end - begin] of the steps before, and where to store that of this step.
         span: what the call is traced as, if it is.
+        turn: gathers: what is told how much has come.
     """
 
     begin: int
@@ -115,6 +118,7 @@ class Transfer:
     resume: bool = False
     residuals: tuple[Array, Array] | None = None
     span: Span | None = None
+    turn: Turn | None = None
 
     async def peer(self, s: Slice, stub: Stub) -> HostPeer | None:
         """The server that owns a slice, if memory is shared with it and payloads may lie there."""
@@ -184,9 +188,11 @@ class Transfers:
 
     Attributes:
         counters: `COUNTERS`.
+        rate: how fast gathers come.
     """
 
     def __init__(self) -> None:
+        self.rate = Rate()
         self.counters: Counter[str] = Counter(dict.fromkeys(COUNTERS, 0))
         self._gathers = StreamPool(partial(Stub.open_bulk, method="AllGather"), MAX_IDLE)
         self._pushes = StreamPool(partial(Stub.open_bulk, method="ReduceScatter"), MAX_IDLE)
@@ -246,15 +252,19 @@ class Transfers:
                 if peer is not None and header.HasField("lease"):
                     size_bytes = await _copy_leased(header, peer, t.array, t)
                     self.counters["leased_bytes_in"] += size_bytes
-                elif gathering is not None:
-                    gathering.take(header, payload)
-                elif not copied:
-                    _copy(header, payload, t.array, t)
+                else:
+                    self.rate.received(size_bytes, time.monotonic())
+                    if gathering is not None:
+                        gathering.take(header, payload)
+                    elif not copied:
+                        _copy(header, payload, t.array, t)
                 mixed |= header.version != version and version >= 0
                 version = max(version, header.version)
                 position += header.numel
                 self.counters["chunks_in"] += 1
                 self.counters["bytes_in"] += size_bytes
+                if t.turn is not None:
+                    t.turn.moved(size_bytes)
                 if t.span is not None:
                     t.span.add("bytes", size_bytes)
         if mixed and t.one_version:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from axon_ps.collectives.work import Awaited
 from axon_ps.coordinator.client.session import CoordinatorClient, Event, JobState, Registered
+from axon_ps.coordinator.core.events import Vote
 from axon_ps.errors import AxonError, GenerationChanged, InvalidRequest, Misuse, StepAborted, Timeout
 from axon_ps.observe.moments import Moment, reached
 from axon_ps.rpc.background_loop import BackgroundLoop
@@ -185,6 +186,7 @@ class StepClient:
         hyper: Sequence[Hyper],
         copy: CopyFrom | None = None,
         commit: Mapping[str, str] | None = None,
+        weight: float | None = None,
     ) -> Decision:
         """Report that this worker has pushed everything, and wait for the decision.
 
@@ -195,6 +197,8 @@ class StepClient:
             hyper: per parameter group, this step's hyperparameters.
             copy: the copy from another model; None = the step takes gradients.
             commit: values to commit with the step, by name; every worker gives the same.
+            weight: what the pushes were multiplied by: the step takes their sum, divided by that of all workers'
+                weights. None = they were multiplied by 1 / number of replicas, as all workers'.
 
         Returns:
             The decision; an abort when the membership changed meanwhile. By then this worker has received the
@@ -212,19 +216,20 @@ class StepClient:
             else:
                 reached(Moment.VOTE)
                 with self.trace.within("vote") as span:
-                    self._coordinator.vote(
+                    mine = Vote(
                         generation=ticket.generation,
                         step=ticket.step,
                         max_norm=max_norm,
                         hyper=tuple(hyper),
                         version=view.version,
-                        replica=stepping.voter(ticket),
                         model=view.model,
                         copy=copy,
                         blocked=blocked,
-                        commit=commit,
+                        commit=dict(commit or {}),
+                        weight=weight,
                         traceparent="" if span is None else span.context.traceparent,
                     )
+                    self._coordinator.vote(mine, stepping.voter(ticket))
                     began = time.perf_counter()
                     decision = self._wait_decided(ticket)
                 waited_s = time.perf_counter() - began
@@ -239,7 +244,7 @@ class StepClient:
                 ticket.step,
                 committed=decision.outcome is Outcome.COMMIT,
                 hyper=decision.hyper,
-                clip_factor=decision.clip_factor,
+                clip_factor=decision.clip_factor * (decision.weight or 1.0),  # residuals are of weighted gradients
             )
             began = time.perf_counter()
             job.wait_until(

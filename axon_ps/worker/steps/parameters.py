@@ -156,6 +156,11 @@ class Parameters:
                     span.add("bytes", copy.values.nbytes)
         return copy
 
+    @property
+    def in_flight_bytes(self) -> int:
+        """How much should be gathered, and pushed, beyond what is needed now, so that a long line is busy."""
+        return self._shards.in_flight_bytes
+
     def is_near(self, unit: int, begin: int = 0, end: int | None = None) -> bool:
         """Whether elements [begin, end) of a unit are on servers of this host that memory is shared with, as far as
         this is known."""

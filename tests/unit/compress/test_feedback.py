@@ -11,6 +11,7 @@ from axon_ps.compress.registry import compressor
 from axon_ps.types import Array
 
 COMPRESSORS = [compressor("int8", block_numel=16), compressor("top_k", fraction=0.1), compressor("int4")]
+COMPRESSORS += [compressor("block_top_k", fraction=0.1)]
 
 
 def normals(numel: int, seed: int) -> Array:

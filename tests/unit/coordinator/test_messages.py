@@ -56,7 +56,7 @@ MEMBERSHIP = Membership(
         JobState(model=2, name="critic", version=7, copied=6),
         JobState(model=2, name="critic", released=True),
         JobState(model=2, name="critic", version=7, committed={"used": "7", "mine": ""}),
-        Decision(step=1, generation=2, outcome=Outcome.COMMIT, version=3, commit={"used": "3"}),
+        Decision(step=1, generation=2, outcome=Outcome.COMMIT, version=3, commit={"used": "3"}, weight=2.5),
         Decision(
             step=1,
             generation=2,
@@ -92,6 +92,12 @@ def test_what_goes_up() -> None:
     assert m.vote_from_proto(m.vote_to_proto(vote).vote) == vote
     copy = Vote(generation=1, step=2, model=3, copy=CopyFrom(source=1, weight=0.5), blocked=True)
     assert m.vote_from_proto(m.vote_to_proto(copy).vote) == copy
+    for weight in (0.0, 2.5):
+        weighted = dataclasses.replace(vote, weight=weight)
+        assert m.vote_from_proto(m.vote_to_proto(weighted).vote) == weighted
+    for weight in (-1.0, math.inf, math.nan):
+        with pytest.raises(InvalidRequest, match="a vote's weight is"):
+            m.vote_from_proto(m.vote_to_proto(dataclasses.replace(vote, weight=weight)).vote)
     for weight in (0.0, -1.0, 1.5, math.nan):
         message = m.vote_to_proto(dataclasses.replace(copy, copy=CopyFrom(source=1, weight=weight))).vote
         with pytest.raises(InvalidRequest, match="weight of a copy"):

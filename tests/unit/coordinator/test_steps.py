@@ -85,6 +85,25 @@ def test_the_norm_is_over_all_servers_and_unclipped_without_max_norm() -> None:
     assert (decision.grad_norm, decision.clip_factor) == (5.0, 1.0)
 
 
+def test_weighted_gradients_are_divided_by_the_sum_of_the_weights() -> None:
+    d = Driver()
+    workers, shards = d.assembled()
+    shards[0].ready(36.0)
+    workers[0].vote(weight=2.5, max_norm=1.0)
+    workers[1].vote(weight=0.5, max_norm=1.0)
+    decision = decided(workers[0])
+    assert (decision.grad_norm, decision.weight) == (2.0, 3.0)  # of the mean
+    assert decision.clip_factor == pytest.approx(0.5 / 3.0, rel=1e-6)
+
+
+def test_a_step_of_which_nobody_has_anything_is_skipped() -> None:
+    d = Driver()
+    workers, shards = d.assembled()
+    decision = step(workers, shards, sums=(0.0,), weight=0.0)
+    assert (decision.outcome, decision.version) == (Outcome.SKIP, 0)
+    assert decision.reason == "every worker's weight in the step is 0"
+
+
 def test_a_server_without_trainable_slices_is_not_waited_for() -> None:
     d = Driver(num_shards=2, replication=1)
     shards = [d.shard(), d.shard()]
@@ -129,6 +148,7 @@ def test_finite_sums_whose_sum_is_not_skip_the_step() -> None:
         ([{"hyper": ({"momentum": 1.0},)}] * 2, "adamw has no hyperparameter 'momentum'"),
         ([{"hyper": ({"amsgrad": 1.0},)}] * 2, "hyperparameters need state max_exp_avg_sq, which the registered"),
         ([{"max_norm": -1.0}] * 2, "max_norm is -1.0"),
+        ([{"weight": 1.0}, {}], "disagree on whether gradients are weighted: rank 0: yes; rank 1: no"),
         ([{"max_norm": math.nan}] * 2, "max_norm is nan"),
     ],
 )

@@ -59,6 +59,7 @@ class FakeSteps:
 
     lease_s: ClassVar[float] = 5.0
     copied: ClassVar[int] = 0
+    in_flight_bytes: ClassVar[int] = 0
 
     @property
     def view(self) -> FakeSteps:
@@ -163,6 +164,7 @@ class FakeSteps:
         max_norm: float,
         hyper: Sequence[Hyper],
         commit: Mapping[str, str] | None = None,
+        weight: float | None = None,
     ) -> Decision:
         for work in pushes:
             work.wait()
@@ -173,7 +175,7 @@ class FakeSteps:
         if outcome is Outcome.COMMIT:
             for unit, grad in grads.items():
                 if grad is not None:
-                    self.values[unit] -= hyper[0]["lr"] * self.clip_factor * grad
+                    self.values[unit] -= hyper[0]["lr"] * self.clip_factor * grad / (weight or 1.0)
             self.version += 1
         self.log.append(("vote", self.version))
         return Decision(
@@ -254,6 +256,9 @@ class FakeWorld:
     @property
     def lease_s(self) -> float:
         return self.steps.lease_s
+
+    def gather_json(self, value: Any, *, name: str) -> list[Any]:
+        return [value]
 
     def node_group(self) -> ProcessGroup:
         return ProcessGroup.mock()

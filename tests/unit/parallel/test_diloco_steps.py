@@ -111,10 +111,10 @@ def test_after_a_skipped_step_only_who_diverged_goes_back(diverged: bool) -> Non
     assert bool(trainer.inner_optimizer.state) is not diverged
 
 
-def test_a_job_that_went_on_without_this_worker_is_pulled_at_once() -> None:
+def test_a_job_that_was_restored_is_pulled_at_once() -> None:
     trainer, model, steps = made()
     train(model, trainer.step, 2)
-    steps.version = 5
+    steps.version, steps.epoch = 5, 1
     for values in steps.values.values():
         values.fill_(0.25)
     (result,) = train(model, trainer.step, 1)
@@ -122,6 +122,67 @@ def test_a_job_that_went_on_without_this_worker_is_pulled_at_once() -> None:
     assert "from version 0 to 5 without this worker" in result.reason
     assert all(torch.equal(p, torch.full_like(p, 0.25)) for p in model.parameters())
     assert [r is not None for r in train(model, trainer.step, 3)] == [False, False, True]  # it counts from there
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_worker_that_the_job_went_on_without_takes_what_it_did_and_retains_its_progress(dtype: torch.dtype) -> None:
+    trainer, model, steps = made(LocalSGD, module(dtype))
+    before = {unit: values.clone() for unit, values in steps.values.items()}
+    train(model, trainer.step, 2)
+    moved = [p.detach().float() - b for p, b in zip(model.parameters(), parameters(trainer, before), strict=True)]
+    steps.version = 5
+    for values in steps.values.values():
+        values += 0.25
+    (result,) = train(model, lambda: trainer.outer_step(), 1)
+    assert (result.committed, result.version) == (True, 6)
+    tolerance = 1e-6 if dtype == torch.float32 else 2**-7
+    for unit, own, old in zip(parameters(trainer, steps.values), moved, parameters(trainer, before), strict=True):
+        torch.testing.assert_close(unit, old + 0.25 + own, rtol=tolerance, atol=tolerance)
+    assert trainer.statistics()["rebases"] == 1
+
+
+def parameters(trainer: Any, values: dict[int, torch.Tensor]) -> list[torch.Tensor]:
+    """What a fake server has, by parameter."""
+    units = enumerate(trainer.spec.layout.units)
+    return [values[i][p.offset : p.end].view(p.shape) for i, unit in units for p in unit.parameters]
+
+
+def test_the_average_is_weighted_and_weights_cannot_be_negative() -> None:
+    trainer, model, steps = made(LocalSGD)
+    train(model, lambda: trainer.step(weight=2.0), 2)
+    moved = [p.detach().clone() for p in model.parameters()]
+    trainer.outer_step()
+    for param, own in zip(model.parameters(), moved, strict=True):
+        torch.testing.assert_close(param, own, rtol=1e-6, atol=1e-6)
+    train(model, lambda: trainer.step(weight=0.0), 2)
+    assert trainer.sync() == []  # nothing was trained that counts
+    train(model, lambda: trainer.step(weight=0.0), 1)
+    assert steps.units("absent") == [0, 1]
+    for wrong in (-1.0, float("nan"), float("inf")):
+        with pytest.raises(InvalidRequest, match="the weight of a step is"):
+            trainer.step(weight=wrong)
+
+
+def test_schedules_that_cannot_be_are_refused() -> None:
+    with pytest.raises(InvalidRequest, match="inner_steps must be a multiple of the fragments"):
+        made(inner_steps=3, fragments=2)
+    with pytest.raises(InvalidRequest, match="the module has 2 units with trainable parameters"):
+        made(inner_steps=3, fragments=3)
+    with pytest.raises(InvalidRequest, match="overlap_steps is 3; it must be from 0 to 2"):
+        made(overlap_steps=3)
+    with pytest.raises(InvalidRequest, match="use torch.float32, 'int8' or 'int4'"):
+        made(param_wire_dtype=torch.bfloat16)
+
+
+def test_inner_steps_go_on_while_an_outer_step_is_under_way() -> None:
+    trainer, model, _ = made(LocalSGD, overlap_steps=2)
+    results = train(model, trainer.step, 8)
+    assert [r is not None for r in results] == [False] * 4 + [True, False, False, True]  # pushed after 3, ended after 5
+    plain = module()
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.05, momentum=0.9)
+    train(plain, optimizer.step, 8)
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)  # nothing is lost or counts twice
 
 
 def test_a_restore_during_a_pull_is_taken_instead(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -161,6 +161,11 @@ class Tally:
                 commit=vote.commit,
             )
         norm = _norm(chain.from_iterable(self.sums.values()))  # exactly rounded, whoever has which slice
+        weights = [v.weight for v in self.votes.values() if v.weight is not None]
+        weight = math.fsum(weights)
+        if weights and not weight:
+            return ended(Outcome.SKIP, reason="every worker's weight in the step is 0")
+        norm /= weight or 1.0
         if not math.isfinite(norm):
             guilty = [rank for rank, s in self.sums.items() if not all(map(math.isfinite, s))] or list(self.sums)
             where = f"shard server {format_ranks(guilty)}"
@@ -176,7 +181,8 @@ class Tally:
             outcome=Outcome.COMMIT,
             version=version + 1,
             grad_norm=norm,
-            clip_factor=factor,
+            clip_factor=factor / (weight or 1.0),
+            weight=weight,
             hyper=_merged(vote.hyper, optimizer.groups if optimizer is not None else ()),
             commit=vote.commit,
         )
@@ -219,12 +225,13 @@ def _disagreement(votes: Mapping[int, Vote]) -> str:
 
 
 def _agreed(vote: Vote) -> tuple[object, ...]:
-    return vote.max_norm, vote.hyper, vote.copy, vote.commit
+    return vote.max_norm, vote.hyper, vote.copy, vote.commit, vote.weight is None
 
 
 def _fields(votes: Mapping[int, Vote]) -> Iterator[tuple[str, Callable[[Vote], str]]]:
     yield "what the step takes", _taken
     yield "max_norm", lambda v: repr(v.max_norm)
+    yield "whether gradients are weighted", lambda v: "no" if v.weight is None else "yes"
     yield "the number of parameter groups", lambda v: str(len(v.hyper))
     for group in range(min(len(v.hyper) for v in votes.values())):
         for name in sorted({n for v in votes.values() for n in v.hyper[group]}):

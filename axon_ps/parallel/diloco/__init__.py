@@ -1,0 +1,5 @@
+"""Local SGD and DiLoCo: many local steps, then one together; see `diloco`."""
+
+from axon_ps.parallel.diloco.diloco import DiLoCo, LocalSGD
+
+__all__ = ["DiLoCo", "LocalSGD"]

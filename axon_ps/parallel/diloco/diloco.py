@@ -1,0 +1,456 @@
+"""Local SGD and DiLoCo: train on a copy for H steps, then let the servers move everybody by the average progress.
+
+    outer step t, on every worker w:
+        local_w = parameters_t
+        H times:  local_w = inner_optimizer(local_w, gradient on a batch of w's)
+        push      parameters_t - local_w                     the pseudo-gradient
+    on the servers:
+        parameters_{t+1} = outer_optimizer(parameters_t, average of the pseudo-gradients)
+
+The push is an ordinary synchronous step with another meaning of gradient, so deaths, joins, exactly-once and
+checkpoints are those of every step. The average is weighted by what each worker has trained. Sources: Stich 2019 (local
+SGD); Douillard et al. 2023 (DiLoCo: AdamW inside, SGD with Nesterov momentum outside).
+
+Note: [Streaming]
+    Douillard et al. 2025 (Streaming DiLoCo, https://arxiv.org/abs/2501.18512): the module is divided into P fragments,
+    each of which makes its outer step every H inner steps, H / P after the one before it; and while a fragment's outer
+    step is under way, `overlap_steps` more inner steps are made. So what travels at once is a P-th, and has time.
+
+    Which fragment is next is the same on every worker: the one with the fewest outer steps, of these the first. So
+    workers agree also after one was lost in the middle, and one that joins goes on where the others are: its first push
+    is after its first inner step, and the others wait for nothing else of it.
+
+Owns: when a fragment makes its outer step. Refuses to touch the inner optimizer's state, which is this worker's own,
+and buffers (running statistics), which nobody averages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from axon_ps.collectives.functional import current_group
+from axon_ps.collectives.process_group import ProcessGroup
+from axon_ps.collectives.work import WorkQueue
+from axon_ps.compress.compressor import Compressor
+from axon_ps.errors import InvalidRequest
+from axon_ps.host import fork
+from axon_ps.observe.metrics.sources import register
+from axon_ps.parallel.diloco.fragment import UNKNOWN, Ended, Fragment, Push
+from axon_ps.parallel.dtypes import MixedPrecision
+from axon_ps.parallel.fsdp import wrap
+from axon_ps.parallel.fsdp.memory import BufferPool, Meter
+from axon_ps.parallel.work import QueuedWork
+from axon_ps.sharding.job import JobSpec
+from axon_ps.sharding.plan import PlanOptions
+from axon_ps.sharding.policy import LocalSteps
+from axon_ps.types import DType, Hyper, Outcome, StepResult
+from axon_ps.worker.world import World, world_of
+
+_BUFFERS = 2
+"""Limit of the push buffers, in units of the largest one, where the worker waits for the outer step."""
+
+
+class _UnderWay:
+    """The outer step of a fragment that is under way."""
+
+    def __init__(self, fragment: Fragment, push: Push, ended: QueuedWork[Ended]) -> None:
+        self.fragment, self.push, self.ended = fragment, push, ended
+        self.steps = 0  # inner steps since it began
+
+
+class DiLoCo:
+    """Train a plain module with a plain optimizer, and synchronize with the other workers every `inner_steps` steps.
+
+    The module stays the user's: no hooks, every parameter in memory. Every worker must build the same module; its
+    values become those of the servers. A worker that joins later begins with the servers' values. Buffers are
+    each worker's own.
+
+    Args:
+        model: the module; not on the meta device.
+        inner_optimizer: any torch optimizer of its parameters. Its state is this worker's own and is never sent.
+        group: the workers that train it: a world, or its default group; None = the current world.
+        inner_steps: local steps between two outer steps of a parameter, H.
+        outer_lr: learning rate of the outer SGD.
+        outer_momentum: its momentum; 0 with `outer_lr=1` and `nesterov=False` is plain averaging (local SGD).
+        nesterov: whether that momentum is Nesterov's.
+        wire_dtype: what pseudo-gradients travel as: a dtype, or a compressor or its name, with error feedback.
+        param_wire_dtype: what parameters travel as: torch.float32, or a compressor or its name.
+        fragments: how many there are, P; see Note: [Streaming]. Units go to them in turn.
+        overlap_steps: inner steps that are made while an outer step is under way; fewer than H / P.
+        unit_types: module classes that travel as units of their own; the rest of the module is one unit.
+        plan_options: how finely units are cut.
+        name: as for `FullyShardedDataParallel`; with fragments, what their names begin with.
+
+    Attributes:
+        outer_lr: of the coming outer step; the same on every worker.
+        name: what the job calls the model.
+
+    Raises:
+        LayoutMismatch: another worker registered another module, `inner_steps` or outer optimizer.
+        InvalidRequest: the module cannot be divided into units, or a setting is out of range.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        inner_optimizer: torch.optim.Optimizer,
+        group: ProcessGroup | World | None = None,
+        *,
+        inner_steps: int,
+        outer_lr: float = 0.7,
+        outer_momentum: float = 0.9,
+        nesterov: bool = True,
+        wire_dtype: torch.dtype | Compressor | str = torch.float32,
+        param_wire_dtype: torch.dtype | Compressor | str = torch.float32,
+        fragments: int = 1,
+        overlap_steps: int = 0,
+        unit_types: Collection[type[nn.Module]] = (),
+        plan_options: PlanOptions | None = None,
+        name: str | None = None,
+    ) -> None:
+        policy, group = LocalSteps(inner_steps=inner_steps), current_group(group)
+        if nesterov and not outer_momentum:
+            raise InvalidRequest(
+                f"outer_momentum is {outer_momentum}, and Nesterov's momentum (nesterov=True) needs one above 0; for "
+                "plain averaging give outer_momentum=0, nesterov=False"
+            )
+        _check_schedule(inner_steps, fragments, overlap_steps)
+        world = world_of(group)
+        if len(group.ranks) != world.world_size:
+            raise InvalidRequest(
+                f"the group has {len(group.ranks)} of the world's {world.world_size} workers; all of them "
+                "take part in an outer step, pass world.default_group"
+            )
+        if meta := [name for name, p in model.named_parameters() if p.is_meta]:
+            raise InvalidRequest(f"parameter {meta[0]!r} is on the meta device; build the module on the CPU or a GPU")
+        precision = MixedPrecision(wire_dtype=param_wire_dtype, reduce_dtype=wire_dtype).wire(torch.float32)
+        if precision.param is not DType.F32:
+            raise InvalidRequest(f"param_wire_dtype is {param_wire_dtype}; use torch.float32, 'int8' or 'int4'")
+        self.model = model
+        self.inner_optimizer = inner_optimizer
+        self.inner_steps = inner_steps
+        self.outer_lr = outer_lr
+        self._outer = {"momentum": outer_momentum, "nesterov": float(nesterov)}
+        self._group = group
+        self._interval = self._left = inner_steps // fragments  # inner steps between pushes, and to the next one
+        self._overlap_steps = overlap_steps
+        self._under_way: _UnderWay | None = None
+        self._counters = {
+            "inner_steps": 0, "outer_steps_committed": 0, "outer_steps_not_committed": 0, "pulls": 0, "rebases": 0,
+        }  # fmt: skip
+        kinds = tuple(unit_types)
+        divided = _divided(wrap.partition(model, lambda child: isinstance(child, kinds)), fragments)
+        pinned = any(p.device.type == "cuda" for p in model.parameters())
+        specs = [
+            JobSpec(
+                layout=wrap.layout_of(units),
+                precision=precision,
+                options=plan_options or PlanOptions(),
+                policy=policy,
+                model=type(model).__qualname__,
+            )
+            for units in divided
+        ]
+        names = world.models.names
+        with ExitStack() as claims:
+            self.name = claims.enter_context(names.claiming(name, specs[0].described))
+            called = [self.name, *(f"{self.name}/{i}" for i in range(1, fragments))]
+            for other, spec in zip(called[1:], specs[1:], strict=True):
+                claims.enter_context(names.claiming(other, spec.described))
+            self._fragments = [
+                Fragment(world, spec, units, each, pinned=pinned)
+                for spec, units, each in zip(specs, divided, called, strict=True)
+            ]
+            for fragment in self._fragments:
+                fragment.register(model, self._hyper())
+            self._meter = Meter()
+            self._out = BufferPool(self._buffer_bytes(), self._meter, pinned=pinned)
+            self._queue = WorkQueue("axon-ps-diloco")
+            fork.finalize(self, self._queue.close, 0.0)
+            register("diloco", self)
+            self.pull()
+        if fragments > 1 and any(fragment.now[1] for fragment in self._fragments):
+            self._left = 1  # it joins others; see Note: [Streaming]
+
+    def _buffer_bytes(self) -> int:
+        if self._overlap_steps:
+            return max(fragment.nbytes for fragment in self._fragments)
+        numel = max(wrapped.unit.numel for fragment in self._fragments for wrapped in fragment.units)
+        return _BUFFERS * numel * self.spec.precision.grad.itemsize
+
+    def _hyper(self) -> Hyper:
+        return {"lr": float(self.outer_lr), **self._outer}
+
+    # ------------------------------------------------------------------ steps
+
+    def step(self, closure: Callable[[], float] | None = None, *, weight: float = 1.0) -> StepResult | None:
+        """One step of the inner optimizer; when it is time, an outer step with everybody begins, or ends.
+
+        Args:
+            closure: as the inner optimizer takes it.
+            weight: what it counts for in the average over workers: as the number of its tokens, over the usual number.
+
+        Returns:
+            None after most inner steps. When an outer step has ended what was decided: committed, and the parameters
+            are the servers' new ones, plus what was trained while it was under way; or not committed, and the
+            parameters retain their local progress, which is pushed with that of the steps to come. Exceptions to that:
+            after non-finite pseudo-gradients, a worker whose own were non-finite goes back to the last sync with a
+            fresh inner optimizer; and a worker whose job was restored from a checkpoint takes the servers' values and
+            loses its progress, at once, whatever the number of steps made. A worker that the job went on without takes
+            what the others did meanwhile, and retains its progress.
+
+        Raises:
+            InvalidRequest: the weight is negative, or no number.
+            Timeout: no decision came in time.
+            Broken: the coordinator or a shard server is gone for good.
+
+        After an error: the outer step may or may not have committed; the next `step()` finds out and pulls if it has.
+        """
+        if not 0.0 <= weight < float("inf"):
+            raise InvalidRequest(f"the weight of a step is {weight}; it must be finite and at least 0")
+        if (caught_up := self._catch_up()) is not None:
+            return caught_up
+        if closure is None:
+            self.inner_optimizer.step()
+        else:
+            self.inner_optimizer.step(closure)
+        self._counters["inner_steps"] += 1
+        for fragment in self._fragments:
+            fragment.weight += weight / self.inner_steps
+        self._left -= 1
+        result = None
+        if (under_way := self._under_way) is not None:
+            under_way.steps += 1
+            if under_way.steps >= self._overlap_steps:
+                result = self._end()
+        if self._left <= 0 and self._under_way is None:
+            self._begin(self._next())
+            if not self._overlap_steps:
+                result = self._end()
+        return result
+
+    def outer_step(self) -> StepResult:
+        """Push a fragment's progress since its last sync and take what comes of it; `step` does when it is time.
+
+        Every worker must call it, or the step waits for those that do not. An outer step that is under way ends before.
+        Progress that was not made by `step` counts as that of `inner_steps` steps. Returns and raises as `step` does.
+        """
+        if self._under_way is not None:
+            self._end()
+        fragment = self._next()
+        fragment.weight = fragment.weight or 1.0
+        return self._outer_step(fragment)
+
+    def _outer_step(self, fragment: Fragment) -> StepResult:
+        if (caught_up := self._catch_up()) is not None:
+            return caught_up
+        self._begin(fragment)
+        return self._end()
+
+    def _next(self) -> Fragment:
+        """The fragment whose outer step is next; see Note: [Streaming]."""
+        return min(self._fragments, key=lambda f: f.steps.view.latest_version)
+
+    def sync(self) -> list[StepResult]:
+        """An outer step of every fragment that was trained since its last: what all have trained is in the parameters.
+
+        For the end of training, and before a checkpoint that is to have everything; every worker must call it.
+
+        Returns:
+            What was decided of each; where one did not commit, the progress is retained, and `sync` may be called
+            again.
+
+        Raises:
+            GenerationChanged: the members changed while they agreed on what to do; call it again.
+            Timeout: a worker did not come.
+        """
+        world, name = world_of(self._group), f"axon_ps/sync/{self.name}"
+        if any(world.gather_json(self._under_way is not None, name=name)):
+            if self._under_way is None:
+                self._begin(self._next())
+            self._end()
+        trained = zip(*world.gather_json([fragment.weight for fragment in self._fragments], name=name), strict=True)
+        left = [fragment for fragment, weights in zip(self._fragments, trained, strict=True) if any(weights)]
+        return [self._outer_step(fragment) for fragment in left]
+
+    def pull(self) -> None:
+        """Take the servers' values; the local progress since the last sync is lost, and an outer step under way too.
+
+        Raises:
+            Timeout: a shard server did not answer in time.
+
+        After an error: some fragments may have the servers' values; the next `step` pulls the others.
+        """
+        if (under_way := self._under_way) is not None:
+            under_way.ended.cancel()
+            self._under_way = None
+        for fragment in self._fragments:
+            fragment.synced = UNKNOWN
+        for fragment in self._fragments:
+            fragment.move(*fragment.gather(), None)
+        self._left = self._interval
+        self._counters["pulls"] += 1
+
+    def _catch_up(self) -> StepResult | None:
+        """Take what the job has done without this worker; the result of a step that was one of the others."""
+        busy = None if self._under_way is None else self._under_way.fragment
+        moved = [f for f in self._fragments if f is not busy and f.synced != f.now]
+        if any(f.synced[0] != f.now[0] for f in moved):
+            before = sum(fragment.synced[1] for fragment in self._fragments)
+            self.pull()
+            self._counters["outer_steps_not_committed"] += 1
+            reason = f"the job went from version {before} to {self.version} without this worker; it pulled"
+            return StepResult(committed=False, version=self.version, grad_norm=0.0, reason=reason)
+        for fragment in moved:
+            at, values = fragment.gather()
+            fragment.move(at, values, fragment.anchor)
+            self._counters["rebases"] += 1
+        return None
+
+    def _begin(self, fragment: Fragment) -> None:
+        """Begin the outer step of a fragment."""
+        push, hyper = fragment.push(self._out), self._hyper()
+        ended = self._queue.submit(lambda: fragment.end(push, hyper))
+        self._under_way = _UnderWay(fragment, push, QueuedWork(ended, f"an outer step of {fragment.name}"))
+        self._left = self._interval
+
+    def _end(self) -> StepResult:
+        """Wait for the outer step that is under way, and take what came of it."""
+        assert self._under_way is not None
+        under_way, self._under_way = self._under_way, None
+        fragment, push = under_way.fragment, under_way.push
+        synced, fragment.synced = fragment.synced, UNKNOWN  # if this raises, nobody knows what became of the push
+        ended = under_way.ended.wait()
+        fragment.synced = synced
+        decision = ended.decision
+        if ended.values is not None:
+            fragment.take(push, ended)
+        elif decision.outcome is Outcome.SKIP and not push.finite:
+            for each in self._fragments:
+                each.to_anchor()
+                each.weight = 0.0
+            self.inner_optimizer.state.clear()
+        committed = decision.outcome is Outcome.COMMIT
+        self._counters["outer_steps_committed" if committed else "outer_steps_not_committed"] += 1
+        return StepResult(
+            committed=committed, version=self.version, grad_norm=decision.grad_norm, reason=decision.reason
+        )
+
+    # ------------------------------------------------------------------ values and counters
+
+    @contextmanager
+    def synced_parameters(self) -> Iterator[nn.Module]:
+        """Inside, the module has the values of the last sync, the same on every worker: for evaluation.
+
+        Do not train inside. Costs a second copy of the parameters meanwhile.
+        """
+        params = [p for fragment in self._fragments for p in fragment.params()]
+        local = [p.detach().clone() for p in params]
+        try:
+            for fragment in self._fragments:
+                fragment.to_anchor()
+            yield self.model
+        finally:
+            with torch.no_grad():
+                for param, value in zip(params, local, strict=True):
+                    param.copy_(value)
+
+    @property
+    def spec(self) -> JobSpec:
+        """What the model, or its first fragment, was registered with."""
+        return self._fragments[0].spec
+
+    @property
+    def version(self) -> int:
+        """Committed outer steps of all fragments, as this worker knows it."""
+        return sum(fragment.steps.view.latest_version for fragment in self._fragments)
+
+    def release(self) -> None:
+        """As `FullyShardedDataParallel.release`; the module retains its values, and is a module like any other."""
+        if self._under_way is not None:
+            self._end()
+        world_of(self._group).barrier("axon_ps/release")
+        for fragment in self._fragments:
+            world_of(self._group).models.release(fragment.steps)
+        self._queue.close(0.0)
+
+    def statistics(self) -> dict[str, float]:
+        """Inner and outer steps, pulls, bytes of the copy at the last sync; the data plane's counters as `wire_*`."""
+        totals: dict[str, float] = {}
+        for fragment in self._fragments:
+            for key, value in fragment.steps.statistics().items():
+                totals[f"wire_{key}"] = totals.get(f"wire_{key}", 0.0) + value
+        return {
+            **{k: float(v) for k, v in self._counters.items()},
+            "anchor_bytes": float(sum(a.nbytes for fragment in self._fragments for a in fragment.anchor)),
+            "peak_push_buffer_bytes": float(self._meter.peak_bytes),
+            **totals,
+        }
+
+
+def _check_schedule(inner_steps: int, fragments: int, overlap_steps: int) -> None:
+    if fragments < 1 or inner_steps % fragments:
+        raise InvalidRequest(
+            f"fragments is {fragments} and inner_steps {inner_steps}; inner_steps must be a multiple of the fragments, "
+            "each of which has its outer step in turn"
+        )
+    if not 0 <= overlap_steps < inner_steps // fragments:
+        raise InvalidRequest(
+            f"overlap_steps is {overlap_steps}; it must be from 0 to {inner_steps // fragments - 1}, since an outer "
+            f"step ends before the next one begins, {inner_steps // fragments} inner steps later"
+        )
+
+
+def _divided(units: Sequence[wrap.WrappedUnit], fragments: int) -> list[tuple[wrap.WrappedUnit, ...]]:
+    """The units of each fragment: neighbours are in different ones, as are layers of strided fragments in the paper.
+
+    Raises:
+        InvalidRequest: there are fewer units that can be trained than fragments.
+    """
+    trainable = [unit for unit in units if unit.unit.trainable]
+    if not trainable:
+        raise InvalidRequest("no parameter of the module is trainable; there is nothing to train")
+    if len(trainable) < fragments:
+        raise InvalidRequest(
+            f"fragments is {fragments} and the module has {len(trainable)} units with trainable parameters; give the "
+            "classes of its layers as unit_types, or use fewer fragments"
+        )
+    number = {id(unit): index % fragments for index, unit in enumerate(trainable)}
+    return [tuple(unit for unit in units if number.get(id(unit), 0) == i) for i in range(fragments)]
+
+
+class LocalSGD(DiLoCo):
+    """`DiLoCo` whose outer step is the plain average of the workers' parameters (Stich 2019).
+
+    Args:
+        model: as for `DiLoCo`.
+        inner_optimizer: as for `DiLoCo`.
+        group: as for `DiLoCo`.
+        inner_steps: as for `DiLoCo`.
+        options: `wire_dtype`, `unit_types`, `plan_options` of `DiLoCo`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        inner_optimizer: torch.optim.Optimizer,
+        group: ProcessGroup | World | None = None,
+        *,
+        inner_steps: int,
+        **options: Any,
+    ) -> None:
+        super().__init__(
+            model,
+            inner_optimizer,
+            group,
+            inner_steps=inner_steps,
+            outer_lr=1.0,
+            outer_momentum=0.0,
+            nesterov=False,
+            **options,
+        )

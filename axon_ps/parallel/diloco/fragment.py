@@ -1,0 +1,245 @@
+"""`Fragment`: units of a module that are synchronized together. To the job it is a model, with versions of its own.
+
+Owns: the copy at the last sync (f32, on the host), and how much was trained since. Refuses: to know when it is time.
+
+Note: [Where a worker goes on]
+    progress = local - anchor         since the last sync
+    push:    sent = local             what is pushed is anchor - sent
+    commit:  local' = new + (local - sent), anchor' = new
+    the job went on without this worker:  local' = new + (local - anchor), anchor' = new
+    So what was trained while a push was under way is neither lost nor counted twice: it is progress from the new
+    values, and goes with the next push. (Wang et al. 2020, Overlap Local-SGD, https://arxiv.org/abs/2002.09539, and
+    Douillard et al. 2025, Streaming DiLoCo, https://arxiv.org/abs/2501.18512, average the new values with the local
+    ones instead.) Of parameters below f32 the new local values are rounded, and anchor' is what they are progress from.
+
+Invariant: `anchor` has the servers' values at `synced`, (epoch, version); the parameters are that plus progress.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import nn
+
+from axon_ps.errors import StepAborted
+from axon_ps.parallel.dtypes import TORCH_DTYPES
+from axon_ps.parallel.fsdp import materialize, wrap
+from axon_ps.parallel.fsdp.memory import BufferPool
+from axon_ps.parallel.fsdp.sources import array_of
+from axon_ps.parallel.fsdp.steps import Pending, Position
+from axon_ps.sharding.job import JobSpec
+from axon_ps.sharding.layout import Parameter
+from axon_ps.types import Decision, Hyper, OptimizerSpec, Outcome
+from axon_ps.worker.steps.client import StepClient
+from axon_ps.worker.steps.ticket import Ticket
+from axon_ps.worker.world import World
+
+UNKNOWN: Position = (-1, -1)
+"""Of an anchor that has no version's values."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Push:
+    """An outer step of a fragment that this worker has begun.
+
+    Attributes:
+        ticket: of the attempt.
+        works: the pseudo-gradients under way.
+        weight: what this worker's count for.
+        finite: whether they are.
+    """
+
+    ticket: Ticket
+    works: list[Pending]
+    weight: float
+    finite: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ended:
+    """How an outer step has ended.
+
+    Attributes:
+        decision: the coordinator's.
+        at: (epoch, version) of `values`.
+        values: f32[unit_numel] by unit, what the parameters are now; None where it did not commit.
+    """
+
+    decision: Decision
+    at: Position = UNKNOWN
+    values: list[torch.Tensor] | None = None
+
+
+class Fragment:
+    """One fragment of a module; see this module.
+
+    Args:
+        world: the workers that train it.
+        spec: what it is registered with.
+        units: its units.
+        name: of its model in the job.
+        pinned: whether copies are in page-locked memory, as of a module on a GPU.
+
+    Attributes:
+        units: its units.
+        steps: this worker's part in its outer steps.
+        synced: (epoch, version) of the anchor.
+        weight: what was trained since the last sync that committed counts for.
+        anchor: f32[unit_numel] by unit, the values of the last sync.
+    """
+
+    def __init__(
+        self, world: World, spec: JobSpec, units: tuple[wrap.WrappedUnit, ...], name: str, *, pinned: bool
+    ) -> None:
+        self._world = world
+        self._pinned = pinned
+        self._wire = spec.precision.grad
+        self._sent: list[torch.Tensor] = []  # f32 by unit, the values that were pushed; see this module's note
+        self.spec = spec
+        self.units = units
+        self.name = name
+        self.steps: StepClient
+        self.synced = UNKNOWN
+        self.weight = 0.0
+        self.anchor = self._new_values()
+
+    def register(self, module: nn.Module, hyper: Hyper) -> None:
+        """Register it with the job; the first worker's values become the servers'.
+
+        Raises:
+            LayoutMismatch: another worker registered it otherwise.
+        """
+        initialized = False
+        while not initialized:
+            self.steps, registered = self._world.models.register(self.spec, self.name)
+            if registered.upload:
+                materialize.upload(module, self.units, self.steps, None)
+            initialized = self.steps.view.wait_initialized(registered)
+        group_of = tuple(0 if self.units[unit].unit.trainable else -1 for unit, _ in self.spec.layout.parameters())
+        self.steps.register_optimizer(OptimizerSpec(name="sgd", groups=(hyper,), group_of=group_of))
+
+    @property
+    def now(self) -> Position:
+        """(epoch, version) that the job's parameters are at, as this worker knows it."""
+        return self.steps.view.epoch, self.steps.view.version
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its pseudo-gradients before they are compressed."""
+        return sum(w.unit.numel for w in self.units if w.unit.trainable) * self._wire.itemsize
+
+    # ------------------------------------------------------------------ an outer step
+
+    def push(self, out: BufferPool) -> Push:
+        """Begin an outer step: push weight * (anchor - parameters). Without a weight there is nothing to push."""
+        ticket = self.steps.ticket(self.synced)
+        works: list[Pending] = []
+        finite, push = True, self.steps.gradients.push
+        self._sent = [torch.empty(0)] * len(self.units)
+        for index, wrapped in enumerate(self.units):
+            if not wrapped.unit.trainable:
+                continue
+            self._sent[index] = self._local(wrapped)
+            if not self.weight:
+                works.append(push(index, None, ticket))
+                continue
+            out.wait_for_room(wrapped.unit.numel * self._wire.itemsize)
+            buffer = out.take(wrapped.unit.numel, TORCH_DTYPES[self._wire])
+            with torch.no_grad():
+                buffer.copy_((self.anchor[index] - self._sent[index]).mul_(self.weight))
+            finite &= bool(torch.isfinite(buffer).all())
+            works.append(push(index, array_of(buffer, self._wire), ticket, partial(out.give, buffer)))
+        return Push(ticket=ticket, works=works, weight=self.weight, finite=finite)
+
+    def end(self, push: Push, hyper: Hyper) -> Ended:
+        """Vote for what was pushed, wait for the decision, and gather what it makes of the parameters.
+
+        Raises:
+            Timeout: no decision came in time, or a shard server did not answer.
+
+        After an error: the outer step may have committed.
+        """
+        decision = self.steps.vote(push.ticket, push.works, max_norm=0.0, hyper=[hyper], weight=push.weight)
+        if decision.outcome is Outcome.ABORT:
+            self.steps.view.job.wait_complete()
+        if decision.outcome is not Outcome.COMMIT:
+            return Ended(decision=decision)
+        at, values = self.gather()
+        return Ended(decision=decision, at=at, values=values)
+
+    def take(self, push: Push, ended: Ended) -> None:
+        """Go on from what an outer step has made of the parameters, with what was trained since the push."""
+        assert ended.values is not None
+        self.move(ended.at, ended.values, self._sent)
+        self.weight -= push.weight
+
+    # ------------------------------------------------------------------ values
+
+    def gather(self) -> tuple[Position, list[torch.Tensor]]:
+        """The job's parameters, and their (epoch, version).
+
+        Raises:
+            Timeout: a shard server did not answer in time.
+        """
+        values = self._new_values()
+        while True:
+            now = self.now
+            works = [self.steps.parameters.gather(index, value.numpy()) for index, value in enumerate(values)]
+            try:
+                for work in works:
+                    work.wait()
+            except StepAborted:  # restored to an older version meanwhile: take that
+                if now == self.now:
+                    raise
+            else:
+                if now == self.now:
+                    return now, values
+
+    def move(self, at: Position, values: list[torch.Tensor], begun: list[torch.Tensor] | None) -> None:
+        """Give the parameters these values, and what was trained since `begun`; None = what was trained is lost."""
+        with torch.no_grad():
+            for index, wrapped in enumerate(self.units):
+                new, since = values[index], None
+                if begun is not None and wrapped.unit.trainable:
+                    since = self._local(wrapped).sub_(begun[index])
+                    new = new + since
+                for spec, param in zip(wrapped.unit.parameters, wrapped.params, strict=True):
+                    param.copy_(_of(new, spec))
+                    if param.dtype != torch.float32:
+                        _of(values[index], spec).copy_(param)
+                        if since is not None:
+                            _of(values[index], spec).sub_(_of(since, spec))
+        self.anchor, self.synced = values, at
+        if begun is None:
+            self.weight = 0.0
+
+    def to_anchor(self) -> None:
+        """Go back to the values of the last sync."""
+        with torch.no_grad():
+            for wrapped, anchor in zip(self.units, self.anchor, strict=True):
+                for spec, param in zip(wrapped.unit.parameters, wrapped.params, strict=True):
+                    param.copy_(_of(anchor, spec))
+
+    def params(self) -> Iterator[nn.Parameter]:
+        """Its parameters."""
+        return (param for wrapped in self.units for param in wrapped.params)
+
+    def _new_values(self) -> list[torch.Tensor]:
+        return [torch.empty(wrapped.unit.numel, pin_memory=self._pinned) for wrapped in self.units]
+
+    @staticmethod
+    def _local(wrapped: wrap.WrappedUnit) -> torch.Tensor:
+        """f32[unit_numel] on the host: the parameters of a unit."""
+        local = torch.empty(wrapped.unit.numel)
+        with torch.no_grad():
+            for spec, param in zip(wrapped.unit.parameters, wrapped.params, strict=True):
+                _of(local, spec).copy_(param)
+        return local
+
+
+def _of(values: torch.Tensor, spec: Parameter) -> torch.Tensor:
+    """The values of a parameter in those of its unit."""
+    return values[spec.offset : spec.end].view(spec.shape)

@@ -1,0 +1,101 @@
+"""The lines from a worker to the shard servers: what fills them for a round trip, and whose turn it is.
+
+What is asked for only when it is needed comes a round trip later, and the line is idle meanwhile. It is busy where
+what is under way is the product of its rate and the round trip at least (RFC 7323, section 1.1). The rate is what was
+received in the best window so far; since that is less than the line's while too little was under way, twice the
+product is asked for, as BBR does while it looks for the rate of a line
+(https://datatracker.ietf.org/doc/draft-ietf-ccwg-bbr/, "Startup"): the next window finds more, up to the line's.
+
+More than that need not be under way, and would be in the way: transfers that share a line all end late, the one that is
+needed first among them, and then the line is idle for a round trip. So on a long line transfers begin in order, each
+once the rest of those before it fills the line no more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+from collections.abc import AsyncIterator, Callable
+
+WINDOW_S = 0.3
+SHORT_RTT_S = 0.002
+"""What comes in so short a round trip is less than a unit that is worth a message."""
+_GAIN = 2
+
+
+class Rate:
+    """How fast gathers come. One thread; `in_flight_bytes` may be called by others."""
+
+    def __init__(self) -> None:
+        self._rate = 0.0  # bytes a second
+        self._begin_s = 0.0  # of the window
+        self._bytes = 0
+
+    def received(self, size_bytes: int, now_s: float) -> None:
+        """So much has come.
+
+        Args:
+            size_bytes: payload, since the call before.
+            now_s: a monotonic clock.
+        """
+        lasted_s = now_s - self._begin_s
+        if lasted_s > 2 * WINDOW_S:  # nothing came for a while: when this began to come is not known
+            self._begin_s, self._bytes = now_s, 0
+            return
+        self._bytes += size_bytes
+        if lasted_s >= WINDOW_S:
+            self._rate = max(self._rate, self._bytes / lasted_s)
+            self._begin_s, self._bytes = now_s, 0
+
+    def in_flight_bytes(self, rtt_s: float) -> int:
+        """What should be under way beyond what is needed now, for lines with this round trip in seconds."""
+        return round(_GAIN * self._rate * rtt_s) if rtt_s > SHORT_RTT_S else 0
+
+
+class Turn:
+    """One transfer on the lines: how much of it is still under way."""
+
+    def __init__(self, size_bytes: int, done: Callable[[int], None]) -> None:
+        self._left_bytes = size_bytes
+        self._done = done
+
+    def moved(self, size_bytes: int) -> None:
+        """So much more of it is over."""
+        size_bytes = min(size_bytes, self._left_bytes)
+        self._left_bytes -= size_bytes
+        self._done(size_bytes)
+
+    def end(self) -> None:
+        """It is over, however it went."""
+        self.moved(self._left_bytes)
+
+
+class Turns:
+    """Transfers in one direction, in the order in which they were asked for. Everything runs on one event loop."""
+
+    def __init__(self) -> None:
+        self._order = asyncio.Lock()  # those that wait have it in turn
+        self._room: asyncio.Future[None] | None = None
+        self._under_way_bytes = 0
+        self._most_bytes = math.inf
+
+    @contextlib.asynccontextmanager
+    async def turn(self, size_bytes: int, most_bytes: float) -> AsyncIterator[Turn]:
+        """A transfer's turn, once at most `most_bytes` of others are under way; infinite = at once."""
+        async with self._order:
+            self._most_bytes = most_bytes
+            while self._under_way_bytes > self._most_bytes:
+                self._room = asyncio.get_running_loop().create_future()
+                await self._room
+            self._under_way_bytes += size_bytes
+        turn = Turn(size_bytes, self._moved)
+        try:
+            yield turn
+        finally:
+            turn.end()
+
+    def _moved(self, size_bytes: int) -> None:
+        self._under_way_bytes -= size_bytes
+        if self._room is not None and not self._room.done() and self._under_way_bytes <= self._most_bytes:
+            self._room.set_result(None)
