@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import nn
 import axon_ps
 from axon_ps import parallel
 from axon_ps.testing import LocalCluster
+from axon_ps.testing.workers import results_of
 from parity_model import Block, Values, batch, build
 from test_diloco import OPTIONS, adamw, open_pipe, values_of
 
@@ -199,3 +201,44 @@ def test_fragments_have_names_of_their_own_and_are_released_together() -> None:
     with LocalCluster(shards=1, world_size=1) as cluster:
         (result,) = cluster.run_workers(released)
     assert result.value == ["gpt", "gpt/1", "gpt/2"]
+
+
+def freeze(directory: Path) -> dict[str, float]:
+    """Worker 1 is frozen in the middle of its steps until worker 0 has made outer steps without it."""
+    with axon_ps.World.init(timeout_s=60.0) as world:
+        model, inner, diloco = make(world)
+        train(model, inner, diloco, world.rank, range(INTERVAL - 1))
+        if world.rank == 1:
+            open_pipe(directory / "trained", "ab")
+            open_pipe(directory / "thawed", "rb")
+        else:
+            world.view.wait_members(lambda members: len(members.workers) == 1, 60.0, "worker 1 is there")
+            train(model, inner, diloco, 0, range(INTERVAL, INTERVAL * (FRAGMENTS + 2)))
+            open_pipe(directory / "went on", "ab")
+            world.view.wait_members(lambda members: len(members.workers) == 2, 60.0, "worker 1 is away")
+        step = 40
+        while diloco.version < 4 * FRAGMENTS:
+            train(model, inner, diloco, world.rank, range(step, step + 1))
+            step += 1
+        diloco.sync()
+        values = values_of(model)
+        world.barrier("done")
+        return {"sum": float(sum(v.sum() for v in values.values())), **diloco.statistics()}
+
+
+def test_a_worker_that_was_frozen_takes_what_it_missed_and_loses_nothing(tmp_path: Path) -> None:
+    for name in ("trained", "thawed", "went on"):
+        os.mkfifo(tmp_path / name)
+    with LocalCluster(shards=1, world_size=2, min_workers=1, lease_s=0.5) as cluster:
+        workers = cluster.start_workers(freeze, args=(tmp_path,))
+        open_pipe(tmp_path / "trained", "rb")
+        workers[1].kill(signal.SIGSTOP)
+        open_pipe(tmp_path / "went on", "rb")
+        workers[1].kill(signal.SIGCONT)
+        open_pipe(tmp_path / "thawed", "ab")
+        first, frozen = (r.value for r in results_of(workers, timeout_s=60.0, check=True))
+    assert first["sum"] == frozen["sum"]
+    assert frozen["rebases"] >= FRAGMENTS
+    assert frozen["pulls"] == 1  # its start
+    for statistics in (first, frozen):
+        assert statistics["inner_steps_committed"] == pytest.approx(statistics["inner_steps"])

@@ -141,7 +141,8 @@ class DiLoCo:
         self._overlap_steps = overlap_steps
         self._under_way: _UnderWay | None = None
         self._counters = {
-            "inner_steps": 0, "outer_steps_committed": 0, "outer_steps_not_committed": 0, "pulls": 0, "rebases": 0,
+            "inner_steps": 0.0, "inner_steps_committed": 0.0, "outer_steps_committed": 0.0,
+            "outer_steps_not_committed": 0.0, "pulls": 0.0, "rebases": 0.0,
         }  # fmt: skip
         kinds = tuple(unit_types)
         divided = _divided(wrap.partition(model, lambda child: isinstance(child, kinds)), fragments)
@@ -330,6 +331,7 @@ class DiLoCo:
         decision = ended.decision
         if ended.values is not None:
             fragment.take(push, ended)
+            self._counters["inner_steps_committed"] += push.weight * self._interval  # a fragment is one of several
         elif decision.outcome is Outcome.SKIP and not push.finite:
             for each in self._fragments:
                 each.to_anchor()
@@ -380,13 +382,17 @@ class DiLoCo:
         self._queue.close(0.0)
 
     def statistics(self) -> dict[str, float]:
-        """Inner and outer steps, pulls, bytes of the copy at the last sync; the data plane's counters as `wire_*`."""
+        """Inner and outer steps, pulls, bytes of the copy at the last sync; the data plane's counters as `wire_*`.
+
+        `inner_steps_committed` are those of this worker whose progress is in the job's parameters, each times its
+        weight: over `inner_steps` that is its goodput.
+        """
         totals: dict[str, float] = {}
         for fragment in self._fragments:
             for key, value in fragment.steps.statistics().items():
                 totals[f"wire_{key}"] = totals.get(f"wire_{key}", 0.0) + value
         return {
-            **{k: float(v) for k, v in self._counters.items()},
+            **self._counters,
             "anchor_bytes": float(sum(a.nbytes for fragment in self._fragments for a in fragment.anchor)),
             "peak_push_buffer_bytes": float(self._meter.peak_bytes),
             **totals,

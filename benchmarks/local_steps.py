@@ -1,0 +1,282 @@
+"""Local steps over a thin line: bytes, peaks and loss of DiLoCo streamed, and goodput while workers are killed.
+
+Bytes and loss: workers train a small GPT on the standard library's sources, with the same batches, by DDP, by DiLoCo
+whole in f32, and by streamed DiLoCo with compressors. "bytes" are those that a worker sends and receives a step, in the
+mean, and "fewer" how many times fewer than DDP's by its formula (a ring all-reduce of f32: 2 (n - 1) / n * 4 bytes a
+parameter each way); "peak" is the most within one step, over that of whole DiLoCo.
+
+Goodput: workers whose accelerators are emulated (a step takes `--device-s`) train for `--seconds`, and every ten
+seconds one of them is killed, which is started again twenty seconds later. "goodput" is the steps whose progress is in
+the job's parameters over those that the workers had time for, from joining to being killed; "made" are all steps. (Of a
+DiLoCo worker that lives at the end all count: the next outer steps have them.) DiLoCo goes on with those that are
+there; synchronous steps (FULL_SHARD) either wait for all, or go on as well.
+
+    python benchmarks/local_steps.py [loss] [goodput]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import _report
+import axon_ps
+from axon_ps import parallel
+from axon_ps.compress import BlockTopK
+from axon_ps.parallel.warm_up import warm_up
+from axon_ps.testing import LocalCluster
+
+EXAMPLES = str(Path(__file__).parent.parent / "examples")
+WORKERS, BATCH, WARM_UP = 4, 8, 20
+LOSS_COLUMNS = ("how", "steps", "inner_steps", "bytes", "fewer", "peak_bytes", "peak", "validation_loss")
+GOODPUT_COLUMNS = ("how", "seconds", "kills", "worker_s", "made", "steps", "goodput")
+
+STREAMED: dict[str, Any] = {"overlap_steps": 2}
+WAYS: dict[str, dict[str, Any] | None] = {
+    "DDP": None,
+    "DiLoCo": {},
+    "streamed, f32": {**STREAMED},
+    "streamed, int4": {**STREAMED, "wire_dtype": "int4", "param_wire_dtype": "int4"},
+    "streamed, block top-k": {  # error feedback takes the place of the outer momentum, as in SparseLoCo
+        **STREAMED,
+        "wire_dtype": BlockTopK(fraction=1 / 32),
+        "param_wire_dtype": "int4",
+        "outer_lr": 1.0,
+        "outer_momentum": 0.0,
+        "nesterov": False,
+    },
+}
+
+
+def learning_rate(step: int, steps: int, highest: float) -> float:
+    """A linear warm-up, then a cosine to a twentieth."""
+    if step < WARM_UP:
+        return highest * (step + 1) / WARM_UP
+    return highest * (0.05 + 0.95 * 0.5 * (1 + float(torch.cos(torch.tensor(torch.pi * step / steps)))))
+
+
+def train(way: dict[str, Any] | None, options: argparse.Namespace) -> dict[str, Any]:
+    """One worker of the first part."""
+    sys.path.insert(0, EXAMPLES)
+    from corpus import Corpus  # type: ignore[import-not-found]
+    from gpt import GPT, Block, GPTConfig  # type: ignore[import-not-found]
+
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    corpus, config = Corpus(), GPTConfig(context=128, channels=128, layers=options.fragments - 1, heads=4)
+    with axon_ps.World.init(timeout_s=300.0) as world:
+        module: nn.Module = GPT(config)
+        optimizer = torch.optim.AdamW(module.parameters(), lr=options.lr, betas=(0.9, 0.95), weight_decay=0.1)
+        diloco, step = None, optimizer.step
+        if way is None:
+            module = parallel.DistributedDataParallel(module, world.default_group)
+        else:
+            divided: dict[str, Any] = {"fragments": options.fragments if way else 1, "unit_types": {Block}}
+            diloco = parallel.DiLoCo(module, optimizer, world, inner_steps=options.inner_steps, **divided, **way)
+            step = diloco.step
+        began = last = moved(diloco)
+        peak = 0.0
+        for number in range(options.steps):
+            for group in optimizer.param_groups:
+                group["lr"] = learning_rate(number, options.steps, options.lr)
+            tokens, targets = corpus.batch(
+                seed=options.seed, step=number, replica=world.rank, batch=BATCH, context=config.context
+            )
+            loss = nn.functional.cross_entropy(module(tokens).flatten(0, 1), targets.flatten())
+            loss.backward()  # type: ignore[no-untyped-call]
+            nn.utils.clip_grad_norm_(module.parameters(), 1.0)
+            step()
+            optimizer.zero_grad()
+            peak, last = max(peak, moved(diloco) - last), moved(diloco)
+        if diloco is not None:
+            diloco.sync()
+        losses = []
+        with torch.no_grad():
+            for tokens, targets in corpus.validation_batches(
+                windows_total=256, batch=32, context=config.context, replica=0, replicas=1
+            ):
+                losses.append(nn.functional.cross_entropy(module(tokens).flatten(0, 1), targets.flatten()).item())
+        numel = sum(p.numel() for p in module.parameters())
+        world.barrier("done")
+        return {
+            "bytes": (last - began) / options.steps,
+            "peak_bytes": peak,
+            "validation_loss": sum(losses) / len(losses),
+            "numel": numel,
+        }
+
+
+def moved(diloco: parallel.DiLoCo | None) -> float:
+    """Bytes that a worker has sent and received."""
+    if diloco is None:
+        return 0.0
+    counters = diloco.statistics()
+    return counters["wire_bytes_in"] + counters["wire_bytes_out"]
+
+
+def measure_loss(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """The first part, one way after the other."""
+    rows = []
+    for how, way in WAYS.items():
+        began = time.monotonic()
+        with LocalCluster(shards=1, world_size=WORKERS) as cluster:
+            found = cluster.run_workers(train, args=(way, options), timeout_s=3600.0)[0].value
+        ddp_bytes = 2 * 2 * (WORKERS - 1) / WORKERS * 4 * found.pop("numel")
+        row = {"how": how, "steps": options.steps, "inner_steps": 1 if way is None else options.inner_steps, **found}
+        if way is None:
+            row |= {"bytes": ddp_bytes, "peak_bytes": ddp_bytes}
+        rows.append({**row, "fewer": ddp_bytes / row["bytes"]})
+        print(f"{how}: {rows[-1]} ({time.monotonic() - began:.0f} s)", file=sys.stderr, flush=True)
+    whole = next(row["peak_bytes"] for row in rows if row["how"] == "DiLoCo")
+    return [{**row, "peak": row["peak_bytes"] / whole} for row in rows]
+
+
+# ---------------------------------------------------------------------- goodput
+
+
+def small() -> nn.Sequential:
+    """Of as many units as there are fragments."""
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
+
+
+def run_diloco(world: axon_ps.World, device_s: float, note: Callable[[float, float], None]) -> None:
+    """Train until killed; `note` gets the steps that are in the job's parameters."""
+    model = small()
+    inner = torch.optim.SGD(model.parameters(), lr=0.01)
+    trainer = parallel.DiLoCo(model, inner, world, inner_steps=20, fragments=4, overlap_steps=2, unit_types={nn.Linear})
+    while True:
+        time.sleep(device_s)
+        model(torch.randn(2, 64)).square().mean().backward()
+        trainer.step()
+        inner.zero_grad()
+        note(trainer.statistics()["inner_steps_committed"], trainer.statistics()["inner_steps"])
+
+
+def run_synchronous(world: axon_ps.World, device_s: float, note: Callable[[float, float], None]) -> None:
+    """As `run_diloco`."""
+    model = parallel.FSDP(small(), world, auto_wrap_policy=lambda module: isinstance(module, nn.Linear))
+    optimizer, committed, made = parallel.SGD(model.parameters(), lr=0.01), 0, 0
+    while True:
+        time.sleep(device_s)
+        model(torch.randn(2, 64)).square().mean().backward()
+        committed, made = committed + optimizer.step().committed, made + 1
+        optimizer.zero_grad()
+        note(committed, made)
+
+
+def work(device_s: float, path: Path, kind: str) -> None:
+    """One life of a worker: its file has when it joined, when it last worked, and the steps that count."""
+    torch.set_num_threads(1)
+    warm_up()  # as a process that stands by
+    with axon_ps.World.init(timeout_s=600.0) as world, path.open("w") as file:
+        began = time.monotonic()
+
+        def note(steps: float, made: float) -> None:
+            file.seek(0)
+            file.write(json.dumps({"worker_s": time.monotonic() - began, "steps": steps, "made": made}).ljust(100))
+            file.flush()
+
+        note(0, 0)
+        {"diloco": run_diloco, "synchronous": run_synchronous}[kind](world, device_s, note)
+
+
+GOODPUT: dict[str, tuple[str, int | None]] = {
+    "DiLoCo streamed": ("diloco", 1),
+    "synchronous, all needed": ("synchronous", None),
+    "synchronous, goes on": ("synchronous", 1),
+}
+
+
+def measure_goodput(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """The second part, one way after the other."""
+    rows = []
+    for how, (kind, least) in GOODPUT.items():
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            LocalCluster(shards=1, world_size=options.workers, min_workers=least) as cluster,
+        ):
+            rows.append({"how": how, **disturbed(cluster, kind, Path(folder), options)})
+        print(rows[-1], file=sys.stderr, flush=True)
+    return rows
+
+
+def disturbed(cluster: LocalCluster, kind: str, folder: Path, options: argparse.Namespace) -> dict[str, Any]:
+    """Start the workers, kill one every ten seconds, and see what came of it."""
+    alive: dict[int, Any] = {}
+    lives = 0
+    paths: dict[int, Path] = {}
+
+    def start(rank: int) -> None:
+        nonlocal lives
+        paths[rank] = folder / f"{lives}.json"
+        lives += 1
+        (alive[rank],) = cluster.start_workers(work, 1, args=(options.device_s, paths[rank], kind), ranks=[rank])
+
+    for rank in range(options.workers):
+        start(rank)
+    while not all(path.exists() and path.stat().st_size for path in paths.values()):
+        time.sleep(0.1)
+    away: list[tuple[float, int]] = []
+    began, kills = time.monotonic(), 0
+    while (now := time.monotonic() - began) < options.seconds:
+        if now >= (kills + 1) * options.every_s:
+            victim = kills % options.workers
+            alive.pop(victim).kill()
+            away.append((now + options.away_s, victim))
+            kills += 1
+        if away and now >= away[0][0]:
+            start(away.pop(0)[1])
+        time.sleep(0.05)
+    notes = {path.name: json.loads(path.read_text()) for path in folder.glob("*.json") if path.stat().st_size}
+    there = {path.name for rank, path in paths.items() if rank in alive}
+    for worker in alive.values():
+        worker.kill()
+    worker_s, made = (sum(note[key] for note in notes.values()) for key in ("worker_s", "made"))
+    steps = sum(note["made" if kind == "diloco" and name in there else "steps"] for name, note in notes.items())
+    return {
+        "seconds": options.seconds,
+        "kills": kills,
+        "worker_s": worker_s,
+        "made": made,
+        "steps": steps,
+        "goodput": steps * options.device_s / worker_s,
+    }
+
+
+def main() -> None:
+    """Measure both."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("measures", nargs="*", default=["loss", "goodput"], choices=["loss", "goodput"])
+    parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--inner-steps", type=int, default=20)
+    parser.add_argument("--fragments", type=int, default=5)
+    parser.add_argument("--lr", type=float, default=2e-3)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--workers", type=int, default=8)
+    parser.add_argument("--seconds", type=float, default=120.0)
+    parser.add_argument("--every-s", type=float, default=10.0)
+    parser.add_argument("--away-s", type=float, default=20.0)
+    parser.add_argument("--device-s", type=float, default=0.1)
+    options = parser.parse_args()
+    if "loss" in options.measures:
+        rows = measure_loss(options)
+        _report.table("Local steps", LOSS_COLUMNS, [[row[c] for c in LOSS_COLUMNS] for row in rows])
+        print(_report.write("local_steps", rows, settings=vars(options)))
+    if "goodput" in options.measures:
+        rows = measure_goodput(options)
+        _report.table("Goodput", GOODPUT_COLUMNS, [[row[c] for c in GOODPUT_COLUMNS] for row in rows])
+        print(_report.write("goodput", rows, settings=vars(options)))
+
+
+if __name__ == "__main__":
+    main()
