@@ -206,9 +206,13 @@ _DDP: Final = {
 
 _DILOCO: Final = {
     "inner_steps": _counter("diloco_inner_steps", "Steps of the inner optimizer."),
+    "inner_steps_committed": _counter(
+        "diloco_inner_steps_committed", "Those whose progress is in the job's parameters, times their weights."
+    ),
     "outer_steps_committed": _counter("diloco_outer_steps_committed", "Outer steps that committed."),
     "outer_steps_not_committed": _counter("diloco_outer_steps_not_committed", "Outer steps that did not."),
     "pulls": _counter("diloco_pulls", "Pulls of the parameters."),
+    "rebases": _counter("diloco_rebases", "Outer steps of others that were taken, with progress retained."),
     "anchor_bytes": _gauge("diloco_anchor_bytes", "Memory of the copy at the last synchronization."),
     "peak_push_buffer_bytes": _gauge("diloco_peak_push_buffer_bytes", "Most memory of pushes."),
 }

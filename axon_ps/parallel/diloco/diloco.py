@@ -175,7 +175,7 @@ class DiLoCo:
             fork.finalize(self, self._queue.close, 0.0)
             register("diloco", self)
             self.pull()
-        if fragments > 1 and any(fragment.now[1] for fragment in self._fragments):
+        if (fragments > 1 or overlap_steps) and any(fragment.now[1] for fragment in self._fragments):
             self._left = 1  # it joins others; see Note: [Streaming]
 
     def _buffer_bytes(self) -> int:

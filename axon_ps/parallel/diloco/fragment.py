@@ -17,7 +17,7 @@ Invariant: `anchor` has the servers' values at `synced`, (epoch, version); the p
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -50,10 +50,12 @@ class Push:
         works: the pseudo-gradients under way.
         weight: what this worker's count for.
         finite: whether they are.
+        sent: f32[unit_numel] by unit, the parameters that they were made of; of a frozen unit None.
     """
 
     ticket: Ticket
     works: list[Pending]
+    sent: list[torch.Tensor | None]
     weight: float
     finite: bool
 
@@ -97,7 +99,6 @@ class Fragment:
         self._world = world
         self._pinned = pinned
         self._wire = spec.precision.grad
-        self._sent: list[torch.Tensor] = []  # f32 by unit, the values that were pushed; see this module's note
         self.spec = spec
         self.units = units
         self.name = name
@@ -138,21 +139,20 @@ class Fragment:
         ticket = self.steps.ticket(self.synced)
         works: list[Pending] = []
         finite, push = True, self.steps.gradients.push
-        self._sent = [torch.empty(0)] * len(self.units)
-        for index, wrapped in enumerate(self.units):
-            if not wrapped.unit.trainable:
+        sent = [self._local(wrapped) if wrapped.unit.trainable else None for wrapped in self.units]
+        for index, (wrapped, local) in enumerate(zip(self.units, sent, strict=True)):
+            if local is None:
                 continue
-            self._sent[index] = self._local(wrapped)
             if not self.weight:
                 works.append(push(index, None, ticket))
                 continue
             out.wait_for_room(wrapped.unit.numel * self._wire.itemsize)
             buffer = out.take(wrapped.unit.numel, TORCH_DTYPES[self._wire])
             with torch.no_grad():
-                buffer.copy_((self.anchor[index] - self._sent[index]).mul_(self.weight))
+                buffer.copy_((self.anchor[index] - local).mul_(self.weight))
             finite &= bool(torch.isfinite(buffer).all())
             works.append(push(index, array_of(buffer, self._wire), ticket, partial(out.give, buffer)))
-        return Push(ticket=ticket, works=works, weight=self.weight, finite=finite)
+        return Push(ticket=ticket, works=works, weight=self.weight, finite=finite, sent=sent)
 
     def end(self, push: Push, hyper: Hyper) -> Ended:
         """Vote for what was pushed, wait for the decision, and gather what it makes of the parameters.
@@ -173,7 +173,7 @@ class Fragment:
     def take(self, push: Push, ended: Ended) -> None:
         """Go on from what an outer step has made of the parameters, with what was trained since the push."""
         assert ended.values is not None
-        self.move(ended.at, ended.values, self._sent)
+        self.move(ended.at, ended.values, push.sent)
         self.weight -= push.weight
 
     # ------------------------------------------------------------------ values
@@ -198,13 +198,14 @@ class Fragment:
                 if now == self.now:
                     return now, values
 
-    def move(self, at: Position, values: list[torch.Tensor], begun: list[torch.Tensor] | None) -> None:
+    def move(self, at: Position, values: list[torch.Tensor], begun: Sequence[torch.Tensor | None] | None) -> None:
         """Give the parameters these values, and what was trained since `begun`; None = what was trained is lost."""
         with torch.no_grad():
             for index, wrapped in enumerate(self.units):
                 new, since = values[index], None
-                if begun is not None and wrapped.unit.trainable:
-                    since = self._local(wrapped).sub_(begun[index])
+                before = None if begun is None or not wrapped.unit.trainable else begun[index]
+                if before is not None:
+                    since = self._local(wrapped).sub_(before)
                     new = new + since
                 for spec, param in zip(wrapped.unit.parameters, wrapped.params, strict=True):
                     param.copy_(_of(new, spec))
