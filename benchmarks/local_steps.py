@@ -7,7 +7,7 @@ parameter each way); "peak" is the most within one step, over that of whole DiLo
 
 Goodput: workers whose accelerators are emulated (a step takes `--device-s`) train for `--seconds`, and every ten
 seconds one of them is killed, which is started again twenty seconds later. "goodput" is the steps whose progress is in
-the job's parameters over those that the workers had time for, from joining to being killed; "made" are all steps. (Of a
+the job's parameters over those that the workers had time for, from being ready to join to being killed; "made" are all steps. (Of a
 DiLoCo worker that lives at the end all count: the next outer steps have them.) DiLoCo goes on with those that are
 there; synchronous steps (FULL_SHARD) either wait for all, or go on as well.
 
@@ -175,19 +175,20 @@ def run_synchronous(world: axon_ps.World, device_s: float, note: Callable[[float
 
 
 def work(device_s: float, path: Path, kind: str) -> None:
-    """One life of a worker: its file has when it joined, when it last worked, and the steps that count."""
+    """One life of a worker: its file has since when it would train, the steps it has made, and those that count."""
     torch.set_num_threads(1)
     warm_up()  # as a process that stands by
-    with axon_ps.World.init(timeout_s=600.0) as world, path.open("w") as file:
+    with path.open("w") as file:
         began = time.monotonic()
 
         def note(steps: float, made: float) -> None:
             file.seek(0)
-            file.write(json.dumps({"worker_s": time.monotonic() - began, "steps": steps, "made": made}).ljust(100))
+            file.write(json.dumps({"began": began, "steps": steps, "made": made}).ljust(100))
             file.flush()
 
         note(0, 0)
-        {"diloco": run_diloco, "synchronous": run_synchronous}[kind](world, device_s, note)
+        with axon_ps.World.init(timeout_s=600.0) as world:
+            {"diloco": run_diloco, "synchronous": run_synchronous}[kind](world, device_s, note)
 
 
 GOODPUT: dict[str, tuple[str, int | None]] = {
@@ -215,6 +216,7 @@ def disturbed(cluster: LocalCluster, kind: str, folder: Path, options: argparse.
     alive: dict[int, Any] = {}
     lives = 0
     paths: dict[int, Path] = {}
+    ends: dict[str, float] = {}
 
     def start(rank: int) -> None:
         nonlocal lives
@@ -232,6 +234,7 @@ def disturbed(cluster: LocalCluster, kind: str, folder: Path, options: argparse.
         if now >= (kills + 1) * options.every_s:
             victim = kills % options.workers
             alive.pop(victim).kill()
+            ends[paths[victim].name] = time.monotonic()
             away.append((now + options.away_s, victim))
             kills += 1
         if away and now >= away[0][0]:
@@ -241,7 +244,8 @@ def disturbed(cluster: LocalCluster, kind: str, folder: Path, options: argparse.
     there = {path.name for rank, path in paths.items() if rank in alive}
     for worker in alive.values():
         worker.kill()
-    worker_s, made = (sum(note[key] for note in notes.values()) for key in ("worker_s", "made"))
+    end, made = time.monotonic(), sum(note["made"] for note in notes.values())
+    worker_s = sum(ends.get(name, end) - note["began"] for name, note in notes.items())
     steps = sum(note["made" if kind == "diloco" and name in there else "steps"] for name, note in notes.items())
     return {
         "seconds": options.seconds,
