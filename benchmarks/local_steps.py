@@ -7,9 +7,9 @@ parameter each way); "peak" is the most within one step, over that of whole DiLo
 
 Goodput: workers whose accelerators are emulated (a step takes `--device-s`) train for `--seconds`, and every ten
 seconds one of them is killed, which is started again twenty seconds later. "goodput" is the steps whose progress is in
-the job's parameters over those that the workers had time for, from being ready to join to being killed; "made" are all steps. (Of a
-DiLoCo worker that lives at the end all count: the next outer steps have them.) DiLoCo goes on with those that are
-there; synchronous steps (FULL_SHARD) either wait for all, or go on as well.
+the job's parameters over those that the workers had time for, from being ready to join to being killed; "made" are all
+steps. (Of a DiLoCo worker that lives at the end all count: the next outer steps have them.) DiLoCo goes on with those
+that are there; synchronous steps (FULL_SHARD) either wait for all, or go on as well.
 
     python benchmarks/local_steps.py [loss] [goodput]
 """
