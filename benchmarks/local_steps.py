@@ -40,21 +40,21 @@ WORKERS, BATCH, WARM_UP = 4, 8, 20
 LOSS_COLUMNS = ("how", "steps", "inner_steps", "bytes", "fewer", "peak_bytes", "peak", "validation_loss")
 GOODPUT_COLUMNS = ("how", "seconds", "kills", "worker_s", "made", "steps", "goodput")
 
-STREAMED: dict[str, Any] = {"overlap_steps": 2}
-WAYS: dict[str, dict[str, Any] | None] = {
-    "DDP": None,
-    "DiLoCo": {},
-    "streamed, f32": {**STREAMED},
-    "streamed, int4": {**STREAMED, "wire_dtype": "int4", "param_wire_dtype": "int4"},
-    "streamed, block top-k": {  # error feedback takes the place of the outer momentum, as in SparseLoCo
-        **STREAMED,
-        "wire_dtype": BlockTopK(fraction=1 / 32),
-        "param_wire_dtype": "int4",
-        "outer_lr": 1.0,
-        "outer_momentum": 0.0,
-        "nesterov": False,
+INT4 = {"wire_dtype": "int4", "param_wire_dtype": "int4"}
+AVERAGE = {"outer_lr": 1.0, "outer_momentum": 0.0, "nesterov": False}
+"""Error feedback takes the place of the outer momentum, as in SparseLoCo."""
+
+WAYS: dict[str, dict[str, Any]] = {
+    "DDP": {},
+    "DiLoCo": {"inner_steps": 20},
+    "streamed, f32": {"inner_steps": 20, "overlap_steps": 2},
+    "streamed, int4": {"inner_steps": 20, "overlap_steps": 2, **INT4},
+    "streamed, int4, twice as often": {"inner_steps": 10, "overlap_steps": 1, **INT4},
+    "streamed, block top-k": {
+        "inner_steps": 10, "overlap_steps": 1, "wire_dtype": BlockTopK(fraction=1 / 32), "param_wire_dtype": "int4",
+        **AVERAGE,
     },
-}
+}  # fmt: skip
 
 
 def learning_rate(step: int, steps: int, highest: float) -> float:
@@ -64,7 +64,7 @@ def learning_rate(step: int, steps: int, highest: float) -> float:
     return highest * (0.05 + 0.95 * 0.5 * (1 + float(torch.cos(torch.tensor(torch.pi * step / steps)))))
 
 
-def train(way: dict[str, Any] | None, options: argparse.Namespace) -> dict[str, Any]:
+def train(way: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
     """One worker of the first part."""
     sys.path.insert(0, EXAMPLES)
     from corpus import Corpus  # type: ignore[import-not-found]
@@ -77,11 +77,11 @@ def train(way: dict[str, Any] | None, options: argparse.Namespace) -> dict[str, 
         module: nn.Module = GPT(config)
         optimizer = torch.optim.AdamW(module.parameters(), lr=options.lr, betas=(0.9, 0.95), weight_decay=0.1)
         diloco, step = None, optimizer.step
-        if way is None:
+        if not way:
             module = parallel.DistributedDataParallel(module, world.default_group)
         else:
-            divided: dict[str, Any] = {"fragments": options.fragments if way else 1, "unit_types": {Block}}
-            diloco = parallel.DiLoCo(module, optimizer, world, inner_steps=options.inner_steps, **divided, **way)
+            fragments = options.fragments if "overlap_steps" in way else 1
+            diloco = parallel.DiLoCo(module, optimizer, world, fragments=fragments, unit_types={Block}, **way)
             step = diloco.step
         began = last = moved(diloco)
         peak = 0.0
@@ -131,8 +131,8 @@ def measure_loss(options: argparse.Namespace) -> list[dict[str, Any]]:
         with LocalCluster(shards=1, world_size=WORKERS) as cluster:
             found = cluster.run_workers(train, args=(way, options), timeout_s=3600.0)[0].value
         ddp_bytes = 2 * 2 * (WORKERS - 1) / WORKERS * 4 * found.pop("numel")
-        row = {"how": how, "steps": options.steps, "inner_steps": 1 if way is None else options.inner_steps, **found}
-        if way is None:
+        row = {"how": how, "steps": options.steps, "inner_steps": way.get("inner_steps", 1), **found}
+        if not way:
             row |= {"bytes": ddp_bytes, "peak_bytes": ddp_bytes}
         rows.append({**row, "fewer": ddp_bytes / row["bytes"]})
         print(f"{how}: {rows[-1]} ({time.monotonic() - began:.0f} s)", file=sys.stderr, flush=True)
@@ -261,8 +261,7 @@ def main() -> None:
     """Measure both."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("measures", nargs="*", default=["loss", "goodput"], choices=["loss", "goodput"])
-    parser.add_argument("--steps", type=int, default=1000)
-    parser.add_argument("--inner-steps", type=int, default=20)
+    parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--fragments", type=int, default=5)
     parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument("--seed", type=int, default=0)

@@ -61,6 +61,8 @@ MAX_RANK = (1 << 31) - 1
 MIN_LEASE_S = 0.01
 """Shortest lease that it may give."""
 
+LEAST_WEIGHT = 1e-12
+"""Of a vote, unless it is 0; at most it may be one over this."""
 MAX_KNOWN_NAMES = 1 << 10
 """Most optimizers, and most compressors, that a shard server may list."""
 
@@ -169,8 +171,10 @@ def vote_from_proto(message: session_pb2.Vote) -> Vote:
         InvalidRequest: a hyperparameter's name or a weight is malformed, or there is too much to commit.
     """
     weight = message.weight if message.HasField("weight") else None
-    if weight is not None and not 0.0 <= weight < math.inf:
-        raise InvalidRequest(f"a vote's weight is {weight}; it must be finite and at least 0")
+    if weight and not LEAST_WEIGHT <= weight <= 1 / LEAST_WEIGHT:  # so that what is divided by it is a number
+        raise InvalidRequest(
+            f"a vote's weight is {weight}; it must be 0, or from {LEAST_WEIGHT:g} to {1 / LEAST_WEIGHT:g}"
+        )
     return Vote(
         generation=message.generation,
         step=message.step,

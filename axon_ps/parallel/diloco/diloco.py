@@ -37,7 +37,7 @@ from axon_ps.collectives.functional import current_group
 from axon_ps.collectives.process_group import ProcessGroup
 from axon_ps.collectives.work import WorkQueue
 from axon_ps.compress.compressor import Compressor
-from axon_ps.errors import InvalidRequest
+from axon_ps.errors import GenerationChanged, InvalidRequest
 from axon_ps.host import fork
 from axon_ps.observe.metrics.sources import register
 from axon_ps.parallel.diloco.fragment import UNKNOWN, Ended, Fragment, Push
@@ -50,6 +50,9 @@ from axon_ps.sharding.plan import PlanOptions
 from axon_ps.sharding.policy import LocalSteps
 from axon_ps.types import DType, Hyper, Outcome, StepResult
 from axon_ps.worker.world import World, world_of
+
+_LEAST_WEIGHT = 1e-6
+"""Of a step that counts at all; at most it may be one over this."""
 
 _BUFFERS = 2
 """Limit of the push buffers, in units of the largest one, where the worker waits for the outer step."""
@@ -212,8 +215,10 @@ class DiLoCo:
 
         After an error: the outer step may or may not have committed; the next `step()` finds out and pulls if it has.
         """
-        if not 0.0 <= weight < float("inf"):
-            raise InvalidRequest(f"the weight of a step is {weight}; it must be finite and at least 0")
+        if weight != 0.0 and not _LEAST_WEIGHT <= weight <= 1 / _LEAST_WEIGHT:
+            raise InvalidRequest(
+                f"the weight of a step is {weight}; it must be 0, or from {_LEAST_WEIGHT:g} to {1 / _LEAST_WEIGHT:g}"
+            )
         if (caught_up := self._catch_up()) is not None:
             return caught_up
         if closure is None:
@@ -267,17 +272,58 @@ class DiLoCo:
             again.
 
         Raises:
-            GenerationChanged: the members changed while they agreed on what to do; call it again.
-            Timeout: a worker did not come.
+            Timeout: a worker did not come, or no decision.
         """
-        world, name = world_of(self._group), f"axon_ps/sync/{self.name}"
-        if any(world.gather_json(self._under_way is not None, name=name)):
-            if self._under_way is None:
-                self._begin(self._next())
+        while True:
+            try:
+                left = self._left_to_sync()
+                break
+            except GenerationChanged:
+                continue  # the members changed while they agreed
+        results = []
+        for fragment in left:
+            self._catch_up()
+            self._begin(fragment)
+            results.append(self._end())
+        return results
+
+    def _left_to_sync(self) -> list[Fragment]:
+        """The fragments of which anybody has trained something since their last outer step; none is under way then.
+
+        Raises:
+            GenerationChanged: the members changed meanwhile.
+        """
+        self._end_open()
+        weights = [fragment.weight for fragment in self._fragments]
+        trained = zip(*self._said("weights", weights), strict=True)
+        return [fragment for fragment, by_worker in zip(self._fragments, trained, strict=True) if any(by_worker)]
+
+    def _end_open(self) -> None:
+        """End the outer step that is under way on any worker, unless others have ended it, and this worker's.
+
+        Who does not know of it takes part; whose is over by what another knows only learns how it ended.
+
+        Raises:
+            GenerationChanged: the members changed meanwhile.
+        """
+        self._catch_up()
+        mine = None
+        if (under_way := self._under_way) is not None:
+            ticket = under_way.push.ticket
+            mine = [self._fragments.index(under_way.fragment), [ticket.generation, ticket.step]]
+        said = self._said("open", [[list(fragment.attempt) for fragment in self._fragments], mine])
+        newest = [max(known) for known in zip(*(attempts for attempts, _ in said), strict=True)]
+        opened = next((one for _, one in said if one is not None and one[1] == newest[one[0]]), None)
+        if mine is not None and mine != opened:
             self._end()
-        trained = zip(*world.gather_json([fragment.weight for fragment in self._fragments], name=name), strict=True)
-        left = [fragment for fragment, weights in zip(self._fragments, trained, strict=True) if any(weights)]
-        return [self._outer_step(fragment) for fragment in left]
+        if opened is not None:
+            if self._under_way is None:
+                self._begin(self._fragments[opened[0]])
+            self._end()
+
+    def _said(self, what: str, value: Any) -> list[Any]:
+        """What each worker says, by rank."""
+        return world_of(self._group).gather_json(value, name=f"axon_ps/diloco/{self.name}/{what}")
 
     def pull(self) -> None:
         """Take the servers' values; the local progress since the last sync is lost, and an outer step under way too.
@@ -309,8 +355,9 @@ class DiLoCo:
             return StepResult(committed=False, version=self.version, grad_norm=0.0, reason=reason)
         for fragment in moved:
             at, values = fragment.gather()
-            fragment.move(at, values, fragment.anchor)
-            self._counters["rebases"] += 1
+            known = fragment.begun is None  # else what was pushed may be among it
+            fragment.move(at, values, fragment.anchor if known else None)
+            self._counters["rebases" if known else "pulls"] += 1
         return None
 
     def _begin(self, fragment: Fragment) -> None:
@@ -325,11 +372,10 @@ class DiLoCo:
         assert self._under_way is not None
         under_way, self._under_way = self._under_way, None
         fragment, push = under_way.fragment, under_way.push
-        synced, fragment.synced = fragment.synced, UNKNOWN  # if this raises, nobody knows what became of the push
         ended = under_way.ended.wait()
-        fragment.synced = synced
-        decision = ended.decision
-        if ended.values is not None:
+        decision, fragment.begun = ended.decision, None
+        committed = ended.values is not None and ended.at[0] == fragment.synced[0]  # and not restored since
+        if committed:
             fragment.take(push, ended)
             self._counters["inner_steps_committed"] += push.weight * self._interval  # a fragment is one of several
         elif decision.outcome is Outcome.SKIP and not push.finite:
@@ -337,7 +383,6 @@ class DiLoCo:
                 each.to_anchor()
                 each.weight = 0.0
             self.inner_optimizer.state.clear()
-        committed = decision.outcome is Outcome.COMMIT
         self._counters["outer_steps_committed" if committed else "outer_steps_not_committed"] += 1
         return StepResult(
             committed=committed, version=self.version, grad_norm=decision.grad_norm, reason=decision.reason
@@ -348,6 +393,8 @@ class DiLoCo:
     @contextmanager
     def synced_parameters(self) -> Iterator[nn.Module]:
         """Inside, the module has the values of the last sync, the same on every worker: for evaluation.
+
+        (Of parameters below f32 up to their rounding, where training went on during an outer step.)
 
         Do not train inside. Costs a second copy of the parameters meanwhile.
         """
@@ -374,8 +421,7 @@ class DiLoCo:
 
     def release(self) -> None:
         """As `FullyShardedDataParallel.release`; the module retains its values, and is a module like any other."""
-        if self._under_way is not None:
-            self._end()
+        self._end_open()
         world_of(self._group).barrier("axon_ps/release")
         for fragment in self._fragments:
             world_of(self._group).models.release(fragment.steps)

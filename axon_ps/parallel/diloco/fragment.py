@@ -18,7 +18,7 @@ Invariant: `anchor` has the servers' values at `synced`, (epoch, version); the p
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -41,23 +41,23 @@ UNKNOWN: Position = (-1, -1)
 """Of an anchor that has no version's values."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Push:
     """An outer step of a fragment that this worker has begun.
 
     Attributes:
         ticket: of the attempt.
-        works: the pseudo-gradients under way.
-        weight: what this worker's count for.
+        sent: f32[unit_numel] by unit, the parameters that pseudo-gradients are made of; of a frozen unit None.
+        weight: what they count for.
+        works: those that are under way.
         finite: whether they are.
-        sent: f32[unit_numel] by unit, the parameters that they were made of; of a frozen unit None.
     """
 
     ticket: Ticket
-    works: list[Pending]
     sent: list[torch.Tensor | None]
     weight: float
-    finite: bool
+    works: list[Pending] = field(default_factory=list)
+    finite: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,6 +90,7 @@ class Fragment:
         steps: this worker's part in its outer steps.
         synced: (epoch, version) of the anchor.
         weight: what was trained since the last sync that committed counts for.
+        begun: an outer step of which this worker does not know how it ended.
         anchor: f32[unit_numel] by unit, the values of the last sync.
     """
 
@@ -105,6 +106,7 @@ class Fragment:
         self.steps: StepClient
         self.synced = UNKNOWN
         self.weight = 0.0
+        self.begun: Push | None = None
         self.anchor = self._new_values()
 
     def register(self, module: nn.Module, hyper: Hyper) -> None:
@@ -128,6 +130,11 @@ class Fragment:
         return self.steps.view.epoch, self.steps.view.version
 
     @property
+    def attempt(self) -> tuple[int, int]:
+        """(generation, step) of the outer step that would be begun now."""
+        return self.steps.attempt
+
+    @property
     def nbytes(self) -> int:
         """Bytes of its pseudo-gradients before they are compressed."""
         return sum(w.unit.numel for w in self.units if w.unit.trainable) * self._wire.itemsize
@@ -135,24 +142,30 @@ class Fragment:
     # ------------------------------------------------------------------ an outer step
 
     def push(self, out: BufferPool) -> Push:
-        """Begin an outer step: push weight * (anchor - parameters). Without a weight there is nothing to push."""
+        """Begin an outer step: push weight * (anchor - parameters). Without a weight there is nothing to push.
+
+        After an error: `begun` is what was begun. The same attempt is begun with the same numbers, of which the servers
+        may have some.
+        """
         ticket = self.steps.ticket(self.synced)
-        works: list[Pending] = []
-        finite, push = True, self.steps.gradients.push
-        sent = [self._local(wrapped) if wrapped.unit.trainable else None for wrapped in self.units]
-        for index, (wrapped, local) in enumerate(zip(self.units, sent, strict=True)):
+        if self.begun is None or self.begun.ticket != ticket:
+            sent = [self._local(wrapped) if wrapped.unit.trainable else None for wrapped in self.units]
+            self.begun = Push(ticket=ticket, sent=sent, weight=self.weight)
+        begun, push = self.begun, self.steps.gradients.push
+        begun.works = []
+        for index, (wrapped, local) in enumerate(zip(self.units, begun.sent, strict=True)):
             if local is None:
                 continue
-            if not self.weight:
-                works.append(push(index, None, ticket))
+            if not begun.weight:
+                begun.works.append(push(index, None, ticket))
                 continue
             out.wait_for_room(wrapped.unit.numel * self._wire.itemsize)
             buffer = out.take(wrapped.unit.numel, TORCH_DTYPES[self._wire])
             with torch.no_grad():
-                buffer.copy_((self.anchor[index] - local).mul_(self.weight))
-            finite &= bool(torch.isfinite(buffer).all())
-            works.append(push(index, array_of(buffer, self._wire), ticket, partial(out.give, buffer)))
-        return Push(ticket=ticket, works=works, weight=self.weight, finite=finite, sent=sent)
+                buffer.copy_((self.anchor[index] - local).mul_(begun.weight))
+            begun.finite &= bool(torch.isfinite(buffer).all())
+            begun.works.append(push(index, array_of(buffer, self._wire), ticket, partial(out.give, buffer)))
+        return begun
 
     def end(self, push: Push, hyper: Hyper) -> Ended:
         """Vote for what was pushed, wait for the decision, and gather what it makes of the parameters.
@@ -200,6 +213,7 @@ class Fragment:
 
     def move(self, at: Position, values: list[torch.Tensor], begun: Sequence[torch.Tensor | None] | None) -> None:
         """Give the parameters these values, and what was trained since `begun`; None = what was trained is lost."""
+        self.synced = UNKNOWN  # if this is interrupted
         with torch.no_grad():
             for index, wrapped in enumerate(self.units):
                 new, since = values[index], None
@@ -214,6 +228,7 @@ class Fragment:
                         if since is not None:
                             _of(values[index], spec).sub_(_of(since, spec))
         self.anchor, self.synced = values, at
+        self.begun = None
         if begun is None:
             self.weight = 0.0
 

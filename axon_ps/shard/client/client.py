@@ -70,12 +70,13 @@ class ShardGroup:
         retain_message_memory()
         self._peers = Peers(security, connections)
         self._same_host = SameHostServers(node)
-        self._turns = Turns(), Turns()  # of gathers, of pushes
+        self._gather_turns = Turns()
         self._begin(Transfers())
 
     def _begin(self, transfers: Transfers) -> None:
         """Begin with the state of one model."""
         self._transfers = transfers
+        self._push_turns = Turns()  # a push may wait for those of others, who may make another model's first
         self._spec: JobSpec | None = None
         self._placement: Placement | None = None
         self._held: dict[tuple[Slice, int], Slice] = {}  # by slice of the plan and holder's index
@@ -182,7 +183,15 @@ class ShardGroup:
         if p.param_compression is not None:
             transfers.warm_up()
 
-    def settle(self, step: int, *, committed: bool, hyper: tuple[Hyper, ...] = (), clip_factor: float = 1.0) -> None:
+    def settle(
+        self,
+        step: int,
+        *,
+        committed: bool,
+        hyper: tuple[Hyper, ...] = (),
+        clip_factor: float = 1.0,
+        weight: float = 0.0,
+    ) -> None:
         """A step is decided: if it committed, the residuals of its compressed gradients replace those before.
 
         Args:
@@ -190,8 +199,9 @@ class ShardGroup:
             committed: whether it committed.
             hyper: what it committed with. Unclipped, speculative gathers that expected it were right.
             clip_factor: what its gradients were multiplied by.
+            weight: of this, the sum of weights that they were divided by; residuals are of weighted gradients.
         """
-        self._feedback.settle(step, committed=committed, clip_factor=clip_factor)
+        self._feedback.settle(step, committed=committed, clip_factor=clip_factor * (weight or 1.0))
         self._received.settle(step, hyper if committed and clip_factor == 1.0 else None)
 
     def forget_residuals(self) -> None:
@@ -276,7 +286,8 @@ class ShardGroup:
         most_bytes = math.inf
         if self._peers.longest_rtt_s > SHORT_RTT_S:
             most_bytes = self.in_flight_bytes + (size_bytes if direction == _PUSHES else 0)
-        return self._turns[direction].turn(size_bytes, most_bytes)
+        turns = self._push_turns if direction == _PUSHES else self._gather_turns
+        return turns.turn(size_bytes, most_bytes)
 
     def _calls(self, slices: Sequence[Slice], t: Transfer) -> list[tuple[Slice, Transfer]]:
         """The calls of a transfer: one a slice, or as many as fill a long line."""

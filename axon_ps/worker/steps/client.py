@@ -120,6 +120,12 @@ class StepClient:
 
     # ------------------------------------------------------------------ a step
 
+    @property
+    def attempt(self) -> tuple[int, int]:
+        """(generation, step) of the attempt that a ticket would be of."""
+        with self.view.job.changed:
+            return self.view.membership.generation, self.view.stepping.next_attempt
+
     def ticket(self, began: tuple[int, int] | None = None, dealt: int | None = None) -> Ticket:
         """The ticket of the step attempt that starts now.
 
@@ -244,7 +250,8 @@ class StepClient:
                 ticket.step,
                 committed=decision.outcome is Outcome.COMMIT,
                 hyper=decision.hyper,
-                clip_factor=decision.clip_factor * (decision.weight or 1.0),  # residuals are of weighted gradients
+                clip_factor=decision.clip_factor,
+                weight=decision.weight,
             )
             began = time.perf_counter()
             job.wait_until(

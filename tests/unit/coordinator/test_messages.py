@@ -95,7 +95,7 @@ def test_what_goes_up() -> None:
     for weight in (0.0, 2.5):
         weighted = dataclasses.replace(vote, weight=weight)
         assert m.vote_from_proto(m.vote_to_proto(weighted).vote) == weighted
-    for weight in (-1.0, math.inf, math.nan):
+    for weight in (-1.0, math.inf, math.nan, 1e-40, 1e40):
         with pytest.raises(InvalidRequest, match="a vote's weight is"):
             m.vote_from_proto(m.vote_to_proto(dataclasses.replace(vote, weight=weight)).vote)
     for weight in (0.0, -1.0, 1.5, math.nan):

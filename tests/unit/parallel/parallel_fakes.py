@@ -135,6 +135,10 @@ class FakeSteps:
     def wait_latest(self, position: tuple[int, int]) -> None:
         pass
 
+    @property
+    def attempt(self) -> tuple[int, int]:
+        return 1, self.version
+
     def ticket(self, began: tuple[int, int] | None = None, dealt: int | None = None) -> Ticket:
         ticket = Ticket(generation=1, step=self.version, replica=0, num_replicas=1)
         return ticket if began in (None, self.latest) else ticket.void("the parameters changed")
