@@ -242,3 +242,30 @@ def test_a_worker_that_was_frozen_takes_what_it_missed_and_loses_nothing(tmp_pat
     assert frozen["pulls"] == 1  # its start
     for statistics in (first, frozen):
         assert statistics["inner_steps_committed"] == pytest.approx(statistics["inner_steps"])
+
+
+def leave_the_loop_early() -> dict[str, Any]:
+    """Worker 0 stops while an outer step is under way that worker 1 has ended; both sync, and release."""
+    with axon_ps.World.init(timeout_s=20.0) as world:
+        model, inner, diloco = make(world)
+        train(model, inner, diloco, world.rank, range(INTERVAL))
+        if world.rank == 1:
+            train(model, inner, diloco, 1, range(INTERVAL, INTERVAL + OVERLAP))
+            assert diloco.version == 1
+            world.kv_put("ended", b"yes")
+        else:
+            world.kv_wait("ended")
+        committed = [result.committed for result in diloco.sync()]
+        values = values_of(model)
+        train(model, inner, diloco, world.rank, range(INTERVAL + world.rank))  # one of them has begun an outer step
+        diloco.release()
+        return {"committed": committed, "values": values}
+
+
+def test_workers_sync_and_release_wherever_each_is() -> None:
+    with LocalCluster(shards=1, world_size=2) as cluster:
+        first, second = (r.value for r in cluster.run_workers(leave_the_loop_early))
+    assert first["committed"] == second["committed"] == [True] * len(first["committed"])
+    assert len(first["committed"]) >= FRAGMENTS - 1
+    for name, value in first["values"].items():
+        np.testing.assert_array_equal(value, second["values"][name])

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from axon_ps.errors import InvalidRequest, StepAborted
+from axon_ps.errors import InvalidRequest, StepAborted, Timeout
 from axon_ps.parallel import FSDP, Asynchronous, BoundedStaleness, DiLoCo, LocalSGD, ShardingStrategy
 from axon_ps.parallel.fsdp.strategy import CPUOffload
 from axon_ps.sharding.policy import LocalSteps
@@ -268,3 +268,64 @@ def test_fsdp_takes_a_policy_only_where_backward_sees_what_forward_saw(policy: A
         model, steps = wrap(strategy, **options)
         assert steps.spec.policy == policy
         del model
+
+
+def test_an_error_loses_no_progress_and_the_same_numbers_are_pushed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer, model, steps = made(LocalSGD)
+    vote, push, failing = steps.vote, steps.push, ["push", "vote"]
+    pushed: list[tuple[int, bytes]] = []
+
+    def failing_push(unit: int, grad: Any, ticket: Any, done: Any = None, **where: Any) -> Any:
+        if failing[:1] == ["push"] and unit == 1:
+            failing.pop(0)
+            raise KeyboardInterrupt
+        pushed.append((unit, grad.tobytes()))
+        steps.grads.pop(unit, None)  # the servers drop what they have
+        return push(unit, grad, ticket, done, **where)
+
+    def failing_vote(*args: Any, **options: Any) -> Any:
+        if failing[:1] == ["vote"]:
+            failing.pop(0)
+            raise Timeout("no decision")
+        return vote(*args, **options)
+
+    monkeypatch.setattr(steps, "push", failing_push)
+    monkeypatch.setattr(steps, "vote", failing_vote)
+    with pytest.raises(KeyboardInterrupt):
+        train(model, trainer.step, 3)
+    with pytest.raises(Timeout):
+        train(model, trainer.step, 1, seed=1)
+    results = train(model, trainer.step, 3, seed=2)
+    assert [unit for unit, _ in pushed] == [0, 0, 1, 0, 1]
+    assert len({data for unit, data in pushed if unit == 0}) == 1
+    assert results[-1].committed
+    plain = module()
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.05, momentum=0.9)
+    for count, seed in ((3, 0), (1, 1), (3, 2)):
+        train(plain, optimizer.step, count, seed)
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
+    assert trainer.statistics()["inner_steps_committed"] == 3
+    train(model, trainer.step, 3, seed=3)
+    assert trainer.statistics()["inner_steps_committed"] == 10
+
+
+def test_parameters_that_were_moved_in_part_are_pulled(monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer, model, steps = made(LocalSGD, overlap_steps=1)
+    train(model, trainer.step, 3)
+    fragment, count = trainer._fragments[0], iter(range(10))
+    local = fragment._local
+
+    def interrupted(wrapped: Any) -> torch.Tensor:
+        if next(count) == 1:  # the first unit has its new values
+            raise KeyboardInterrupt
+        return local(wrapped)
+
+    monkeypatch.setattr(fragment, "_local", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        train(model, trainer.step, 1)
+    result = trainer.step()
+    assert not result.committed
+    assert "it pulled" in result.reason
+    for param, value in zip(model.parameters(), parameters(trainer, steps.values), strict=True):
+        assert torch.equal(param, value)
