@@ -21,7 +21,7 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -149,13 +149,21 @@ def small() -> nn.Sequential:
     return nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
 
 
+def paced(device_s: float) -> Iterator[None]:
+    """Steps of an accelerator: the next begins when it has taken its time, or when the host comes, if that is later."""
+    due_s = time.monotonic()
+    while True:
+        due_s = max(due_s, time.monotonic()) + device_s
+        yield
+        time.sleep(max(0.0, due_s - time.monotonic()))
+
+
 def run_diloco(world: axon_ps.World, device_s: float, note: Callable[[float, float], None]) -> None:
     """Train until killed; `note` gets the steps that are in the job's parameters."""
     model = small()
     inner = torch.optim.SGD(model.parameters(), lr=0.01)
     trainer = parallel.DiLoCo(model, inner, world, inner_steps=20, fragments=4, overlap_steps=2, unit_types={nn.Linear})
-    while True:
-        time.sleep(device_s)
+    for _ in paced(device_s):
         model(torch.randn(2, 64)).square().mean().backward()
         trainer.step()
         inner.zero_grad()
@@ -166,8 +174,7 @@ def run_synchronous(world: axon_ps.World, device_s: float, note: Callable[[float
     """As `run_diloco`."""
     model = parallel.FSDP(small(), world, auto_wrap_policy=lambda module: isinstance(module, nn.Linear))
     optimizer, committed, made = parallel.SGD(model.parameters(), lr=0.01), 0, 0
-    while True:
-        time.sleep(device_s)
+    for _ in paced(device_s):
         model(torch.randn(2, 64)).square().mean().backward()
         committed, made = committed + optimizer.step().committed, made + 1
         optimizer.zero_grad()
