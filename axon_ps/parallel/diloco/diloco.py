@@ -295,7 +295,7 @@ class DiLoCo:
         """
         self._end_open()
         weights = [fragment.weight for fragment in self._fragments]
-        trained = zip(*self._said("weights", weights), strict=True)
+        trained = zip(*self._gather_json("weights", weights), strict=True)
         return [fragment for fragment, by_worker in zip(self._fragments, trained, strict=True) if any(by_worker)]
 
     def _end_open(self) -> None:
@@ -311,9 +311,9 @@ class DiLoCo:
         if (under_way := self._under_way) is not None:
             ticket = under_way.push.ticket
             mine = [self._fragments.index(under_way.fragment), [ticket.generation, ticket.step]]
-        said = self._said("open", [[list(fragment.attempt) for fragment in self._fragments], mine])
-        newest = [max(known) for known in zip(*(attempts for attempts, _ in said), strict=True)]
-        opened = next((one for _, one in said if one is not None and one[1] == newest[one[0]]), None)
+        answers = self._gather_json("open", [[list(fragment.attempt) for fragment in self._fragments], mine])
+        newest = [max(known) for known in zip(*(attempts for attempts, _ in answers), strict=True)]
+        opened = next((one for _, one in answers if one is not None and one[1] == newest[one[0]]), None)
         if mine is not None and mine != opened:
             self._end()
         if opened is not None:
@@ -321,7 +321,7 @@ class DiLoCo:
                 self._begin(self._fragments[opened[0]])
             self._end()
 
-    def _said(self, what: str, value: Any) -> list[Any]:
+    def _gather_json(self, what: str, value: Any) -> list[Any]:
         """What each worker says, by rank."""
         return world_of(self._group).gather_json(value, name=f"axon_ps/diloco/{self.name}/{what}")
 
