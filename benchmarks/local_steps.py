@@ -42,20 +42,19 @@ GOODPUT_COLUMNS = ("how", "seconds", "kills", "worker_s", "made", "steps", "good
 
 INT4 = {"wire_dtype": "int4", "param_wire_dtype": "int4"}
 AVERAGE = {"outer_lr": 1.0, "outer_momentum": 0.0, "nesterov": False}
-"""Local SGD. Error feedback takes the place of the outer momentum, as in SparseLoCo."""
-
-WHOLE = {"inner_steps": 20}
-STREAMED = {**WHOLE, "overlap_steps": 2}
+"""Error feedback takes the place of the outer momentum, as in SparseLoCo."""
 
 WAYS: dict[str, dict[str, Any]] = {
     "DDP": {},
-    "DiLoCo": WHOLE,
-    "streamed, f32": STREAMED,
-    "streamed, int4": {**STREAMED, **INT4},
-    "average": {**WHOLE, **AVERAGE},
-    "average, streamed, int4": {**STREAMED, **INT4, **AVERAGE},
-    "average, streamed, block top-k": {**STREAMED, **INT4, **AVERAGE, "wire_dtype": BlockTopK(fraction=1 / 16)},
-}
+    "DiLoCo": {"inner_steps": 20},
+    "streamed, f32": {"inner_steps": 20, "overlap_steps": 2},
+    "streamed, int4": {"inner_steps": 20, "overlap_steps": 2, **INT4},
+    "streamed, int4, twice as often": {"inner_steps": 10, "overlap_steps": 1, **INT4},
+    "streamed, block top-k": {
+        "inner_steps": 10, "overlap_steps": 1, "wire_dtype": BlockTopK(fraction=1 / 32), "param_wire_dtype": "int4",
+        **AVERAGE,
+    },
+}  # fmt: skip
 
 
 def learning_rate(step: int, steps: int, highest: float) -> float:

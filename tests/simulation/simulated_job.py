@@ -26,7 +26,7 @@ from axon_ps.coordinator.client.session import CoordinatorClient, Decision, Memb
 from axon_ps.coordinator.core import records
 from axon_ps.coordinator.core.checkpoints.schedule import CheckpointPolicy
 from axon_ps.coordinator.core.config import CoordinatorConfig
-from axon_ps.coordinator.core.events import FIRST_VALUES
+from axon_ps.coordinator.core.events import FIRST_VALUES, Vote
 from axon_ps.coordinator.core.records import Record
 from axon_ps.coordinator.server import retention
 from axon_ps.coordinator.server import server as coordinator_server
@@ -277,7 +277,7 @@ class Worker:
         generation = 0
         if view.valid(ticket) and view.membership.complete:
             if why is None:
-                self.client.vote(generation=ticket.generation, step=ticket.step, version=view.version)
+                self.client.vote(Vote(generation=ticket.generation, step=ticket.step, version=view.version))
             over = lambda: view.stepping.decision_on(ticket) or (None if view.valid(ticket) else True)  # noqa: E731
             found = await self.until(over, f"the decision on step {ticket.step}")
             generation = found.next_generation if isinstance(found, Decision) else 0
