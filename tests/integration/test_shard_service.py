@@ -694,7 +694,8 @@ def test_calls_under_way_survive_that_their_server_moves() -> None:
             await j.upload(FIRST)
             gathering = asyncio.create_task(j.gather(1, 0, min_version=1))
             pushing = asyncio.create_task(j.push(1, 0, GRADS[1][0]))
-            await until(lambda: sum(map(len, j.shells[0].model()._waiters._units.values())) == 2)
+            waiting = j.shells[0].model()._waiters._units
+            await until(lambda: sum(map(len, waiting.values())) >= 2)  # on a long line several of each
             async with CuttingProxy(j.addresses[0]) as proxy:
                 j.addresses[0] = proxy.address
                 j.groups[1].set_members(j.membership)
