@@ -21,7 +21,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from axon_ps.compress.compressor import Compressor, blocks_of, selected_numel
+from axon_ps.compress.compressor import Compressor, blocks_of, check_fraction, selected_numel
 from axon_ps.compress.registry import register
 from axon_ps.errors import InvalidRequest
 from axon_ps.types import Array
@@ -48,8 +48,7 @@ class BlockTopK(Compressor):
     bits: int = 2
 
     def __post_init__(self) -> None:
-        if not 0.0 < self.fraction <= 1.0:
-            raise InvalidRequest(f"fraction is {self.fraction}; it must be above 0 and at most 1")
+        check_fraction(self.fraction)
         if self.bits not in (2, 3, 4):
             raise InvalidRequest(f"bits is {self.bits}; it must be 2, 3 or 4, the sign included")
 

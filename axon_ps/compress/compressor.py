@@ -28,6 +28,7 @@ from typing import ClassVar
 
 import numpy as np
 
+from axon_ps.errors import InvalidRequest
 from axon_ps.kernels.arrays import check_array, readonly
 from axon_ps.types import Array
 
@@ -169,6 +170,16 @@ class Compressor(ABC):
 def blocks_of(numel: int, block_numel: int) -> int:
     """Blocks that `numel` elements are cut into; the last may be shorter."""
     return -(-numel // block_numel)
+
+
+def check_fraction(fraction: float) -> None:
+    """Refuse a fraction that no top-k can be of.
+
+    Raises:
+        InvalidRequest: it is not above 0, or above 1.
+    """
+    if not 0.0 < fraction <= 1.0:
+        raise InvalidRequest(f"fraction is {fraction}; it must be above 0 and at most 1")
 
 
 def selected_numel(numel: int, fraction: float) -> int:

@@ -18,7 +18,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from axon_ps.compress.compressor import Compressor, selected_numel
+from axon_ps.compress.compressor import Compressor, check_fraction, selected_numel
 from axon_ps.compress.registry import register
 from axon_ps.errors import InvalidRequest
 from axon_ps.types import Array
@@ -43,8 +43,7 @@ class TopK(Compressor):
     fraction: float = 0.01
 
     def __post_init__(self) -> None:
-        if not 0.0 < self.fraction <= 1.0:
-            raise InvalidRequest(f"fraction is {self.fraction}; it must be above 0 and at most 1")
+        check_fraction(self.fraction)
 
     def __str__(self) -> str:
         return f"a top-k of {self.fraction:g} of the elements"

@@ -188,16 +188,21 @@ def together(world: axon_ps.World, model: Any, inner: Any, diloco: Any, log: Log
         else:
             result = inner_steps(model, inner, round_, world.rank, diloco.step)
         log.append((result.committed, values_of(model)))
+    result = step_after_restore(world, model, diloco, directory)
+    assert "the job went from version 5 to 3 without this worker" in result.reason
+    log.append((result.committed, values_of(model)))
+    world.barrier("done")
+    return {"log": log, "statistics": diloco.statistics()}
+
+
+def step_after_restore(world: axon_ps.World, model: Any, diloco: Any, directory: Path) -> Any:
+    """Restore the checkpoint, and take a step: what that gave."""
     world.barrier("trained")
     if world.rank == 0:
         world.restore_checkpoint(str(directory / "checkpoint"))
     world.barrier("restored")
     model(batch(0, world.rank)).backward()
-    result = diloco.step()
-    assert "the job went from version 5 to 3 without this worker" in result.reason
-    log.append((result.committed, values_of(model)))
-    world.barrier("done")
-    return {"log": log, "statistics": diloco.statistics()}
+    return diloco.step()
 
 
 def tell_when_pushing(world: axon_ps.World) -> None:

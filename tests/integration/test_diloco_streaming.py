@@ -17,7 +17,7 @@ from axon_ps import parallel
 from axon_ps.testing import LocalCluster
 from axon_ps.testing.workers import results_of
 from parity_model import Block, Values, batch, build
-from test_diloco import OPTIONS, adamw, open_pipe, values_of
+from test_diloco import OPTIONS, adamw, open_pipe, step_after_restore, values_of
 
 INNER, FRAGMENTS, OVERLAP, STEPS, WORKERS = 6, 3, 1, 20, 2
 INTERVAL = INNER // FRAGMENTS
@@ -104,12 +104,7 @@ def work(directory: Path) -> dict[str, Any]:
             world.save_checkpoint(str(directory / "checkpoint"))
         world.barrier("saved")
         train(model, inner, diloco, world.rank, range(INTERVAL))
-        world.barrier("trained")
-        if world.rank == 0:
-            world.restore_checkpoint(str(directory / "checkpoint"))
-        world.barrier("restored")
-        model(batch(0, world.rank)).backward()
-        result = diloco.step()
+        result = step_after_restore(world, model, diloco, directory)
         return {
             "values": values, "version": before, "committed": [r.committed for r in results], "synced": synced,
             "restored": values_of(model), "why": None if result is None else result.reason,

@@ -250,9 +250,6 @@ class DiLoCo:
             self._end()
         fragment = self._next()
         fragment.weight = fragment.weight or 1.0
-        return self._outer_step(fragment)
-
-    def _outer_step(self, fragment: Fragment) -> StepResult:
         if (caught_up := self._catch_up()) is not None:
             return caught_up
         self._begin(fragment)
@@ -311,7 +308,7 @@ class DiLoCo:
         if (under_way := self._under_way) is not None:
             ticket = under_way.push.ticket
             mine = [self._fragments.index(under_way.fragment), [ticket.generation, ticket.step]]
-        answers = self._gather_json("open", [[list(fragment.attempt) for fragment in self._fragments], mine])
+        answers = self._gather_json("open", [[list(fragment.steps.attempt) for fragment in self._fragments], mine])
         newest = [max(known) for known in zip(*(attempts for attempts, _ in answers), strict=True)]
         opened = next((one for _, one in answers if one is not None and one[1] == newest[one[0]]), None)
         if mine is not None and mine != opened:

@@ -130,11 +130,6 @@ class Fragment:
         return self.steps.view.epoch, self.steps.view.version
 
     @property
-    def attempt(self) -> tuple[int, int]:
-        """(generation, step) of the outer step that would be begun now."""
-        return self.steps.attempt
-
-    @property
     def nbytes(self) -> int:
         """Bytes of its pseudo-gradients before they are compressed."""
         return sum(w.unit.numel for w in self.units if w.unit.trainable) * self._wire.itemsize
