@@ -120,7 +120,8 @@ def test_streaming_diloco_equals_a_simulation_in_plain_torch(tmp_path: Path) -> 
             np.testing.assert_allclose(
                 got["values"][name], value, rtol=1e-5, atol=1e-6, err_msg=f"{name} of worker {rank}"
             )
-        assert got["version"] == (STEPS - OVERLAP) // INTERVAL
+        ended = (STEPS - OVERLAP) // INTERVAL
+        assert got["version"] in (ended, ended + 1)  # of the one under way the decision may have come
         assert got["committed"] == [True, True]  # of the last one nothing was trained since its outer step
     for name, value in results[0]["synced"].items():
         np.testing.assert_array_equal(value, results[1]["synced"][name])

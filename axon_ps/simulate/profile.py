@@ -1,0 +1,109 @@
+"""What this library costs on a machine: measured there by `axon-ps doctor --measure`, read by `axon-ps simulate`.
+
+Owns: the profile's form as JSON, and `DEFAULT`, measured on two cores of an AMD EPYC at 2.6 GHz.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, Self
+
+from axon_ps.errors import InvalidRequest
+
+
+@dataclass(frozen=True, kw_only=True)
+class WireCost:
+    """Processor seconds that an element costs which travels in some form, over sockets.
+
+    Attributes:
+        worker_gather_s: of the worker, by element of an AllGather.
+        server_gather_s: of the shard server.
+        worker_push_s: of the worker, by element of a ReduceScatter.
+        server_push_s: of the shard server, the sum included.
+    """
+
+    worker_gather_s: float
+    server_gather_s: float
+    worker_push_s: float
+    server_push_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Profile:
+    """What this library costs on a machine.
+
+    Attributes:
+        cores: that it has.
+        worker_call_s: processor seconds of a worker by gather or push of a unit from one server, beside its elements.
+        server_call_s: those of the shard server.
+        decision_s: from the last vote to the decision at a worker, without the line's round trip.
+        update_s: processor seconds of a shard server by element that an optimizer updates, by its name.
+        wires: costs by what travels: "float32", "bfloat16", "float16", "int8", "int4".
+    """
+
+    cores: int
+    worker_call_s: float
+    server_call_s: float
+    decision_s: float
+    update_s: Mapping[str, float]
+    wires: Mapping[str, WireCost]
+
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        """The profile in a file.
+
+        Raises:
+            InvalidRequest: there is none, or it says something else.
+        """
+        try:
+            return cls.of(json.loads(path.read_text(encoding="utf-8")))
+        except (OSError, ValueError) as error:
+            raise InvalidRequest(
+                f"the profile {str(path)!r} cannot be read: {error}; `axon-ps doctor --measure {path}` writes one"
+            ) from error
+
+    @classmethod
+    def of(cls, values: Any) -> Self:
+        """The profile of these JSON values.
+
+        Raises:
+            InvalidRequest: something is missing or no positive number.
+        """
+        names = {field.name for field in fields(cls)}
+        if not isinstance(values, dict) or names - values.keys():
+            missing = ", ".join(sorted(names - (values.keys() if isinstance(values, dict) else set())))
+            raise InvalidRequest(f"a profile has {', '.join(sorted(names))}; missing here: {missing}")
+        costs = {field.name for field in fields(WireCost)}
+        wires = {}
+        for wire, cost in _mapping(values["wires"], "wires").items():
+            if _mapping(cost, f"wires.{wire}").keys() != costs:
+                raise InvalidRequest(f"wires.{wire} of a profile has {', '.join(sorted(costs))}; it has {sorted(cost)}")
+            wires[wire] = WireCost(**{name: _number(value, f"wires.{wire}.{name}") for name, value in cost.items()})
+        updates = _mapping(values["update_s"], "update_s")
+        return cls(
+            cores=int(_number(values["cores"], "cores")),
+            worker_call_s=_number(values["worker_call_s"], "worker_call_s"),
+            server_call_s=_number(values["server_call_s"], "server_call_s"),
+            decision_s=_number(values["decision_s"], "decision_s"),
+            update_s={name: _number(value, f"update_s.{name}") for name, value in updates.items()},
+            wires=wires,
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        """What `of` takes."""
+        return asdict(self)
+
+
+def _mapping(value: Any, what: str) -> Mapping[str, Any]:
+    if not isinstance(value, dict) or not value:
+        raise InvalidRequest(f"{what} of a profile is {value!r}; it must be an object with a value by name")
+    return value
+
+
+def _number(value: Any, what: str) -> float:
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < float("inf"):
+        raise InvalidRequest(f"{what} of a profile is {value!r}; it must be a number above 0")
+    return float(value)
