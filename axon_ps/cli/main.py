@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 
 from axon_ps import __version__
-from axon_ps.cli import auth, chaos, checkpoint, operate, serve, status
+from axon_ps.cli import auth, chaos, checkpoint, operate, serve, simulate, status
 from axon_ps.cli.launch import run
 from axon_ps.cli.options import Commands, leave
 from axon_ps.cli.terminal import logs, top, trace
@@ -44,6 +44,7 @@ app.add_typer(auth.app, name="auth")
 app.add_typer(chaos.app, name="chaos")
 app.command()(status.health)
 app.command()(status.doctor)
+app.command()(simulate.simulate)
 
 
 def _show_version(wanted: bool) -> None:

@@ -107,3 +107,18 @@ def _number(value: Any, what: str) -> float:
     if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < float("inf"):
         raise InvalidRequest(f"{what} of a profile is {value!r}; it must be a number above 0")
     return float(value)
+
+
+DEFAULT = Profile(
+    cores=2,
+    worker_call_s=3e-4,
+    server_call_s=3e-4,
+    decision_s=0.02,
+    update_s={"adamw": 2e-9, "sgd": 1e-9},
+    wires={
+        name: WireCost(
+            worker_gather_s=b * 3e-10, server_gather_s=b * 3e-10, worker_push_s=b * 3e-10, server_push_s=b * 4e-10
+        )
+        for name, b in (("float32", 4), ("bfloat16", 2), ("int8", 1.5), ("int4", 1.5), ("float16", 2))
+    },
+)

@@ -1,0 +1,484 @@
+"""Steps of a job in virtual time: the order of events is the runtime's, the sizes are the plan's.
+
+Owns: what waits for what in a step, and which resources transfers use. The rules are those of
+`parallel.fsdp.runtime` (Note: [Memory]), `parallel.fsdp.server_runtime` (Note: [Speculative gathers]) and
+`shard.client.line`; where they change, this must, and `benchmarks/simulator.py` finds out.
+
+Hosts that are alike are one `_Hosts` with a count: they do the same at the same time. A transfer between all workers
+of a group and all servers is one activity, whose unit is an element between one pair.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import simpy
+
+from axon_ps.errors import InvalidRequest
+from axon_ps.simulate.fluid import Fluid, Process, Resource
+from axon_ps.simulate.profile import Profile
+from axon_ps.simulate.scenario import Scenario, Workers, wire_bytes
+
+_BUFFERS = 2  # of the largest unit, as `runtime.BUFFERS`
+_FORWARD = 1 / 3  # of compute; backward makes two products where forward makes one
+_SHORT_RTT_S, _GAIN = 0.002, 2  # as `shard.client.line`
+_STEPS = 4  # that are played; the last one is the result
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTimes:
+    """A step of the slowest group of workers.
+
+    Attributes:
+        step_s: from one decision to the next.
+        compute_s: forward and backward alone.
+        gather_wait_s: waited for parameters.
+        push_wait_s: waited for room for a gradient, or for the last gradients to be sent.
+        decision_wait_s: waited for the others and for the decision.
+        received_bytes: by a worker host, from all servers.
+        sent_bytes: by a worker host, to all servers.
+        server_busy: processor seconds of a shard server by second of a step.
+    """
+
+    step_s: float
+    compute_s: float
+    gather_wait_s: float
+    push_wait_s: float
+    decision_wait_s: float
+    received_bytes: float
+    sent_bytes: float
+    server_busy: float
+
+
+@dataclass(eq=False)
+class _Hosts:
+    """Hosts that are alike.
+
+    Attributes:
+        count: how many.
+        received, sent: the card of each, in bytes a second.
+        cores: its processors.
+        loop: the threads that move its bytes: one a process.
+    """
+
+    count: int
+    received: Resource
+    sent: Resource
+    cores: Resource
+    loop: Resource
+
+    @classmethod
+    def of(cls, name: str, count: int, rate: float, cores: Resource, processes: int = 1) -> _Hosts:
+        """Their resources; cards that carry `rate` bytes a second."""
+        return cls(
+            count,
+            Resource(f"{name} received", rate),
+            Resource(f"{name} sent", rate),
+            cores,
+            Resource(f"{name} loop", float(processes)),
+        )
+
+
+class _Cluster:
+    """The resources of a scenario, and transfers over them."""
+
+    def __init__(self, scenario: Scenario, profile: Profile, env: simpy.Environment) -> None:
+        self.scenario, self.profile, self.env = scenario, profile, env
+        self.fluid = Fluid(env)
+        self.rtt_s = scenario.network.rtt_ms / 1e3
+        self._units = scenario.spec.layout.units
+        self._plan = scenario.spec.plan(scenario.num_servers)
+        shared = scenario.network.shared_cores
+        one = Resource("the machine's cores", float(shared)) if shared else None
+
+        def cores(name: str, given: int) -> Resource:
+            return one or Resource(f"{name} cores", float(given or profile.cores))
+
+        self.workers = [
+            _Hosts.of(
+                f"workers {i}",
+                group.count,
+                scenario.network.payload_rate(group.rate_mbit),
+                cores(f"workers {i}", group.cores),
+                group.devices,
+            )
+            for i, group in enumerate(scenario.workers)
+        ]
+        servers = scenario.servers
+        self.own = not servers.count
+        if self.own:
+            card = self.workers[0]
+            self.servers = _Hosts(card.count, card.received, card.sent, card.cores, Resource("servers loop", 1.0))
+        else:
+            rate = scenario.network.payload_rate(servers.rate_mbit)
+            self.servers = _Hosts.of("servers", servers.count, rate, cores("servers", servers.cores))
+        self.server_cpu_s = 0.0  # of one
+        self.bytes = {(group, inward): 0 for group in self.workers for inward in (True, False)}  # of one
+
+    def numel(self, unit: int) -> int:
+        """Elements of a unit."""
+        return self._units[unit].numel
+
+    def _uses(self, group: _Hosts, inward: bool, unit: int) -> dict[Resource, float]:
+        """What an element between each pair of a worker and a server takes."""
+        servers, job, profile = self.servers, self.scenario.job, self.profile
+        wire = job.wire if inward else job.reduced
+        cost = profile.wires[wire]
+        numel = self.numel(unit)
+        by_element = wire_bytes(wire, numel) / numel
+        holders = len(self._plan.slices[unit])
+        by_call = holders / numel  # calls by element of a pair
+        worker_s = (cost.worker_gather_s if inward else cost.worker_push_s) + profile.worker_call_s * by_call
+        server_s = (cost.server_gather_s if inward else cost.server_push_s) + profile.server_call_s * by_call
+        self.server_cpu_s += server_s * group.count * numel / servers.count
+        remote = servers.count - self.own  # servers of a worker that are behind other cards
+        uses: dict[Resource, float] = {}
+
+        def add(resource: Resource, amount: float) -> None:
+            if amount:
+                uses[resource] = uses.get(resource, 0.0) + amount
+
+        add(group.received if inward else group.sent, remote * by_element)
+        add(servers.sent if inward else servers.received, (group.count - self.own) * by_element)
+        add(group.loop, servers.count * worker_s)
+        add(servers.loop, group.count * server_s)
+        alike = group.count * servers.count if group.cores is servers.cores and not self.own else 0
+        add(group.cores, (alike or servers.count) * worker_s)
+        add(servers.cores, (alike or group.count) * server_s)
+        return uses
+
+    def move(self, group: _Hosts, unit: int, *, inward: bool) -> simpy.Event:
+        """All of a unit between the workers of a group and the servers."""
+        job = self.scenario.job
+        self.bytes[group, inward] += wire_bytes(job.wire if inward else job.reduced, self.numel(unit))
+        return self.fluid.run(self.numel(unit) / self.servers.count, self._uses(group, inward, unit))
+
+    def update(self, unit: int) -> simpy.Event:
+        """Every server updates its slice of a unit, and encodes it."""
+        by_element = self.profile.update_s[self.scenario.servers_optimizer]
+        numel = self.numel(unit) / self.servers.count
+        self.server_cpu_s += by_element * numel
+        return self.fluid.run(by_element * numel, {self.servers.cores: self._together}, most=1.0, weight=1e9)
+
+    @property
+    def _together(self) -> float:
+        """Servers on the same cores."""
+        return float(self.servers.count if self.scenario.network.shared_cores else 1)
+
+    def compute(self, group: _Hosts, kind: Workers, seconds: float) -> simpy.Event:
+        """A device of each worker of a group computes for so long."""
+        if not kind.on_cpu:
+            return self.env.timeout(seconds)
+        together = group.count if self.scenario.network.shared_cores else 1
+        return self.fluid.run(seconds, {group.cores: float(together)}, most=1.0, weight=1e9)
+
+
+@dataclass(eq=False)
+class _Step:
+    """One step of the job."""
+
+    pushed: list[int]  # by unit, groups that have
+    updated: list[simpy.Event]  # by unit
+    votes: int
+    decided: simpy.Event
+
+
+class _Job:
+    """What all workers share: gradients that came, updates, votes."""
+
+    def __init__(self, cluster: _Cluster) -> None:
+        self.cluster = cluster
+        self.speculates = not cluster.scenario.job.clip
+        self._steps: dict[int, _Step] = {}
+
+    def step(self, number: int) -> _Step:
+        """The step of this number."""
+        if number not in self._steps:
+            env, units = self.cluster.env, len(self.cluster.scenario.spec.layout.units)
+            self._steps[number] = _Step([0] * units, [env.event() for _ in range(units)], 0, env.event())
+        return self._steps[number]
+
+    def pushed(self, number: int, unit: int) -> None:
+        """A group's gradients of a unit are at the servers."""
+        step = self.step(number)
+        step.pushed[unit] += 1
+        if step.pushed[unit] == len(self.cluster.workers) and self.speculates:
+            self.cluster.env.process(self._update(step, unit))
+
+    def _update(self, step: _Step, unit: int) -> Process:
+        yield self.cluster.update(unit)
+        step.updated[unit].succeed()
+
+    def vote(self, number: int) -> simpy.Event:
+        """A group votes; the event is the decision."""
+        step = self.step(number)
+        step.votes += 1
+        if step.votes == len(self.cluster.workers):
+            self.cluster.env.process(self._decide(step))
+        return step.decided
+
+    def _decide(self, step: _Step) -> Process:
+        yield self.cluster.env.timeout(self.cluster.profile.decision_s + self.cluster.rtt_s)
+        step.decided.succeed()
+        if not self.speculates:
+            for unit in range(len(step.updated)):
+                self.cluster.env.process(self._update(step, unit))
+
+
+class _Worker:
+    """The workers of a group: one of them stands for all."""
+
+    def __init__(self, cluster: _Cluster, job: _Job, hosts: _Hosts, kind: Workers) -> None:
+        scenario = cluster.scenario
+        self._cluster, self._job, self._hosts, self._kind = cluster, job, hosts, kind
+        self._env = cluster.env
+        units = scenario.spec.layout.units
+        self._numel = [unit.numel for unit in units]
+        self._blocks = range(1, len(units))
+        self._resident = scenario.job.strategy != "full_shard" or scenario.job.keep_gathered
+        compute_s = kind.step_s(scenario.model, scenario.job)
+        self._compute_s = [compute_s * numel / sum(self._numel) for numel in self._numel]
+        self._have: dict[int, simpy.Event] = {}  # units here or on their way
+        largest = max(self._numel[1:], default=self._numel[0])
+        rtt_s = cluster.rtt_s if cluster.rtt_s > _SHORT_RTT_S else 0.0
+        itemsize = wire_bytes(scenario.job.wire, largest) / largest
+        under_way = round(_GAIN * hosts.received.capacity * rtt_s / itemsize)
+        self._budget = _BUFFERS * largest + under_way  # for parameters
+        self._room = _BUFFERS * largest + under_way  # for gradients
+        self._pushing: dict[simpy.Event, int] = {}  # elements of each
+        self._turns = {way: simpy.Resource(self._env, 1) for way in (True, False)} if rtt_s else {}
+        self.waits = {"gather": 0.0, "push": 0.0, "decision": 0.0}
+        self.totals: list[_Total] = []  # by step
+        self.inner_steps = 1  # in each of them
+
+    # ------------------------------------------------------------------ transfers
+
+    def _in_node(self, unit: int) -> simpy.Event:
+        """The devices of a node share a unit, or sum its gradients: a ring, N - 1 of N bytes each way."""
+        devices = self._kind.devices
+        size_bytes = wire_bytes(self._cluster.scenario.job.compute, self._numel[unit])
+        return self._env.timeout(size_bytes * (devices - 1) / devices / (self._kind.device_gb_per_s * 1e9))
+
+    def _transfer(self, unit: int, *, inward: bool) -> Process:
+        """In its turn, on a long line; see `shard.client.line`."""
+        if not self._turns:
+            yield self._cluster.move(self._hosts, unit, inward=inward)
+            return
+        with self._turns[inward].request() as turn:
+            yield turn
+            yield self._cluster.move(self._hosts, unit, inward=inward)
+
+    def _gather(self, unit: int, updated: simpy.Event | None = None) -> Process:
+        yield self._env.timeout(self._cluster.rtt_s / 2)
+        if updated is not None:
+            yield updated
+        yield self._env.process(self._transfer(unit, inward=True))
+        yield self._env.timeout(self._cluster.rtt_s / 2)
+        yield self._in_node(unit)
+
+    def _push(self, number: int, unit: int) -> Process:
+        yield self._in_node(unit)
+        yield self._env.process(self._transfer(unit, inward=False))
+        yield self._env.timeout(self._cluster.rtt_s / 2)
+        self._job.pushed(number, unit)
+        yield self._env.timeout(self._cluster.rtt_s / 2)
+
+    def _start(self, unit: int, updated: simpy.Event | None = None) -> None:
+        if unit not in self._have:
+            self._have[unit] = self._env.process(self._gather(unit, updated))
+
+    @property
+    def _used(self) -> int:
+        """Elements here or on their way, beside the root."""
+        return sum(self._numel[unit] for unit in self._have if unit)
+
+    def _prefetch(self, upcoming: Iterable[int]) -> None:
+        for unit in upcoming:
+            if unit in self._have:
+                continue
+            if unit and not self._resident and self._used + self._numel[unit] > self._budget:
+                return
+            self._start(unit)
+
+    def _needed_soon(self, unit: int, upcoming: Iterable[int]) -> bool:
+        room = self._budget
+        for other in dict.fromkeys(upcoming):
+            room -= self._numel[other] if other else 0
+            if room < 0:
+                return False
+            if other == unit:
+                return True
+        return False
+
+    # ------------------------------------------------------------------ a step
+
+    def _wait(self, what: str, event: simpy.Event) -> Process:
+        began = self._env.now
+        yield event
+        self.waits[what] += self._env.now - began
+
+    def _need(self, unit: int, upcoming: Sequence[int]) -> Process:
+        self._start(unit)
+        yield from self._wait("gather", self._have[unit])
+        self._prefetch(upcoming)
+
+    def _compute(self, unit: int, share: float) -> simpy.Event:
+        return self._cluster.compute(self._hosts, self._kind, self._compute_s[unit] * share)
+
+    def _push_when_room(self, number: int, unit: int) -> Process:
+        numel = self._numel[unit]
+        while (under_way := self._under_way()) and sum(self._pushing[push] for push in under_way) + numel > self._room:
+            yield from self._wait("push", self._env.any_of(under_way))
+        self._pushing[self._env.process(self._push(number, unit))] = numel
+
+    def _under_way(self) -> list[simpy.Event]:
+        return [push for push in self._pushing if not push.processed]
+
+    def _reshard(self, unit: int) -> None:
+        if not self._resident:
+            self._have.pop(unit, None)
+
+    def run(self) -> Process:
+        """All steps."""
+        for number in range(_STEPS):
+            yield from self._forward()
+            expected: dict[int, simpy.Event] = {}
+            yield from self._backward(number, expected)
+            yield from self._wait("push", self._env.all_of(self._under_way()))
+            step = self._job.step(number)
+            yield from self._wait("decision", self._job.vote(number))
+            self._pushing, self._have = {}, expected
+            if not self._job.speculates:
+                self._after_decision(step)
+            else:
+                self._prefetch(self._first())
+            self._end_step()
+
+    def _end_step(self) -> None:
+        moved = self._cluster.bytes[self._hosts, True], self._cluster.bytes[self._hosts, False]
+        self.totals.append(_Total(self._env.now, tuple(self.waits.values()), moved, self._cluster.server_cpu_s))
+
+    def _after_decision(self, step: _Step) -> None:
+        """Gather what the next forward needs first, each unit once it is updated."""
+        for unit in self._first():
+            if unit and not self._resident and self._used + self._numel[unit] > self._budget:
+                return
+            self._start(unit, step.updated[unit])
+
+    def _first(self) -> Iterator[int]:
+        yield 0
+        yield from self._blocks
+
+    def _forward(self) -> Process:
+        backward = list(reversed(self._blocks))
+        yield from self._need(0, [*self._blocks, *backward])
+        for unit in self._blocks:
+            upcoming = [*range(unit + 1, len(self._numel)), *backward]
+            yield from self._need(unit, upcoming)
+            yield self._compute(unit, _FORWARD)
+            if not self._needed_soon(unit, upcoming):
+                self._reshard(unit)
+            self._prefetch(upcoming)
+        yield self._compute(0, _FORWARD)
+
+    def _backward(self, number: int, expected: dict[int, simpy.Event]) -> Process:
+        for unit in reversed(self._blocks):
+            upcoming = list(range(unit - 1, 0, -1))
+            yield from self._need(unit, upcoming)
+            yield self._compute(unit, 1 - _FORWARD)
+            self._reshard(unit)
+            yield from self._push_when_room(number, unit)
+            self._speculate(number, unit, expected)
+            self._prefetch(upcoming)
+        yield self._compute(0, 1 - _FORWARD)
+        yield from self._push_when_room(number, 0)
+        self._speculate(number, 0, expected)
+
+    def _speculate(self, number: int, unit: int, expected: dict[int, simpy.Event]) -> None:
+        """Gather a unit behind its push, as the step will leave it."""
+        if not self._job.speculates:
+            return
+        if not self._resident and unit:
+            held = self._used + sum(self._numel[other] for other in expected if other)
+            if not self._needed_soon(unit, self._first()) or held + self._numel[unit] > self._budget:
+                return
+        expected[unit] = self._env.process(self._gather(unit, self._job.step(number).updated[unit]))
+
+
+class _LocalSteps(_Worker):
+    """Workers that make H / P inner steps, and then an outer step of a fragment; as `parallel.diloco`."""
+
+    def run(self) -> Process:
+        """One outer step of each fragment, and one more."""
+        job = self._cluster.scenario.job
+        self.inner_steps = job.inner_steps // job.fragments
+        inner_s = sum(self._compute_s)
+        under_way: simpy.Event | None = None
+        for number in range(_STEPS):
+            for inner in range(self.inner_steps):
+                yield self._cluster.compute(self._hosts, self._kind, inner_s)
+                if under_way is not None and inner + 1 == job.overlap_steps:
+                    yield from self._wait("decision", under_way)
+                    under_way = None
+            under_way = self._env.process(self._outer_step(number))
+            if not job.overlap_steps:
+                yield from self._wait("decision", under_way)
+                under_way = None
+            self._end_step()
+
+    def _outer_step(self, number: int) -> Process:
+        fragment = number % len(self._numel)
+        yield self._env.process(self._push(number, fragment))
+        yield self._job.vote(number)
+        step = self._job.step(number)
+        yield self._env.process(self._gather(fragment, step.updated[fragment]))
+
+
+@dataclass(frozen=True)
+class _Total:
+    """What had been when a step ended."""
+
+    now_s: float
+    waits: tuple[float, ...]
+    moved: tuple[int, int]
+    server_cpu_s: float
+
+
+def play(scenario: Scenario, profile: Profile) -> StepTimes:
+    """The times of a step of a scenario, once steps are alike.
+
+    Raises:
+        InvalidRequest: the profile has no costs of the optimizer, or of what travels.
+    """
+    _check(scenario, profile)
+    env = simpy.Environment()
+    cluster = _Cluster(scenario, profile, env)
+    job = _Job(cluster)
+    kind = _LocalSteps if scenario.job.strategy == "local_steps" else _Worker
+    workers = [kind(cluster, job, hosts, each) for hosts, each in zip(cluster.workers, scenario.workers, strict=True)]
+    for worker in workers:
+        env.process(worker.run())
+    env.run()
+    slowest = min(workers, key=lambda worker: worker.waits["decision"])
+    before, last = slowest.totals[-2:]
+    steps, step_s = slowest.inner_steps, last.now_s - before.now_s
+    gather_s, push_s, decision_s = (now - then for now, then in zip(last.waits, before.waits, strict=True))
+    return StepTimes(
+        step_s=step_s / steps,
+        compute_s=max(group.step_s(scenario.model, scenario.job) for group in scenario.workers),
+        gather_wait_s=gather_s / steps,
+        push_wait_s=push_s / steps,
+        decision_wait_s=decision_s / steps,
+        received_bytes=(last.moved[0] - before.moved[0]) / steps,
+        sent_bytes=(last.moved[1] - before.moved[1]) / steps,
+        server_busy=(last.server_cpu_s - before.server_cpu_s) / step_s,
+    )
+
+
+def _check(scenario: Scenario, profile: Profile) -> None:
+    if (optimizer := scenario.servers_optimizer) not in profile.update_s:
+        raise InvalidRequest(f"the profile has no cost of {optimizer!r}; it has {', '.join(profile.update_s)}")
+    for wire in (scenario.job.wire, scenario.job.reduced):
+        if wire not in profile.wires:
+            raise InvalidRequest(f"the profile has no costs of {wire!r}; it has {', '.join(profile.wires)}")
