@@ -85,7 +85,9 @@ class Case:
                     "clip": self.clip,
                     "replication": self.replication,
                 },
-                "workers": [{"count": self.workers, "compute_s": compute_s, "rate_mbit": self.rate_mbit}],
+                "workers": [
+                    {"count": self.workers, "device": "emulated", "compute_s": compute_s, "rate_mbit": self.rate_mbit}
+                ],
                 "servers": {"count": self.servers or 0, "rate_mbit": self.rate_mbit},
                 "network": {
                     "rtt_ms": self.rtt_ms or RTT_MS,

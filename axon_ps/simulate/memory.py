@@ -6,6 +6,7 @@ its slices, as `sharding.memory` counts them before any is placed.
 
 from __future__ import annotations
 
+from axon_ps.optim.registry import create
 from axon_ps.sharding.memory import slice_bytes
 from axon_ps.simulate.scenario import DTYPES, Scenario
 
@@ -19,27 +20,41 @@ def server_bytes(scenario: Scenario) -> int:
     return -(-sum(sizes) * scenario.job.replication // scenario.num_servers)
 
 
-def worker_bytes(scenario: Scenario) -> int:
-    """Of a worker: of each device's process, under "hybrid_shard"."""
+def parameter_bytes(scenario: Scenario) -> int:
+    """Parameters of a worker at their peak; the formulas of `parallel.fsdp.stats`, where measured peaks are held to them."""
+    job, group = scenario.job, scenario.workers[0]
+    numels = [unit.numel for unit in scenario.spec.layout.units]
+    one, numel = max(numels[1:], default=0), sum(numels)
+    compute, wire = DTYPES[job.compute].itemsize, scenario.wire_itemsize
+    prefetched = compute * (numels[0] + min(_BUFFERS * one, sum(numels[1:])))
+    if job.strategy == "local_steps":
+        return (compute + _F32) * numel  # the module, and the copy at the last sync
+    if job.strategy == "hybrid_shard":
+        return -(-numel // group.devices) * wire + prefetched
+    if job.keep_gathered:
+        return wire * numel + compute * (numels[0] + one)
+    if job.strategy == "shard_grad_op":
+        return (compute + (wire if scenario.buffered(group) else 0)) * numel
+    return prefetched
+
+
+def gradient_bytes(scenario: Scenario) -> int:
+    """Gradients on their way, in f32 where they are compressed, and the residuals of compression."""
     job, precision = scenario.job, scenario.spec.precision
     numels = [unit.numel for unit in scenario.spec.layout.units]
-    largest, numel = max(numels[1:], default=numels[0]), sum(numels)
-    compute, wire, grad = DTYPES[job.compute].itemsize, precision.param.itemsize, precision.grad.itemsize
-    residuals = _F32 * numel * ((precision.grad_compression is not None) + precision.differs)
-    pushes = _BUFFERS * largest * grad
-    if job.strategy == "local_steps":  # the module, its inner optimizer, the copy at the last sync, one outer step
-        return numel * (compute * 2 + _F32 * 3) + largest * (2 * _F32 + grad) + residuals
-    buffered = job.wire != job.compute or not scenario.workers[0].on_cpu
-    gathers = _BUFFERS * largest * wire if buffered else 0
-    computing = (numels[0] + largest) * compute  # gradients of the unit in use, and of the root
-    unsharded = (numels[0] + _BUFFERS * largest) * compute
-    if job.strategy == "shard_grad_op" and not job.keep_gathered:
-        unsharded = numel * compute
-        gathers += 0 if job.clip else numel * wire
-    elif job.keep_gathered:
-        gathers += numel * wire
-    if job.strategy == "hybrid_shard":
-        devices = scenario.workers[0].devices
-        gathers += -(-numel // devices) * wire
-        residuals //= devices
-    return unsharded + gathers + computing + pushes + residuals
+    residuals = _F32 * sum(numels) * (precision.grad_compression is not None) // scenario.workers[0].devices
+    if job.strategy == "local_steps":  # what was pushed, what comes, and the buffer
+        return max(numels) * (2 * _F32 + precision.grad.itemsize) + residuals
+    return precision.grad.itemsize * min(_BUFFERS * max(numels), sum(numels)) + residuals
+
+
+def worker_bytes(scenario: Scenario) -> int:
+    """All of a worker: of each device's process, under "hybrid_shard"."""
+    job, numels = scenario.job, [unit.numel for unit in scenario.spec.layout.units]
+    compute = DTYPES[job.compute].itemsize
+    if job.strategy == "local_steps":
+        computing = sum(numels) * (compute + _F32 * len(create(job.optimizer).state_names([{}])))  # the inner optimizer
+    else:
+        computing = (numels[0] + max(numels[1:], default=0)) * compute  # gradients of the unit in use, and of the root
+    differences = _F32 * sum(numels) * scenario.spec.precision.differs
+    return parameter_bytes(scenario) + gradient_bytes(scenario) + computing + differences

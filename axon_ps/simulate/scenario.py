@@ -123,7 +123,8 @@ class Workers:
         devices: GPUs of each; above 1 under "hybrid_shard", where they share the model.
         compute_s: seconds that forward and backward of a step take on a device, alone; or else `flops`.
         flops: operations a second that a device achieves with this model; `tokens` tell how many there are.
-        on_cpu: whether it computes on the host's own cores.
+        device: what it computes on: "gpu"; "cpu", the host's own cores; or "emulated", an accelerator that works on host
+            memory and takes no core, as in benchmarks.
         cores: of a host; 0 = as the profile's machine.
         rate_mbit: of its network card, each way.
         device_gb_per_s: bandwidth between the devices of a host, each way.
@@ -134,7 +135,7 @@ class Workers:
     devices: int = 1
     compute_s: float = 0.0
     flops: float = 0.0
-    on_cpu: bool = False
+    device: str = "gpu"
     cores: int = 0
     rate_mbit: float = 1000.0
     device_gb_per_s: float = 20.0
@@ -144,6 +145,7 @@ class Workers:
         """Raise if it cannot be."""
         _at_least(self, "workers", count=1, devices=1, cores=0, per_hour=0, compute_s=0, flops=0)
         _above_0(self, "workers", "rate_mbit", "device_gb_per_s")
+        _one_of("workers.device", self.device, ("gpu", "cpu", "emulated"))
         if (self.compute_s > 0) == (self.flops > 0):
             raise InvalidRequest(
                 f"workers.compute_s is {self.compute_s:g} and workers.flops {self.flops:g}; give one of them: seconds "
@@ -344,6 +346,15 @@ class Scenario:
         """State arrays of the optimizer on the servers."""
         momentum = {"momentum": 0.9} if self.job.strategy == "local_steps" else {}
         return len(create(self.servers_optimizer).state_names([momentum]))
+
+    @property
+    def wire_itemsize(self) -> int:
+        """Bytes of an element that has come, and lies in a buffer: decompressed, as it is computed with."""
+        return DTYPES.get(self.job.wire, DTYPES[self.job.compute]).itemsize
+
+    def buffered(self, group: Workers) -> bool:
+        """Whether workers gather into buffers, and not into the memory that they compute with."""
+        return group.device == "gpu" or DTYPES.get(self.job.wire, DTYPES[self.job.compute]) != DTYPES[self.job.compute]
 
     @property
     def _unit_numels(self) -> list[int]:

@@ -10,7 +10,8 @@ of a group and all servers is one activity, whose unit is an element between one
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import simpy
@@ -18,11 +19,12 @@ import simpy
 from axon_ps.errors import InvalidRequest
 from axon_ps.simulate.fluid import Fluid, Process, Resource
 from axon_ps.simulate.profile import Profile
-from axon_ps.simulate.scenario import Scenario, Workers, wire_bytes
+from axon_ps.simulate.scenario import DTYPES, Scenario, Workers, wire_bytes
 
 _BUFFERS = 2  # of the largest unit, as `runtime.BUFFERS`
 _FORWARD = 1 / 3  # of compute; backward makes two products where forward makes one
 _SHORT_RTT_S, _GAIN = 0.002, 2  # as `shard.client.line`
+_STAGES = 4
 _STEPS = 4  # that are played; the last one is the result
 
 
@@ -114,7 +116,7 @@ class _Cluster:
             rate = scenario.network.payload_rate(servers.rate_mbit)
             self.servers = _Hosts.of("servers", servers.count, rate, cores("servers", servers.cores))
         self.server_cpu_s = 0.0  # of one
-        self.bytes = {(group, inward): 0 for group in self.workers for inward in (True, False)}  # of one
+        self.bytes = {(group, inward): 0.0 for group in self.workers for inward in (True, False)}  # of one
 
     def numel(self, unit: int) -> int:
         """Elements of a unit."""
@@ -131,7 +133,7 @@ class _Cluster:
         by_call = holders / numel  # calls by element of a pair
         worker_s = (cost.worker_gather_s if inward else cost.worker_push_s) + profile.worker_call_s * by_call
         server_s = (cost.server_gather_s if inward else cost.server_push_s) + profile.server_call_s * by_call
-        self.server_cpu_s += server_s * group.count * numel / servers.count
+        self.server_cpu_s += server_s * group.count * numel / servers.count / self.stages(unit)
         remote = servers.count - self.own  # servers of a worker that are behind other cards
         uses: dict[Resource, float] = {}
 
@@ -148,16 +150,34 @@ class _Cluster:
         add(servers.cores, (alike or group.count) * server_s)
         return uses
 
+    def stages(self, unit: int) -> int:
+        """In how many steps a unit is followed on its way: its slices' chunks, or a few of them at a time."""
+        return min(_STAGES, -(-self.numel(unit) // (self.servers.count * self.scenario.spec.options.chunk_numel)))
+
     def move(self, group: _Hosts, unit: int, *, inward: bool) -> simpy.Event:
-        """All of a unit between the workers of a group and the servers."""
-        job = self.scenario.job
-        self.bytes[group, inward] += wire_bytes(job.wire if inward else job.reduced, self.numel(unit))
-        return self.fluid.run(self.numel(unit) / self.servers.count, self._uses(group, inward, unit))
+        """A stage of a unit between the workers of a group and the servers."""
+        job, stages = self.scenario.job, self.stages(unit)
+        self.bytes[group, inward] += wire_bytes(job.wire if inward else job.reduced, self.numel(unit)) / stages
+        return self.fluid.run(self.numel(unit) / self.servers.count / stages, self._uses(group, inward, unit))
+
+    def replicate(self, unit: int) -> simpy.Event:
+        """Every server sends a stage's sums of its slice of a unit to the servers that have copies of it."""
+        job, servers = self.scenario.job, self.servers
+        copies, cost = job.replication - 1, self.profile.wires[job.reduced]
+        numel = self.numel(unit) / servers.count / self.stages(unit) if copies else 0.0
+        both_s = copies * (cost.server_push_s + cost.server_gather_s)
+        self.server_cpu_s += both_s * numel
+        size = float(copies * self.scenario.spec.precision.grad.itemsize)
+        cores = both_s * self._together
+        return self.fluid.run(
+            numel, {servers.sent: size, servers.received: size, servers.loop: both_s, servers.cores: cores}
+        )
 
     def update(self, unit: int) -> simpy.Event:
-        """Every server updates its slice of a unit, and encodes it."""
-        by_element = self.profile.update_s[self.scenario.servers_optimizer]
-        numel = self.numel(unit) / self.servers.count
+        """Every server updates a stage of its slice of a unit, and encodes it."""
+        encode_s = self.profile.wires[self.scenario.job.wire].server_encode_s
+        by_element = self.profile.update_s[self.scenario.servers_optimizer] * self.scenario.job.replication + encode_s
+        numel = self.numel(unit) / self.servers.count / self.stages(unit)
         self.server_cpu_s += by_element * numel
         return self.fluid.run(by_element * numel, {self.servers.cores: self._together}, most=1.0, weight=1e9)
 
@@ -168,7 +188,7 @@ class _Cluster:
 
     def compute(self, group: _Hosts, kind: Workers, seconds: float) -> simpy.Event:
         """A device of each worker of a group computes for so long."""
-        if not kind.on_cpu:
+        if kind.device != "cpu":
             return self.env.timeout(seconds)
         together = group.count if self.scenario.network.shared_cores else 1
         return self.fluid.run(seconds, {group.cores: float(together)}, most=1.0, weight=1e9)
@@ -178,8 +198,8 @@ class _Cluster:
 class _Step:
     """One step of the job."""
 
-    pushed: list[int]  # by unit, groups that have
-    updated: list[simpy.Event]  # by unit
+    pushed: list[list[int]]  # by unit and stage, groups that have
+    updated: list[list[simpy.Event]]  # by unit and stage
     votes: int
     decided: simpy.Event
 
@@ -195,20 +215,29 @@ class _Job:
     def step(self, number: int) -> _Step:
         """The step of this number."""
         if number not in self._steps:
-            env, units = self.cluster.env, len(self.cluster.scenario.spec.layout.units)
-            self._steps[number] = _Step([0] * units, [env.event() for _ in range(units)], 0, env.event())
+            env, units = self.cluster.env, range(len(self.cluster.scenario.spec.layout.units))
+            stages = [range(self.cluster.stages(unit)) for unit in units]
+            pushed = [[0 for _ in each] for each in stages]
+            updated = [[env.event() for _ in each] for each in stages]
+            self._steps[number] = _Step(pushed, updated, 0, env.event())
         return self._steps[number]
 
-    def pushed(self, number: int, unit: int) -> None:
-        """A group's gradients of a unit are at the servers."""
+    def pushed(self, number: int, unit: int, stage: int) -> None:
+        """A group's gradients are at the servers."""
         step = self.step(number)
-        step.pushed[unit] += 1
-        if step.pushed[unit] == len(self.cluster.workers) and self.speculates:
-            self.cluster.env.process(self._update(step, unit))
+        step.pushed[unit][stage] += 1
+        if step.pushed[unit][stage] == len(self.cluster.workers):
+            self.cluster.env.process(self._sum(step, unit, stage))
 
-    def _update(self, step: _Step, unit: int) -> Process:
+    def _sum(self, step: _Step, unit: int, stage: int) -> Process:
+        """All have pushed: backups get the sums, and if the step's hyperparameters are known it is updated at once."""
+        yield self.cluster.replicate(unit)
+        if self.speculates:
+            yield self.cluster.env.process(self._update(step, unit, stage))
+
+    def _update(self, step: _Step, unit: int, stage: int) -> Process:
         yield self.cluster.update(unit)
-        step.updated[unit].succeed()
+        step.updated[unit][stage].succeed()
 
     def vote(self, number: int) -> simpy.Event:
         """A group votes; the event is the decision."""
@@ -222,8 +251,9 @@ class _Job:
         yield self.cluster.env.timeout(self.cluster.profile.decision_s + self.cluster.rtt_s)
         step.decided.succeed()
         if not self.speculates:
-            for unit in range(len(step.updated)):
-                self.cluster.env.process(self._update(step, unit))
+            for unit, stages in enumerate(step.updated):
+                for stage in range(len(stages)):
+                    self.cluster.env.process(self._update(step, unit, stage))
 
 
 class _Worker:
@@ -233,21 +263,23 @@ class _Worker:
         scenario = cluster.scenario
         self._cluster, self._job, self._hosts, self._kind = cluster, job, hosts, kind
         self._env = cluster.env
-        units = scenario.spec.layout.units
-        self._numel = [unit.numel for unit in units]
-        self._blocks = range(1, len(units))
+        self._numel = [unit.numel for unit in scenario.spec.layout.units]
+        self._blocks = range(1, len(self._numel))
         self._resident = scenario.job.strategy != "full_shard" or scenario.job.keep_gathered
+        self._buffered = scenario.buffered(kind)
         compute_s = kind.step_s(scenario.model, scenario.job)
         self._compute_s = [compute_s * numel / sum(self._numel) for numel in self._numel]
         self._have: dict[int, simpy.Event] = {}  # units here or on their way
         largest = max(self._numel[1:], default=self._numel[0])
-        rtt_s = cluster.rtt_s if cluster.rtt_s > _SHORT_RTT_S else 0.0
-        itemsize = wire_bytes(scenario.job.wire, largest) / largest
-        under_way = round(_GAIN * hosts.received.capacity * rtt_s / itemsize)
-        self._budget = _BUFFERS * largest + under_way  # for parameters
-        self._room = _BUFFERS * largest + under_way  # for gradients
+        self._itemsize = DTYPES[scenario.job.compute].itemsize
+        self._wire_itemsize = scenario.wire_itemsize
+        long_s = cluster.rtt_s if cluster.rtt_s > _SHORT_RTT_S else 0.0
+        under_way = round(_GAIN * hosts.received.capacity * long_s)
+        self._budget = _BUFFERS * largest * self._itemsize + under_way  # bytes of parameters, beside the root
+        self._buffers = _BUFFERS * largest * self._wire_itemsize + under_way  # of gathers
+        self._room = _BUFFERS * largest + under_way // self._itemsize  # elements of gradients
         self._pushing: dict[simpy.Event, int] = {}  # elements of each
-        self._turns = {way: simpy.Resource(self._env, 1) for way in (True, False)} if rtt_s else {}
+        self._turns = {way: simpy.Resource(self._env, 1) for way in (True, False)} if long_s else {}
         self.waits = {"gather": 0.0, "push": 0.0, "decision": 0.0}
         self.totals: list[_Total] = []  # by step
         self.inner_steps = 1  # in each of them
@@ -260,51 +292,71 @@ class _Worker:
         size_bytes = wire_bytes(self._cluster.scenario.job.compute, self._numel[unit])
         return self._env.timeout(size_bytes * (devices - 1) / devices / (self._kind.device_gb_per_s * 1e9))
 
-    def _transfer(self, unit: int, *, inward: bool) -> Process:
-        """In its turn, on a long line; see `shard.client.line`."""
+    @contextmanager
+    def _turn(self, *, inward: bool) -> Iterator[simpy.Event]:
+        """A transfer's turn, on a long line; see `shard.client.line`."""
         if not self._turns:
-            yield self._cluster.move(self._hosts, unit, inward=inward)
+            yield self._env.timeout(0.0)
             return
         with self._turns[inward].request() as turn:
             yield turn
-            yield self._cluster.move(self._hosts, unit, inward=inward)
 
-    def _gather(self, unit: int, updated: simpy.Event | None = None) -> Process:
+    def _gather(self, unit: int, step: _Step | None = None) -> Process:
+        """Of a step that is not decided chunk by chunk, as they are updated."""
         yield self._env.timeout(self._cluster.rtt_s / 2)
-        if updated is not None:
-            yield updated
-        yield self._env.process(self._transfer(unit, inward=True))
+        with self._turn(inward=True) as turn:
+            yield turn
+            for stage in range(self._cluster.stages(unit)):
+                if step is not None:
+                    yield step.updated[unit][stage]
+                yield self._cluster.move(self._hosts, unit, inward=True)
         yield self._env.timeout(self._cluster.rtt_s / 2)
         yield self._in_node(unit)
 
     def _push(self, number: int, unit: int) -> Process:
         yield self._in_node(unit)
-        yield self._env.process(self._transfer(unit, inward=False))
-        yield self._env.timeout(self._cluster.rtt_s / 2)
-        self._job.pushed(number, unit)
-        yield self._env.timeout(self._cluster.rtt_s / 2)
+        with self._turn(inward=False) as turn:
+            yield turn
+            for stage in range(self._cluster.stages(unit)):
+                yield self._cluster.move(self._hosts, unit, inward=False)
+                self._env.process(self._arrive(number, unit, stage))
+        yield self._env.timeout(self._cluster.rtt_s)
 
-    def _start(self, unit: int, updated: simpy.Event | None = None) -> None:
+    def _arrive(self, number: int, unit: int, stage: int) -> Process:
+        yield self._env.timeout(self._cluster.rtt_s / 2)
+        self._job.pushed(number, unit, stage)
+
+    def _start(self, unit: int, step: _Step | None = None) -> None:
         if unit not in self._have:
-            self._have[unit] = self._env.process(self._gather(unit, updated))
+            self._have[unit] = self._env.process(self._gather(unit, step))
 
-    @property
-    def _used(self) -> int:
-        """Elements here or on their way, beside the root."""
-        return sum(self._numel[unit] for unit in self._have if unit)
+    def _used(self, units: Mapping[int, simpy.Event]) -> int:
+        """Bytes of units that are here or on their way, beside the root."""
+        return sum(
+            self._numel[u] * (self._itemsize if e.processed else self._wire_itemsize) for u, e in units.items() if u
+        )
+
+    def _has_room(self, unit: int) -> bool:
+        """Whether a unit may be gathered before it is needed; see `Runtime._prefetch`."""
+        gather_bytes = self._numel[unit] * self._wire_itemsize
+        coming = sum(self._numel[u] * self._wire_itemsize for u, e in self._have.items() if not e.processed)
+        if self._buffered and coming and coming + gather_bytes > self._buffers:
+            return False
+        return not unit or self._resident or self._used(self._have) + gather_bytes <= self._budget
 
     def _prefetch(self, upcoming: Iterable[int]) -> None:
         for unit in upcoming:
             if unit in self._have:
                 continue
-            if unit and not self._resident and self._used + self._numel[unit] > self._budget:
+            if not self._has_room(unit):
                 return
             self._start(unit)
 
     def _needed_soon(self, unit: int, upcoming: Iterable[int]) -> bool:
         room = self._budget
         for other in dict.fromkeys(upcoming):
-            room -= self._numel[other] if other else 0
+            by_element = self._itemsize + (self._wire_itemsize if self._buffered else 0)
+            room -= self._numel[other] * by_element if other else 0
             if room < 0:
                 return False
             if other == unit:
@@ -349,10 +401,7 @@ class _Worker:
             step = self._job.step(number)
             yield from self._wait("decision", self._job.vote(number))
             self._pushing, self._have = {}, expected
-            if not self._job.speculates:
-                self._after_decision(step)
-            else:
-                self._prefetch(self._first())
+            self._after_decision(step)
             self._end_step()
 
     def _end_step(self) -> None:
@@ -361,10 +410,10 @@ class _Worker:
 
     def _after_decision(self, step: _Step) -> None:
         """Gather what the next forward needs first, each unit once it is updated."""
-        for unit in self._first():
-            if unit and not self._resident and self._used + self._numel[unit] > self._budget:
+        for unit in (unit for unit in self._first() if unit not in self._have):
+            if not self._has_room(unit):
                 return
-            self._start(unit, step.updated[unit])
+            self._start(unit, step)
 
     def _first(self) -> Iterator[int]:
         yield 0
@@ -397,13 +446,13 @@ class _Worker:
 
     def _speculate(self, number: int, unit: int, expected: dict[int, simpy.Event]) -> None:
         """Gather a unit behind its push, as the step will leave it."""
-        if not self._job.speculates:
+        if not self._job.speculates or (self._buffered and not self._resident):
             return
         if not self._resident and unit:
-            held = self._used + sum(self._numel[other] for other in expected if other)
-            if not self._needed_soon(unit, self._first()) or held + self._numel[unit] > self._budget:
+            used = self._used(self._have) + self._used(expected)
+            if not self._needed_soon(unit, self._first()) or used + self._numel[unit] * self._itemsize > self._budget:
                 return
-        expected[unit] = self._env.process(self._gather(unit, self._job.step(number).updated[unit]))
+        expected[unit] = self._env.process(self._gather(unit, self._job.step(number)))
 
 
 class _LocalSteps(_Worker):
@@ -431,8 +480,7 @@ class _LocalSteps(_Worker):
         fragment = number % len(self._numel)
         yield self._env.process(self._push(number, fragment))
         yield self._job.vote(number)
-        step = self._job.step(number)
-        yield self._env.process(self._gather(fragment, step.updated[fragment]))
+        yield self._env.process(self._gather(fragment, self._job.step(number)))
 
 
 @dataclass(frozen=True)
@@ -441,7 +489,7 @@ class _Total:
 
     now_s: float
     waits: tuple[float, ...]
-    moved: tuple[int, int]
+    moved: tuple[float, float]
     server_cpu_s: float
 
 
