@@ -11,16 +11,18 @@ Owns: rates and the ends of activities. Refuses: to know what they are.
 from __future__ import annotations
 
 import math
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import simpy
 
 Process: TypeAlias = Generator[simpy.Event, Any, Any]
+Wanted: TypeAlias = tuple[Mapping["Resource", float], float, float]
 
 _REST = 1e-9
 """So much of an activity counts as nothing: what rounding leaves."""
+_ROUNDING = 1 + 1e-12
 
 
 @dataclass(eq=False)
@@ -96,7 +98,9 @@ class Fluid:
         self._advance()
         self._stale = False
         self._end()
-        share(self._active)
+        rates = fair_rates([(activity.uses, activity.most, activity.weight) for activity in self._active])
+        for activity, rate in zip(self._active, rates, strict=True):
+            activity.rate = rate
         if self._active:
             self._alarm += 1
             alarm = self.env.timeout(max(0.0, min(a.left / a.rate for a in self._active)), self._alarm)
@@ -115,26 +119,32 @@ class Fluid:
                 activity.done.succeed()
 
 
-def share(activities: list[_Activity]) -> None:
-    """Give each its max-min fair rate."""
-    room = {resource: resource.capacity for activity in activities for resource in activity.uses}
-    growing = set(activities)
+def fair_rates(wanted: Sequence[Wanted]) -> list[float]:
+    """The max-min fair rate of each activity.
+
+    Args:
+        wanted: what a unit of it uses, its highest rate and its weight.
+    """
+    room = {resource: resource.capacity for uses, _, _ in wanted for resource in uses}
+    rates = [0.0] * len(wanted)
+    growing = set(range(len(wanted)))
     level = 0.0
     while growing:
         demand = dict.fromkeys(room, 0.0)
-        for activity in growing:
-            for resource, by_unit in activity.uses.items():
-                demand[resource] += activity.weight * by_unit
-        full = {r: room[r] / d for r, d in demand.items() if d > 0.0}
-        step = min(
-            min(full.values(), default=math.inf),
-            min(activity.most / activity.weight - level for activity in growing),
-        )
+        for i in growing:
+            uses, _, weight = wanted[i]
+            for resource, by_unit in uses.items():
+                demand[resource] += weight * by_unit
+        full = {resource: room[resource] / by_level for resource, by_level in demand.items() if by_level > 0.0}
+        bounded = min(wanted[i][1] / wanted[i][2] for i in growing) - level
+        step = min(bounded, min(full.values(), default=math.inf))
         level += step
         for resource, by_level in demand.items():
-            room[resource] -= by_level * step
-        used_up = {r for r, most in full.items() if most <= step * (1 + 1e-12)}
-        stay = [a for a in growing if a.most / a.weight <= level * (1 + 1e-12) or not used_up.isdisjoint(a.uses)]
-        for activity in stay:
-            activity.rate = activity.weight * level
-        growing.difference_update(stay)
+            room[resource] = max(0.0, room[resource] - by_level * step)
+        used_up = {resource for resource, most in full.items() if most <= step * _ROUNDING}
+        for i in list(growing):
+            uses, most, weight = wanted[i]
+            if most / weight <= level * _ROUNDING or not used_up.isdisjoint(uses):
+                rates[i] = weight * level
+                growing.remove(i)
+    return rates

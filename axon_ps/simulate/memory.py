@@ -21,7 +21,7 @@ def server_bytes(scenario: Scenario) -> int:
 
 
 def parameter_bytes(scenario: Scenario) -> int:
-    """Parameters of a worker at their peak; the formulas of `parallel.fsdp.stats`, where measured peaks are held to them."""
+    """Parameters of a worker at their peak, by the formulas of `parallel.fsdp.stats`, to which real jobs are held."""
     job, group = scenario.job, scenario.workers[0]
     numels = [unit.numel for unit in scenario.spec.layout.units]
     one, numel = max(numels[1:], default=0), sum(numels)

@@ -123,8 +123,8 @@ class Workers:
         devices: GPUs of each; above 1 under "hybrid_shard", where they share the model.
         compute_s: seconds that forward and backward of a step take on a device, alone; or else `flops`.
         flops: operations a second that a device achieves with this model; `tokens` tell how many there are.
-        device: what it computes on: "gpu"; "cpu", the host's own cores; or "emulated", an accelerator that works on host
-            memory and takes no core, as in benchmarks.
+        device: what it computes on: "gpu"; "cpu", the host's own cores; or "emulated", an accelerator that works on
+            host memory and takes no core, as in benchmarks.
         cores: of a host; 0 = as the profile's machine.
         rate_mbit: of its network card, each way.
         device_gb_per_s: bandwidth between the devices of a host, each way.

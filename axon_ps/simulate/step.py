@@ -432,6 +432,8 @@ class _Worker:
         yield self._compute(0, _FORWARD)
 
     def _backward(self, number: int, expected: dict[int, simpy.Event]) -> Process:
+        """The root's compute, as of a head, is at the end of forward; its gradient is complete when backward ends."""
+        yield self._compute(0, 1 - _FORWARD)
         for unit in reversed(self._blocks):
             upcoming = list(range(unit - 1, 0, -1))
             yield from self._need(unit, upcoming)
@@ -440,7 +442,6 @@ class _Worker:
             yield from self._push_when_room(number, unit)
             self._speculate(number, unit, expected)
             self._prefetch(upcoming)
-        yield self._compute(0, 1 - _FORWARD)
         yield from self._push_when_room(number, 0)
         self._speculate(number, 0, expected)
 
