@@ -9,6 +9,7 @@ import json
 import math
 import time
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -126,6 +127,15 @@ def health(
 
 @partial(o.of_a_job, named=False)
 def doctor(
+    measure: Annotated[
+        Path | None,
+        typer.Option(
+            help="Measure what this library costs here, in half a minute, and write it to this file for `axon-ps "
+            "simulate`; nothing else is looked at.",
+            metavar="FILE",
+            show_default=False,
+        ),
+    ] = None,
     as_json: o.Json = False,
     *,
     settings: Settings,
@@ -133,12 +143,30 @@ def doctor(
     """Look at this machine: versions, limits, memory, environment, and whether the coordinator answers."""
     from axon_ps.cli.doctor import examine, print_findings
 
+    if measure is not None:
+        _measure(measure, as_json=as_json)
+        return
     findings = examine(settings)
     if as_json:
         print(json.dumps([{"what": f.what, "found": f.found, "problem": f.problem} for f in findings], indent=2))
     else:
         print_findings(findings)
     leave(1 if any(f.problem for f in findings) else 0)
+
+
+def _measure(path: Path, *, as_json: bool) -> None:
+    """Write a profile of this machine; lines on standard error show what has been measured."""
+    from rich.console import Console
+
+    from axon_ps.cli.measure import Sizes, check_target, measure, print_profile, write
+
+    check_target(path)
+    profile = measure(Sizes(), Console(stderr=True, highlight=False).print)
+    write(profile, path)
+    if as_json:
+        print(json.dumps(profile.as_dict(), indent=2))
+    else:
+        print_profile(profile)
 
 
 def _as_dict(reply: Status) -> dict[str, Any]:
