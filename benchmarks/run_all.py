@@ -20,6 +20,7 @@ BENCHMARKS = (
     "whole_step --one-host",
     "unequal",
     "overlap",
+    "simulator",
     "ddp",
     "pipeline",
     "restart",

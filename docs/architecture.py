@@ -20,6 +20,7 @@ SAYS = {
     "huggingface": "Accelerator, Trainer",
     "lightning": "strategies",
     "ray": "actors, Ray Train",
+    "simulate": "clusters not yet rented",
     "parallel": "PyTorch: fsdp, ddp, tensor, pipeline, c10d",
     "worker": "World; gather, push, vote",
     "collectives": "process groups and their backends",

@@ -89,10 +89,10 @@ class Fluid:
             self.env.timeout(0.0).callbacks.append(self._settle)
 
     def _advance(self) -> None:
-        passed_s, self._since_s = self.env.now - self._since_s, self.env.now
-        if passed_s:
+        elapsed_s, self._since_s = self.env.now - self._since_s, self.env.now
+        if elapsed_s:
             for activity in self._active:
-                activity.left -= activity.rate * passed_s
+                activity.left -= activity.rate * elapsed_s
 
     def _settle(self, _: simpy.Event) -> None:
         self._advance()

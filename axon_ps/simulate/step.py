@@ -375,8 +375,8 @@ class _Worker:
         yield from self._wait("gather", self._have[unit])
         self._prefetch(upcoming)
 
-    def _compute(self, unit: int, share: float) -> simpy.Event:
-        return self._cluster.compute(self._hosts, self._kind, self._compute_s[unit] * share)
+    def _compute(self, unit: int, fraction: float) -> simpy.Event:
+        return self._cluster.compute(self._hosts, self._kind, self._compute_s[unit] * fraction)
 
     def _push_when_room(self, number: int, unit: int) -> Process:
         numel = self._numel[unit]
