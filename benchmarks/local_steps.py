@@ -41,8 +41,8 @@ LOSS_COLUMNS = ("how", "steps", "inner_steps", "bytes", "fewer", "peak_bytes", "
 GOODPUT_COLUMNS = ("how", "seconds", "kills", "worker_s", "made", "steps", "goodput")
 
 INT4 = {"wire_dtype": "int4", "param_wire_dtype": "int4"}
-AVERAGE = {"outer_lr": 1.0, "outer_momentum": 0.0, "nesterov": False}
-"""Error feedback takes the place of the outer momentum, as in SparseLoCo."""
+AVERAGE = {"outer_lr": 1.0, "outer_momentum": 0.0, "nesterov": False, "mixing": None}
+"""Error feedback takes the place of the outer momentum, as in SparseLoCo; there is none for mixing to damp."""
 
 WAYS: dict[str, dict[str, Any]] = {
     "DDP": {},

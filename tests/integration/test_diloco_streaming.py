@@ -37,7 +37,7 @@ class Replica:
         self.sent: dict[str, torch.Tensor] = {}
 
 
-def simulate() -> list[Values]:
+def simulate(mixing: float | None) -> list[Values]:
     """Each worker's values after `STEPS` steps, every outer step included."""
     shared = dict(build().named_parameters())
     outer = [
@@ -52,7 +52,7 @@ def simulate() -> list[Values]:
             replica.inner.step()
             replica.inner.zero_grad()
         if under_way is not None and step - under_way[1] == OVERLAP:
-            apply(shared, outer, replicas, under_way[0])
+            apply(shared, outer, replicas, under_way[0], mixing)
             under_way = None
         if (step + 1) % INTERVAL == 0:
             fragment = (step + 1) // INTERVAL % FRAGMENTS - 1
@@ -62,7 +62,9 @@ def simulate() -> list[Values]:
     return [values_of(replica.model) for replica in replicas]
 
 
-def apply(shared: dict[str, Any], outer: list[Any], replicas: list[Replica], fragment: int) -> None:
+def apply(
+    shared: dict[str, Any], outer: list[Any], replicas: list[Replica], fragment: int, mixing: float | None
+) -> None:
     names = [n for n in shared if fragment_of(n) == fragment]
     for name in names:
         shared[name].grad = torch.stack([shared[name].detach() - r.sent[name] for r in replicas]).mean(0)
@@ -71,7 +73,10 @@ def apply(shared: dict[str, Any], outer: list[Any], replicas: list[Replica], fra
         for replica in replicas:
             params = dict(replica.model.named_parameters())
             for name in names:
-                params[name].copy_(shared[name] + (params[name] - replica.sent[name]))
+                if mixing is None:
+                    params[name].copy_(shared[name] + (params[name] - replica.sent[name]))
+                else:
+                    params[name].copy_(mixing * params[name] + (1 - mixing) * shared[name])
 
 
 def make(world: axon_ps.World, **changes: Any) -> tuple[nn.Module, Any, parallel.DiLoCo]:
@@ -91,9 +96,9 @@ def train(model: nn.Module, inner: Any, diloco: parallel.DiLoCo, rank: int, step
         inner.zero_grad()
 
 
-def work(directory: Path) -> dict[str, Any]:
+def work(directory: Path, mixing: float | None) -> dict[str, Any]:
     with axon_ps.World.init(timeout_s=60.0) as world:
-        model, inner, diloco = make(world)
+        model, inner, diloco = make(world, mixing=mixing)
         train(model, inner, diloco, world.rank, range(STEPS))
         values, before = values_of(model), diloco.version
         results = diloco.sync()
@@ -112,10 +117,11 @@ def work(directory: Path) -> dict[str, Any]:
         }  # fmt: skip
 
 
-def test_streaming_diloco_equals_a_simulation_in_plain_torch(tmp_path: Path) -> None:
+@pytest.mark.parametrize("mixing", [0.3, None])
+def test_streaming_diloco_equals_a_simulation_in_plain_torch(tmp_path: Path, mixing: float | None) -> None:
     with LocalCluster(shards=2, world_size=WORKERS) as cluster:
-        results = [r.value for r in cluster.run_workers(work, args=(tmp_path,))]
-    for rank, (got, expected) in enumerate(zip(results, simulate(), strict=True)):
+        results = [r.value for r in cluster.run_workers(work, args=(tmp_path, mixing))]
+    for rank, (got, expected) in enumerate(zip(results, simulate(mixing), strict=True)):
         for name, value in expected.items():
             np.testing.assert_allclose(
                 got["values"][name], value, rtol=1e-5, atol=1e-6, err_msg=f"{name} of worker {rank}"

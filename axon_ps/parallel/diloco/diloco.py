@@ -14,7 +14,8 @@ SGD); Douillard et al. 2023 (DiLoCo: AdamW inside, SGD with Nesterov momentum ou
 Note: [Streaming]
     Douillard et al. 2025 (Streaming DiLoCo, https://arxiv.org/abs/2501.18512): the module is divided into P fragments,
     each of which makes its outer step every H inner steps, H / P after the one before it; and while a fragment's outer
-    step is under way, `overlap_steps` more inner steps are made. So what travels at once is a P-th, and has time.
+    step is under way, `overlap_steps` more inner steps are made. So what travels at once is a P-th, and has time. What
+    of these inner steps remains is for `mixing` to say: Note: [Where a worker goes on] in `fragment`.
 
     Which fragment is next is the same on every worker: the one with the fewest outer steps, of these the first. So
     workers agree also after one was lost in the middle, and one that joins goes on where the others are: its first push
@@ -85,6 +86,10 @@ class DiLoCo:
         param_wire_dtype: what parameters travel as: torch.float32, or a compressor or its name.
         fragments: how many there are, P; see Note: [Streaming]. Units go to them in turn.
         overlap_steps: inner steps that are made while an outer step is under way; fewer than H / P.
+        mixing: from 0 to 1, alpha of Streaming DiLoCo's Algorithm 2: after an outer step during which inner steps were
+            made, parameters are mixing * local + (1 - mixing) * new. That damps the outer momentum, and is better
+            with one. None = what was trained meanwhile is added to the new values whole: better for plain averaging,
+            where mixing would only lose some of it.
         unit_types: module classes that travel as units of their own; the rest of the module is one unit.
         plan_options: how finely units are cut.
         name: as for `FullyShardedDataParallel`; with fragments, what their names begin with.
@@ -112,6 +117,7 @@ class DiLoCo:
         param_wire_dtype: torch.dtype | Compressor | str = torch.float32,
         fragments: int = 1,
         overlap_steps: int = 0,
+        mixing: float | None = 0.5,
         unit_types: Collection[type[nn.Module]] = (),
         plan_options: PlanOptions | None = None,
         name: str | None = None,
@@ -122,7 +128,7 @@ class DiLoCo:
                 f"outer_momentum is {outer_momentum}, and Nesterov's momentum (nesterov=True) needs one above 0; for "
                 "plain averaging give outer_momentum=0, nesterov=False"
             )
-        _check_schedule(inner_steps, fragments, overlap_steps)
+        _check_schedule(inner_steps, fragments, overlap_steps, mixing)
         world = world_of(group)
         if len(group.ranks) != world.world_size:
             raise InvalidRequest(
@@ -142,6 +148,7 @@ class DiLoCo:
         self._group = group
         self._interval = self._left = inner_steps // fragments  # inner steps between pushes, and to the next one
         self._overlap_steps = overlap_steps
+        self._mixing = mixing
         self._under_way: _UnderWay | None = None
         self._counters = {
             "inner_steps": 0.0, "inner_steps_committed": 0.0, "outer_steps_committed": 0.0,
@@ -201,7 +208,7 @@ class DiLoCo:
 
         Returns:
             None after most inner steps. When an outer step has ended what was decided: committed, and the parameters
-            are the servers' new ones, plus what was trained while it was under way; or not committed, and the
+            are the servers' new ones, with what was trained meanwhile as `mixing` says; or not committed, and the
             parameters retain their local progress, which is pushed with that of the steps to come. Exceptions to that:
             after non-finite pseudo-gradients, a worker whose own were non-finite goes back to the last sync with a
             fresh inner optimizer; and a worker whose job was restored from a checkpoint takes the servers' values and
@@ -373,7 +380,7 @@ class DiLoCo:
         decision, fragment.begun = ended.decision, None
         committed = ended.values is not None and ended.at[0] == fragment.synced[0]  # and not restored since
         if committed:
-            fragment.take(push, ended)
+            fragment.take(push, ended, self._mixing if under_way.steps else None)
             self._counters["inner_steps_committed"] += push.weight * self._interval  # a fragment is one of several
         elif decision.outcome is Outcome.SKIP and not push.finite:
             for each in self._fragments:
@@ -442,7 +449,7 @@ class DiLoCo:
         }
 
 
-def _check_schedule(inner_steps: int, fragments: int, overlap_steps: int) -> None:
+def _check_schedule(inner_steps: int, fragments: int, overlap_steps: int, mixing: float | None) -> None:
     if fragments < 1 or inner_steps % fragments:
         raise InvalidRequest(
             f"fragments is {fragments} and inner_steps {inner_steps}; inner_steps must be a multiple of the fragments, "
@@ -452,6 +459,10 @@ def _check_schedule(inner_steps: int, fragments: int, overlap_steps: int) -> Non
         raise InvalidRequest(
             f"overlap_steps is {overlap_steps}; it must be from 0 to {inner_steps // fragments - 1}, since an outer "
             f"step ends before the next one begins, {inner_steps // fragments} inner steps later"
+        )
+    if mixing is not None and not 0.0 <= mixing <= 1.0:
+        raise InvalidRequest(
+            f"mixing is {mixing}; it must be from 0 to 1, or None to add what was trained during an outer step whole"
         )
 
 
@@ -481,7 +492,8 @@ class LocalSGD(DiLoCo):
         inner_optimizer: as for `DiLoCo`.
         group: as for `DiLoCo`.
         inner_steps: as for `DiLoCo`.
-        options: `wire_dtype`, `unit_types`, `plan_options` of `DiLoCo`.
+        mixing: as for `DiLoCo`; None, since a plain average has no momentum to damp.
+        options: other arguments of `DiLoCo`, as `wire_dtype`, `fragments`, `unit_types`.
     """
 
     def __init__(
@@ -491,6 +503,7 @@ class LocalSGD(DiLoCo):
         group: ProcessGroup | World | None = None,
         *,
         inner_steps: int,
+        mixing: float | None = None,
         **options: Any,
     ) -> None:
         super().__init__(
@@ -501,5 +514,6 @@ class LocalSGD(DiLoCo):
             outer_lr=1.0,
             outer_momentum=0.0,
             nesterov=False,
+            mixing=mixing,
             **options,
         )

@@ -5,12 +5,23 @@ Owns: the copy at the last sync (f32, on the host), and how much was trained sin
 Note: [Where a worker goes on]
     progress = local - anchor         since the last sync
     push:    sent = local             what is pushed is anchor - sent
-    commit:  local' = new + (local - sent), anchor' = new
+    commit:  local' = new + progress', anchor' = new, and progress' is
+        mixing None:  local - sent
+        mixing a:     a * (local - new), so local' = a * local + (1 - a) * new
     the job went on without this worker:  local' = new + (local - anchor), anchor' = new
-    So what was trained while a push was under way is neither lost nor counted twice: it is progress from the new
-    values, and goes with the next push. (Wang et al. 2020, Overlap Local-SGD, https://arxiv.org/abs/2002.09539, and
-    Douillard et al. 2025, Streaming DiLoCo, https://arxiv.org/abs/2501.18512, average the new values with the local
-    ones instead.) Of parameters below f32 the new local values are rounded, and anchor' is what they are progress from.
+    What was trained while a push was under way is progress from the new values, and goes with the next push. Without
+    mixing none of it is lost or counted twice. Mixing (Wang et al. 2020, Overlap Local-SGD,
+    https://arxiv.org/abs/2002.09539; Douillard et al. 2025, Streaming DiLoCo, Algorithm 2,
+    https://arxiv.org/abs/2501.18512) retains a of it, and a of the way back from new to sent. Momentum takes new
+    beyond the average of what was sent, and the next push takes some of that back: mixing damps the momentum. Plain
+    averaging has none to damp. Where no inner step was made after the push began, nothing is mixed: local' = new.
+    (After an error the same numbers may be pushed again: then what was trained in between is progress, as with None.)
+
+    Of parameters below f32 the new local values are rounded, and anchor' is the rounded values minus progress', so
+    rounding is never pushed as progress.
+
+    Mixing does not change weights: a push counts for the inner steps since the one before it. A weight is what a
+    worker's training counts for in the average beside that of others, and all retain the same fraction of it.
 
 Invariant: `anchor` has the servers' values at `synced`, (epoch, version); the parameters are that plus progress.
 """
@@ -178,10 +189,10 @@ class Fragment:
         at, values = self.gather()
         return Ended(decision=decision, at=at, values=values)
 
-    def take(self, push: Push, ended: Ended) -> None:
-        """Go on from what an outer step has made of the parameters, with what was trained since the push."""
+    def take(self, push: Push, ended: Ended, mixing: float | None) -> None:
+        """Go on from what an outer step has made of the parameters; see Note: [Where a worker goes on]."""
         assert ended.values is not None
-        self.move(ended.at, ended.values, push.sent)
+        self.move(ended.at, ended.values, push.sent, mixing)
         self.weight -= push.weight
 
     # ------------------------------------------------------------------ values
@@ -206,22 +217,32 @@ class Fragment:
                 if now == self.now:
                     return now, values
 
-    def move(self, at: Position, values: list[torch.Tensor], begun: Sequence[torch.Tensor | None] | None) -> None:
-        """Give the parameters these values, and what was trained since `begun`; None = what was trained is lost."""
+    def move(
+        self,
+        at: Position,
+        values: list[torch.Tensor],
+        begun: Sequence[torch.Tensor | None] | None,
+        mixing: float | None = None,
+    ) -> None:
+        """Give the parameters these values, and what was trained since `begun`; None = what was trained is lost.
+
+        With `mixing` they get the mean of both instead: so much of their own, the rest of these.
+        """
         self.synced = UNKNOWN  # if this is interrupted
         with torch.no_grad():
             for index, wrapped in enumerate(self.units):
-                new, since = values[index], None
+                new, progress = values[index], None
                 before = None if begun is None or not wrapped.unit.trainable else begun[index]
                 if before is not None:
-                    since = self._local(wrapped).sub_(before)
-                    new = new + since
+                    progress = self._local(wrapped)
+                    progress = progress.sub_(before) if mixing is None else progress.sub_(new).mul_(mixing)
+                    new = new + progress
                 for spec, param in zip(wrapped.unit.parameters, wrapped.params, strict=True):
                     param.copy_(_of(new, spec))
                     if param.dtype != torch.float32:
                         _of(values[index], spec).copy_(param)
-                        if since is not None:
-                            _of(values[index], spec).sub_(_of(since, spec))
+                        if progress is not None:
+                            _of(values[index], spec).sub_(_of(progress, spec))
         self.anchor, self.synced = values, at
         self.begun = None
         if begun is None:

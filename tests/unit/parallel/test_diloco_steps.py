@@ -172,6 +172,9 @@ def test_schedules_that_cannot_be_are_refused() -> None:
         made(overlap_steps=3)
     with pytest.raises(InvalidRequest, match="use torch.float32, 'int8' or 'int4'"):
         made(param_wire_dtype=torch.bfloat16)
+    for wrong in (-0.1, 1.1, float("nan")):
+        with pytest.raises(InvalidRequest, match=f"mixing is {wrong}; it must be from 0 to 1, or None"):
+            made(overlap_steps=1, mixing=wrong)
 
 
 def test_inner_steps_go_on_while_an_outer_step_is_under_way() -> None:
@@ -183,6 +186,33 @@ def test_inner_steps_go_on_while_an_outer_step_is_under_way() -> None:
     train(plain, optimizer.step, 8)
     for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)  # nothing is lost or counts twice
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_mixing_averages_the_new_values_with_the_local_ones(dtype: torch.dtype) -> None:
+    trainer, model, steps = made(model=module(dtype), overlap_steps=2, mixing=0.25)
+    train(model, trainer.step, 4)
+    trainer.inner_optimizer.param_groups[0]["lr"] = 0.0  # the last step changes nothing
+    local = [p.detach().float().clone() for p in model.parameters()]
+    (result,) = train(model, trainer.step, 1)
+    assert result.committed
+    new, tolerance = parameters(trainer, steps.values), 1e-6 if dtype == torch.float32 else 2**-7
+    for param, own, value in zip(model.parameters(), local, new, strict=True):
+        expected = 0.25 * own + 0.75 * value
+        torch.testing.assert_close(param.detach().float(), expected, rtol=tolerance, atol=1e-6)
+    anchor = parameters(trainer, dict(enumerate(trainer._fragments[0].anchor)))
+    for param, own, value, start in zip(model.parameters(), local, new, anchor, strict=True):
+        torch.testing.assert_close(param.detach() - start, 0.25 * (own - value), rtol=1e-4, atol=1e-6)
+        assert dtype == torch.bfloat16 or torch.equal(start, value)
+
+
+def test_mixing_leaves_an_outer_step_without_inner_steps_as_it_is() -> None:
+    trainer, model, steps = made(overlap_steps=2, mixing=0.5)
+    train(model, trainer.step, 4)  # the outer step that is under way has one
+    assert [r.committed for r in trainer.sync()] == [True]
+    for param, value in zip(model.parameters(), parameters(trainer, steps.values), strict=True):
+        assert torch.equal(param, value)
+    assert trainer.statistics()["inner_steps_committed"] == 4
 
 
 def test_a_restore_during_a_pull_is_taken_instead(monkeypatch: pytest.MonkeyPatch) -> None:
