@@ -81,7 +81,7 @@ class Case:
                     "strategy": self.strategy,
                     "compute": self.dtype,
                     "wire": self.wire or self.dtype,
-                    "keep_gathered": self.kept,
+                    "offload_params": self.kept,
                     "clip": self.clip,
                     "replication": self.replication,
                 },

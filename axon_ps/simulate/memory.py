@@ -31,7 +31,7 @@ def parameter_bytes(scenario: Scenario) -> int:
         return (compute + _F32) * numel  # the module, and the copy at the last sync
     if job.strategy == "hybrid_shard":
         return -(-numel // group.devices) * wire + prefetched
-    if job.keep_gathered:
+    if job.offload_params:
         return wire * numel + compute * (numels[0] + one)
     if job.strategy == "shard_grad_op":
         return (compute + (wire if scenario.buffered(group) else 0)) * numel

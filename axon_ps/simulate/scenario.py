@@ -49,10 +49,10 @@ class Model:
         _at_least(self, "model", blocks=1, block_numel=1, root_numel=1)
 
     @classmethod
-    def transformer(cls, *, layers: int, hidden: int, vocabulary: int, tied: bool = True) -> Self:
-        """A decoder of `layers` layers: 12 hidden² + 13 hidden each, embedding and head besides (as GPT-2)."""
+    def transformer(cls, *, layers: int, width: int, vocabulary: int, tied: bool = True) -> Self:
+        """A decoder of `layers` layers: 12 width² + 13 width each, embedding and head besides (as GPT-2)."""
         heads = 1 if tied else 2
-        return cls(blocks=layers, block_numel=12 * hidden**2 + 13 * hidden, root_numel=heads * vocabulary * hidden)
+        return cls(blocks=layers, block_numel=12 * width**2 + 13 * width, root_numel=heads * vocabulary * width)
 
     @property
     def numel(self) -> int:
@@ -71,7 +71,7 @@ class Job:
         reduce: what gradients travel as; empty = as `wire`.
         optimizer: of the shard servers.
         clip: whether gradients are clipped by their global norm.
-        keep_gathered: whether a worker keeps in host memory what it gathers (`CPUOffload.PARAMS`).
+        offload_params: whether host memory retains what is gathered (`CPUOffload.PARAMS`).
         replication: copies of a slice on servers.
         steps: how many the job makes; 0 = not known.
         tokens: of a worker (or of each device of its node) in a step, or samples: what throughput is counted in.
@@ -86,7 +86,7 @@ class Job:
     reduce: str = ""
     optimizer: str = "adamw"
     clip: bool = False
-    keep_gathered: bool = False
+    offload_params: bool = False
     replication: int = 1
     steps: int = 0
     tokens: int = 1
@@ -395,7 +395,7 @@ def wire_bytes(wire: str, numel: int) -> int:
 def _transformer(values: dict[str, Any]) -> Model:
     _known(values, ("transformer",), "[model] with a transformer")
     shape = values["transformer"]
-    names = ("layers", "hidden", "vocabulary")
+    names = ("layers", "width", "vocabulary")
     if not isinstance(shape, dict) or not {*names} <= shape.keys():
         raise InvalidRequest(f"model.transformer is {shape!r}; it needs {', '.join(names)}")
     _known(shape, (*names, "tied"), "model.transformer")

@@ -265,7 +265,7 @@ class _Worker:
         self._env = cluster.env
         self._numel = [unit.numel for unit in scenario.spec.layout.units]
         self._blocks = range(1, len(self._numel))
-        self._resident = scenario.job.strategy != "full_shard" or scenario.job.keep_gathered
+        self._resident = scenario.job.strategy != "full_shard" or scenario.job.offload_params
         self._buffered = scenario.buffered(kind)
         compute_s = kind.step_s(scenario.model, scenario.job)
         self._compute_s = [compute_s * numel / sum(self._numel) for numel in self._numel]

@@ -31,7 +31,7 @@ def scenario(strategy: str, compute: str, wire: str, device: str = "cpu", **job:
     [("full_shard", False), ("full_shard", True), ("shard_grad_op", False), ("hybrid_shard", False)],
 )
 def test_a_worker_takes_what_its_statistics_estimate(strategy: str, compute: str, wire: str, kept: bool) -> None:
-    made = scenario(strategy, compute, wire, keep_gathered=kept)
+    made = scenario(strategy, compute, wire, offload_params=kept)
     expected = estimate(
         made.spec.layout,
         [UnitBytes(numel=u.numel, trainable_numel=u.numel) for u in made.spec.layout.units],

@@ -15,9 +15,9 @@ LEAST: dict[str, Any] = {"model": {"blocks": 2, "block_numel": 1000}, "workers":
 
 def test_a_transformer_has_the_parameters_of_its_shape() -> None:
     """GPT-2 small without its positions and the norms' biases of the end: 124.4 million are published."""
-    tables = {**LEAST, "model": {"transformer": {"layers": 12, "hidden": 768, "vocabulary": 50257}}}
+    tables = {**LEAST, "model": {"transformer": {"layers": 12, "width": 768, "vocabulary": 50257}}}
     assert Scenario.of(tables).model.numel == pytest.approx(124.4e6, rel=0.01)
-    untied = Model.transformer(layers=12, hidden=768, vocabulary=50257, tied=False)
+    untied = Model.transformer(layers=12, width=768, vocabulary=50257, tied=False)
     assert untied.numel - Scenario.of(tables).model.numel == 768 * 50257
 
 
@@ -35,8 +35,8 @@ def test_compute_follows_from_operations_a_second() -> None:
         ({"model": {"blocks": 2, "block_numel": 1000, "layers": 3}}, "has layers; known are blocks"),
         ({"model": {"blocks": 2.5, "block_numel": 1000}}, "model.blocks is 2.5; it must be an integer"),
         ({"model": {"blocks": True, "block_numel": 1000}}, "model.blocks is True; it must be an integer"),
-        ({"model": {"transformer": {"layers": 2}}}, "it needs layers, hidden, vocabulary"),
-        ({"model": {"transformer": {"layers": 0, "hidden": 1, "vocabulary": 1}}}, "layers is 0"),
+        ({"model": {"transformer": {"layers": 2}}}, "it needs layers, width, vocabulary"),
+        ({"model": {"transformer": {"layers": 0, "width": 1, "vocabulary": 1}}}, "layers is 0"),
         ({"job": {"strategy": "zero"}}, "job.strategy is 'zero'; it is one of full_shard"),
         ({"job": {"wire": "int2"}}, "job.wire is 'int2'"),
         ({"job": {"optimizer": "adamx"}}, "adamx"),

@@ -61,7 +61,7 @@ def test_a_step_moves_the_bytes_of_the_formulas(strategy: str, received: int) ->
     step = played(strategy)
     assert step.received_bytes == pytest.approx(4 * received)
     assert step.sent_bytes == pytest.approx(4 * NUMEL)
-    kept = played("full_shard", job={"keep_gathered": True})
+    kept = played("full_shard", job={"offload_params": True})
     assert kept.received_bytes == pytest.approx(4 * NUMEL)
 
 
@@ -143,9 +143,9 @@ def test_local_steps_wait_for_an_outer_step_unless_it_hides() -> None:
     transfer_s = 2 * 4 * NUMEL / 4 / LINE
     whole = played("local_steps", 0.1, job=job)
     assert whole.step_s == pytest.approx((5 * 0.1 + transfer_s) / 5, rel=0.05)
-    hidden = played("local_steps", 0.1, job={**job, "overlap_steps": 4})
-    assert hidden.step_s == pytest.approx(0.1, rel=0.01)
-    assert hidden.received_bytes == pytest.approx(4 * NUMEL / 20, rel=0.01)
+    width = played("local_steps", 0.1, job={**job, "overlap_steps": 4})
+    assert width.step_s == pytest.approx(0.1, rel=0.01)
+    assert width.received_bytes == pytest.approx(4 * NUMEL / 20, rel=0.01)
 
 
 def test_a_profile_without_what_is_needed_is_refused() -> None:
