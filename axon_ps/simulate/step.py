@@ -21,6 +21,15 @@ from axon_ps.simulate.fluid import Fluid, Process, Resource
 from axon_ps.simulate.profile import Profile
 from axon_ps.simulate.scenario import DTYPES, Scenario, Workers, wire_bytes
 
+RECEIVED = 0.94
+"""Of its rate, what a card receives that several others send to at once: their TCPs lose packets and wait (incast; Chen
+et al. 2009, https://doi.org/10.1145/1592681.1592693)."""
+FAR = 0.82
+"""Of its rate, what a line with a long round trip carries: bursts fill its queue, and TCP takes a while after a loss.
+
+This and `RECEIVED` are all that is fitted, to every second configuration of `benchmarks/simulator.py`.
+"""
+
 _BUFFERS = 2  # of the largest unit, as `runtime.BUFFERS`
 _FORWARD = 1 / 3  # of compute; backward makes two products where forward makes one
 _SHORT_RTT_S, _GAIN = 0.002, 2  # as `shard.client.line`
@@ -71,11 +80,14 @@ class _Hosts:
     loop: Resource
 
     @classmethod
-    def of(cls, name: str, count: int, rate: float, cores: Resource, processes: int = 1) -> _Hosts:
-        """Their resources; cards that carry `rate` bytes a second."""
+    def of(
+        cls, name: str, count: int, rate: float, cores: Resource, *, senders: int, far: bool, processes: int = 1
+    ) -> _Hosts:
+        """Their resources; cards that carry `rate` bytes a second, and to which so many hosts send at once."""
+        rate *= FAR if far else 1.0
         return cls(
             count,
-            Resource(f"{name} received", rate),
+            Resource(f"{name} received", rate * (RECEIVED if senders > 1 else 1.0)),
             Resource(f"{name} sent", rate),
             cores,
             Resource(f"{name} loop", float(processes)),
@@ -89,6 +101,7 @@ class _Cluster:
         self.scenario, self.profile, self.env = scenario, profile, env
         self.fluid = Fluid(env)
         self.rtt_s = scenario.network.rtt_ms / 1e3
+        self.far = self.rtt_s > _SHORT_RTT_S
         self._units = scenario.spec.layout.units
         self._plan = scenario.spec.plan(scenario.num_servers)
         shared = scenario.network.shared_cores
@@ -103,7 +116,9 @@ class _Cluster:
                 group.count,
                 scenario.network.payload_rate(group.rate_mbit),
                 cores(f"workers {i}", group.cores),
-                group.devices,
+                senders=scenario.num_servers - (not scenario.servers.count),
+                far=self.far,
+                processes=group.devices,
             )
             for i, group in enumerate(scenario.workers)
         ]
@@ -114,7 +129,10 @@ class _Cluster:
             self.servers = _Hosts(card.count, card.received, card.sent, card.cores, Resource("servers loop", 1.0))
         else:
             rate = scenario.network.payload_rate(servers.rate_mbit)
-            self.servers = _Hosts.of("servers", servers.count, rate, cores("servers", servers.cores))
+            server_cores = cores("servers", servers.cores)
+            self.servers = _Hosts.of(
+                "servers", servers.count, rate, server_cores, senders=scenario.num_hosts, far=self.far
+            )
         self.server_cpu_s = 0.0  # of one
         self.bytes = {(group, inward): 0.0 for group in self.workers for inward in (True, False)}  # of one
 
@@ -273,13 +291,12 @@ class _Worker:
         largest = max(self._numel[1:], default=self._numel[0])
         self._itemsize = DTYPES[scenario.job.compute].itemsize
         self._wire_itemsize = scenario.wire_itemsize
-        long_s = cluster.rtt_s if cluster.rtt_s > _SHORT_RTT_S else 0.0
-        under_way = round(_GAIN * hosts.received.capacity * long_s)
+        under_way = round(_GAIN * hosts.received.capacity * cluster.rtt_s) if cluster.far else 0
         self._budget = _BUFFERS * largest * self._itemsize + under_way  # bytes of parameters, beside the root
         self._buffers = _BUFFERS * largest * self._wire_itemsize + under_way  # of gathers
         self._room = _BUFFERS * largest + under_way // self._itemsize  # elements of gradients
         self._pushing: dict[simpy.Event, int] = {}  # elements of each
-        self._turns = {way: simpy.Resource(self._env, 1) for way in (True, False)} if long_s else {}
+        self._turns = {way: simpy.Resource(self._env, 1) for way in (True, False)} if cluster.far else {}
         self.waits = {"gather": 0.0, "push": 0.0, "decision": 0.0}
         self.totals: list[_Total] = []  # by step
         self.inner_steps = 1  # in each of them
