@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from axon_ps.optim.registry import create
 from axon_ps.sharding.memory import slice_bytes
-from axon_ps.simulate.scenario import DTYPES, Scenario
+from axon_ps.simulate.scenario import Scenario
+from axon_ps.simulate.tables import DTYPES
 
 _F32 = 4
 _BUFFERS = 2  # of the largest unit, as `parallel.fsdp.runtime.BUFFERS`

@@ -1,11 +1,8 @@
-"""Steps of a job in virtual time: the order of events is the runtime's, the sizes are the plan's.
+"""Steps of a job in virtual time: the order of events is the runtime's.
 
-Owns: what waits for what in a step, and which resources transfers use. The rules are those of
-`parallel.fsdp.runtime` (Note: [Memory]), `parallel.fsdp.server_runtime` (Note: [Speculative gathers]) and
-`shard.client.line`; where they change, this must, and `benchmarks/simulator.py` finds out.
-
-Hosts that are alike are one `_Hosts` with a count: they do the same at the same time. A transfer between all workers
-of a group and all servers is one activity, whose unit is an element between one pair.
+Owns: what waits for what in a step. The rules are those of `parallel.fsdp.runtime` (Note: [Memory]),
+`parallel.fsdp.server_runtime` (Note: [Speculative gathers]), `parallel.diloco` and `shard.client.line`; where they
+change, this must, and `benchmarks/simulator.py` finds out.
 """
 
 from __future__ import annotations
@@ -17,23 +14,15 @@ from dataclasses import dataclass
 import simpy
 
 from axon_ps.errors import InvalidRequest
-from axon_ps.simulate.fluid import Fluid, Process, Resource
+from axon_ps.simulate.cluster import Cluster, Hosts
+from axon_ps.simulate.fluid import Process
 from axon_ps.simulate.profile import Profile
-from axon_ps.simulate.scenario import DTYPES, Scenario, Workers, wire_bytes
-
-RECEIVED = 0.94
-"""Of its rate, what a card receives that several others send to at once: their TCPs lose packets and wait (incast; Chen
-et al. 2009, https://doi.org/10.1145/1592681.1592693)."""
-FAR = 0.82
-"""Of its rate, what a line with a long round trip carries: bursts fill its queue, and TCP takes a while after a loss.
-
-This and `RECEIVED` are all that is fitted, to every second configuration of `benchmarks/simulator.py`.
-"""
+from axon_ps.simulate.scenario import Scenario
+from axon_ps.simulate.tables import DTYPES, Workers, wire_bytes
 
 _BUFFERS = 2  # of the largest unit, as `runtime.BUFFERS`
 _FORWARD = 1 / 3  # of compute; backward makes two products where forward makes one
-_SHORT_RTT_S, _GAIN = 0.002, 2  # as `shard.client.line`
-_STAGES = 4
+_GAIN = 2  # as `shard.client.line`
 _STEPS = 4  # that are played; the last one is the result
 
 
@@ -63,156 +52,6 @@ class StepTimes:
 
 
 @dataclass(eq=False)
-class _Hosts:
-    """Hosts that are alike.
-
-    Attributes:
-        count: how many.
-        received, sent: the card of each, in bytes a second.
-        cores: its processors.
-        loop: the threads that move its bytes: one a process.
-    """
-
-    count: int
-    received: Resource
-    sent: Resource
-    cores: Resource
-    loop: Resource
-
-    @classmethod
-    def of(
-        cls, name: str, count: int, rate: float, cores: Resource, *, senders: int, far: bool, processes: int = 1
-    ) -> _Hosts:
-        """Their resources; cards that carry `rate` bytes a second, and to which so many hosts send at once."""
-        rate *= FAR if far else 1.0
-        return cls(
-            count,
-            Resource(f"{name} received", rate * (RECEIVED if senders > 1 else 1.0)),
-            Resource(f"{name} sent", rate),
-            cores,
-            Resource(f"{name} loop", float(processes)),
-        )
-
-
-class _Cluster:
-    """The resources of a scenario, and transfers over them."""
-
-    def __init__(self, scenario: Scenario, profile: Profile, env: simpy.Environment) -> None:
-        self.scenario, self.profile, self.env = scenario, profile, env
-        self.fluid = Fluid(env)
-        self.rtt_s = scenario.network.rtt_ms / 1e3
-        self.far = self.rtt_s > _SHORT_RTT_S
-        self._units = scenario.spec.layout.units
-        self._plan = scenario.spec.plan(scenario.num_servers)
-        shared = scenario.network.shared_cores
-        one = Resource("the machine's cores", float(shared)) if shared else None
-
-        def cores(name: str, given: int) -> Resource:
-            return one or Resource(f"{name} cores", float(given or profile.cores))
-
-        self.workers = [
-            _Hosts.of(
-                f"workers {i}",
-                group.count,
-                scenario.network.payload_rate(group.rate_mbit),
-                cores(f"workers {i}", group.cores),
-                senders=scenario.num_servers - (not scenario.servers.count),
-                far=self.far,
-                processes=group.devices,
-            )
-            for i, group in enumerate(scenario.workers)
-        ]
-        servers = scenario.servers
-        self.own = not servers.count
-        if self.own:
-            card = self.workers[0]
-            self.servers = _Hosts(card.count, card.received, card.sent, card.cores, Resource("servers loop", 1.0))
-        else:
-            rate = scenario.network.payload_rate(servers.rate_mbit)
-            server_cores = cores("servers", servers.cores)
-            self.servers = _Hosts.of(
-                "servers", servers.count, rate, server_cores, senders=scenario.num_hosts, far=self.far
-            )
-        self.server_cpu_s = 0.0  # of one
-        self.bytes = {(group, inward): 0.0 for group in self.workers for inward in (True, False)}  # of one
-
-    def numel(self, unit: int) -> int:
-        """Elements of a unit."""
-        return self._units[unit].numel
-
-    def _uses(self, group: _Hosts, inward: bool, unit: int) -> dict[Resource, float]:
-        """What an element between each pair of a worker and a server takes."""
-        servers, job, profile = self.servers, self.scenario.job, self.profile
-        wire = job.wire if inward else job.reduced
-        cost = profile.wires[wire]
-        numel = self.numel(unit)
-        by_element = wire_bytes(wire, numel) / numel
-        holders = len(self._plan.slices[unit])
-        by_call = holders / numel  # calls by element of a pair
-        worker_s = (cost.worker_gather_s if inward else cost.worker_push_s) + profile.worker_call_s * by_call
-        server_s = (cost.server_gather_s if inward else cost.server_push_s) + profile.server_call_s * by_call
-        self.server_cpu_s += server_s * group.count * numel / servers.count / self.stages(unit)
-        remote = servers.count - self.own  # servers of a worker that are behind other cards
-        uses: dict[Resource, float] = {}
-
-        def add(resource: Resource, amount: float) -> None:
-            if amount:
-                uses[resource] = uses.get(resource, 0.0) + amount
-
-        add(group.received if inward else group.sent, remote * by_element)
-        add(servers.sent if inward else servers.received, (group.count - self.own) * by_element)
-        add(group.loop, servers.count * worker_s)
-        add(servers.loop, group.count * server_s)
-        alike = group.count * servers.count if group.cores is servers.cores and not self.own else 0
-        add(group.cores, (alike or servers.count) * worker_s)
-        add(servers.cores, (alike or group.count) * server_s)
-        return uses
-
-    def stages(self, unit: int) -> int:
-        """In how many steps a unit is followed on its way: its slices' chunks, or a few of them at a time."""
-        return min(_STAGES, -(-self.numel(unit) // (self.servers.count * self.scenario.spec.options.chunk_numel)))
-
-    def move(self, group: _Hosts, unit: int, *, inward: bool) -> simpy.Event:
-        """A stage of a unit between the workers of a group and the servers."""
-        job, stages = self.scenario.job, self.stages(unit)
-        self.bytes[group, inward] += wire_bytes(job.wire if inward else job.reduced, self.numel(unit)) / stages
-        return self.fluid.run(self.numel(unit) / self.servers.count / stages, self._uses(group, inward, unit))
-
-    def replicate(self, unit: int) -> simpy.Event:
-        """Every server sends a stage's sums of its slice of a unit to the servers that have copies of it."""
-        job, servers = self.scenario.job, self.servers
-        copies, cost = job.replication - 1, self.profile.wires[job.reduced]
-        numel = self.numel(unit) / servers.count / self.stages(unit) if copies else 0.0
-        both_s = copies * (cost.server_push_s + cost.server_gather_s)
-        self.server_cpu_s += both_s * numel
-        size = float(copies * self.scenario.spec.precision.grad.itemsize)
-        cores = both_s * self._together
-        return self.fluid.run(
-            numel, {servers.sent: size, servers.received: size, servers.loop: both_s, servers.cores: cores}
-        )
-
-    def update(self, unit: int) -> simpy.Event:
-        """Every server updates a stage of its slice of a unit, and encodes it."""
-        encode_s = self.profile.wires[self.scenario.job.wire].server_encode_s
-        by_element = self.profile.update_s[self.scenario.servers_optimizer] * self.scenario.job.replication + encode_s
-        numel = self.numel(unit) / self.servers.count / self.stages(unit)
-        self.server_cpu_s += by_element * numel
-        return self.fluid.run(by_element * numel, {self.servers.cores: self._together}, most=1.0, weight=1e9)
-
-    @property
-    def _together(self) -> float:
-        """Servers on the same cores."""
-        return float(self.servers.count if self.scenario.network.shared_cores else 1)
-
-    def compute(self, group: _Hosts, kind: Workers, seconds: float) -> simpy.Event:
-        """A device of each worker of a group computes for so long."""
-        if kind.device != "cpu":
-            return self.env.timeout(seconds)
-        together = group.count if self.scenario.network.shared_cores else 1
-        return self.fluid.run(seconds, {group.cores: float(together)}, most=1.0, weight=1e9)
-
-
-@dataclass(eq=False)
 class _Step:
     """One step of the job."""
 
@@ -225,7 +64,7 @@ class _Step:
 class _Job:
     """What all workers share: gradients that came, updates, votes."""
 
-    def __init__(self, cluster: _Cluster) -> None:
+    def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster
         self.speculates = not cluster.scenario.job.clip
         self._steps: dict[int, _Step] = {}
@@ -277,7 +116,7 @@ class _Job:
 class _Worker:
     """The workers of a group: one of them stands for all."""
 
-    def __init__(self, cluster: _Cluster, job: _Job, hosts: _Hosts, kind: Workers) -> None:
+    def __init__(self, cluster: Cluster, job: _Job, hosts: Hosts, kind: Workers) -> None:
         scenario = cluster.scenario
         self._cluster, self._job, self._hosts, self._kind = cluster, job, hosts, kind
         self._env = cluster.env
@@ -519,7 +358,7 @@ def play(scenario: Scenario, profile: Profile) -> StepTimes:
     """
     _check(scenario, profile)
     env = simpy.Environment()
-    cluster = _Cluster(scenario, profile, env)
+    cluster = Cluster(scenario, profile, env)
     job = _Job(cluster)
     kind = _LocalSteps if scenario.job.strategy == "local_steps" else _Worker
     workers = [kind(cluster, job, hosts, each) for hosts, each in zip(cluster.workers, scenario.workers, strict=True)]

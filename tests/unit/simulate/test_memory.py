@@ -7,7 +7,8 @@ import pytest
 from axon_ps.parallel.fsdp.stats import UnitBytes, estimate
 from axon_ps.parallel.fsdp.strategy import CPUOffload, ShardingStrategy
 from axon_ps.simulate.memory import gradient_bytes, parameter_bytes, server_bytes, worker_bytes
-from axon_ps.simulate.scenario import DTYPES, Scenario
+from axon_ps.simulate.scenario import Scenario
+from axon_ps.simulate.tables import DTYPES
 
 BLOCKS, BLOCK, ROOT = 6, 100_000, 5_000
 NUMEL = BLOCKS * BLOCK + ROOT

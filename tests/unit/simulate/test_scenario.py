@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from axon_ps.errors import InvalidRequest
-from axon_ps.simulate.scenario import Model, Scenario
+from axon_ps.simulate.scenario import Scenario
+from axon_ps.simulate.tables import Model
 
 LEAST: dict[str, Any] = {"model": {"blocks": 2, "block_numel": 1000}, "workers": [{"compute_s": 0.1}]}
 

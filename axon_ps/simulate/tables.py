@@ -1,0 +1,251 @@
+"""The tables of a scenario's file: their keys, what is taken where one is missing, and what they must be."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Self, TypeAlias
+
+from axon_ps.compress.registry import compressor
+from axon_ps.errors import InvalidRequest
+from axon_ps.optim.registry import create
+from axon_ps.types import DType
+
+STRATEGIES = ("full_shard", "shard_grad_op", "hybrid_shard", "local_steps")
+DTYPES = {"float32": DType.F32, "bfloat16": DType.BF16, "float16": DType.F16}
+_ETHERNET, _IP_AND_TCP = 14, 52  # bytes of headers; TCP's with timestamps
+_FLOPS = 6
+"""Operations of a parameter and token, forward 2 and backward 4 (Kaplan et al. 2020, section 2.1)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """`[model]`: how many elements are gathered together, in forward order.
+
+    Attributes:
+        blocks: equal units, as the layers of a transformer.
+        block_numel: elements of each.
+        root_numel: elements of what is in none of them: embeddings, head.
+    """
+
+    blocks: int = 0
+    block_numel: int = 0
+    root_numel: int = 1
+
+    def check(self) -> None:
+        """Raise if it cannot be."""
+        _at_least(self, "model", blocks=1, block_numel=1, root_numel=1)
+
+    @classmethod
+    def transformer(cls, *, layers: int, width: int, vocabulary: int, tied: bool = True) -> Self:
+        """A decoder of `layers` layers: 12 width² + 13 width each, embedding and head besides (as GPT-2)."""
+        heads = 1 if tied else 2
+        return cls(blocks=layers, block_numel=12 * width**2 + 13 * width, root_numel=heads * vocabulary * width)
+
+    @property
+    def numel(self) -> int:
+        """Elements of all."""
+        return self.blocks * self.block_numel + self.root_numel
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """`[job]`: how the model is trained.
+
+    Attributes:
+        strategy: one of `STRATEGIES`.
+        compute: dtype that the workers compute in.
+        wire: what parameters travel as: a dtype, "int8" or "int4".
+        reduce: what gradients travel as; empty = as `wire`.
+        optimizer: of the shard servers.
+        clip: whether gradients are clipped by their global norm.
+        offload_params: whether host memory retains what is gathered (`CPUOffload.PARAMS`).
+        replication: copies of a slice on servers.
+        steps: how many the job makes; 0 = not known.
+        tokens: of a worker (or of each device of its node) in a step, or samples: what throughput is counted in.
+        inner_steps: between two outer steps of a parameter, under "local_steps".
+        fragments: of the model, under "local_steps".
+        overlap_steps: inner steps while an outer step is under way.
+    """
+
+    strategy: str = "full_shard"
+    compute: str = "bfloat16"
+    wire: str = "bfloat16"
+    reduce: str = ""
+    optimizer: str = "adamw"
+    clip: bool = False
+    offload_params: bool = False
+    replication: int = 1
+    steps: int = 0
+    tokens: int = 1
+    inner_steps: int = 1
+    fragments: int = 1
+    overlap_steps: int = 0
+
+    def check(self) -> None:
+        """Raise if it cannot be."""
+        _one_of("job.strategy", self.strategy, STRATEGIES)
+        _one_of("job.compute", self.compute, tuple(DTYPES))
+        for what, value in (("job.wire", self.wire), ("job.reduce", self.reduced)):
+            _one_of(what, value, (*DTYPES, "int8", "int4"))
+        create(self.optimizer)
+        _at_least(self, "job", replication=1, steps=0, tokens=1, inner_steps=1, fragments=1, overlap_steps=0)
+        if self.inner_steps % self.fragments or not self.overlap_steps < max(1, self.inner_steps // self.fragments):
+            raise InvalidRequest(
+                f"job.inner_steps is {self.inner_steps}, fragments {self.fragments} and overlap_steps "
+                f"{self.overlap_steps}; inner_steps must be a multiple of fragments, overlap_steps below the quotient"
+            )
+
+    @property
+    def reduced(self) -> str:
+        """What gradients travel as."""
+        return self.reduce or self.wire
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workers:
+    """`[[workers]]`: worker hosts that are alike.
+
+    Attributes:
+        count: how many hosts.
+        devices: GPUs of each; above 1 under "hybrid_shard", where they share the model.
+        compute_s: seconds that forward and backward of a step take on a device, alone; or else `flops`.
+        flops: operations a second that a device achieves with this model; `tokens` tell how many there are.
+        device: what it computes on: "gpu"; "cpu", the host's own cores; or "emulated", an accelerator that works on
+            host memory and takes no core, as in benchmarks.
+        cores: of a host; 0 = as the profile's machine.
+        rate_mbit: of its network card, each way.
+        device_gb_per_s: bandwidth between the devices of a host, each way.
+        per_hour: price of a host.
+    """
+
+    count: int = 1
+    devices: int = 1
+    compute_s: float = 0.0
+    flops: float = 0.0
+    device: str = "gpu"
+    cores: int = 0
+    rate_mbit: float = 1000.0
+    device_gb_per_s: float = 20.0
+    per_hour: float = 0.0
+
+    def check(self) -> None:
+        """Raise if it cannot be."""
+        _at_least(self, "workers", count=1, devices=1, cores=0, per_hour=0, compute_s=0, flops=0)
+        _above_0(self, "workers", "rate_mbit", "device_gb_per_s")
+        _one_of("workers.device", self.device, ("gpu", "cpu", "emulated"))
+        if (self.compute_s > 0) == (self.flops > 0):
+            raise InvalidRequest(
+                f"workers.compute_s is {self.compute_s:g} and workers.flops {self.flops:g}; give one of them: seconds "
+                "of forward and backward of a step, or the operations a second that a device achieves"
+            )
+
+    def step_s(self, model: Model, job: Job) -> float:
+        """Seconds of forward and backward of a step on a device."""
+        return self.compute_s or _FLOPS * model.numel * job.tokens / self.flops
+
+
+@dataclass(frozen=True, kw_only=True)
+class Servers:
+    """`[servers]`: hosts with a shard server each.
+
+    Attributes:
+        count: how many; 0 = one on each worker's host, behind its card.
+        cores: of a host; 0 = as the profile's machine.
+        rate_mbit: of its network card, each way.
+        per_hour: price of a host.
+    """
+
+    count: int = 1
+    cores: int = 0
+    rate_mbit: float = 1000.0
+    per_hour: float = 0.0
+
+    def check(self) -> None:
+        """Raise if it cannot be."""
+        _at_least(self, "servers", count=0, cores=0, per_hour=0)
+        _above_0(self, "servers", "rate_mbit")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Network:
+    """`[network]`: what is between the hosts.
+
+    Attributes:
+        rtt_ms: round trip between a worker and a server, and to the coordinator.
+        mtu: bytes of a packet at most, its IP header included.
+        shared_cores: all hosts are containers of one machine with so many cores; 0 = each has its own.
+    """
+
+    rtt_ms: float = 0.2
+    mtu: int = 1500
+    shared_cores: int = 0
+
+    def check(self) -> None:
+        """Raise if it cannot be."""
+        _at_least(self, "network", rtt_ms=0, mtu=576, shared_cores=0)
+
+    def payload_rate(self, rate_mbit: float) -> float:
+        """Bytes of TCP streams that a card carries a second: without the headers of Ethernet, IP and TCP."""
+        return rate_mbit * 1e6 / 8 * (self.mtu - _IP_AND_TCP) / (self.mtu + _ETHERNET)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failures:
+    """`[failures]`: how often hosts die, and what happens then.
+
+    Attributes:
+        worker_mtbf_h: mean time between failures of one worker host, in hours; 0 = they do not fail.
+        notice_s: until the job goes on without a worker that died: nothing where its connection breaks, the lease where
+            its host is silent.
+        worker_away_s: until it, or its successor, trains again: notice, replacement, start.
+        min_workers: of hosts, with which the job goes on; 0 = it needs all.
+        server_mtbf_h: mean time between failures of one shard server; 0 = they do not fail.
+        server_away_s: until its successor is up.
+        promote_s: until a replica has taken over, where `job.replication` is above 1.
+        checkpoint_every_s: seconds between checkpoints; 0 = none: what is lost begins anew.
+        restore_s: until a job that lost a slice goes on from its checkpoint, beside `server_away_s`.
+        regular: whether workers die one after the other at even times, as in a test, and not at random ones.
+    """
+
+    worker_mtbf_h: float = 0.0
+    notice_s: float = 1.0
+    worker_away_s: float = 120.0
+    min_workers: int = 0
+    server_mtbf_h: float = 0.0
+    server_away_s: float = 60.0
+    promote_s: float = 2.0
+    checkpoint_every_s: float = 600.0
+    restore_s: float = 20.0
+    regular: bool = False
+
+    def check(self) -> None:
+        """Raise if it cannot be."""
+        numbers = (each.name for each in dataclasses.fields(self) if each.name != "regular")
+        _at_least(self, "failures", **dict.fromkeys(numbers, 0.0))
+
+
+Table: TypeAlias = Model | Job | Workers | Servers | Network | Failures
+
+
+def wire_bytes(wire: str, numel: int) -> int:
+    """Bytes of so many elements on their way."""
+    return DTYPES[wire].itemsize * numel if wire in DTYPES else compressor(wire).compressed_bytes(numel)
+
+
+def _at_least(table: Any, where: str, **least: float) -> None:
+    for name, low in least.items():
+        if not low <= getattr(table, name) < float("inf"):
+            raise InvalidRequest(f"{where}.{name} is {getattr(table, name)}; it must be at least {low:g}")
+
+
+def _above_0(table: Any, where: str, *names: str) -> None:
+    for name in names:
+        if not 0 < getattr(table, name) < float("inf"):
+            raise InvalidRequest(f"{where}.{name} is {getattr(table, name)}; it must be above 0")
+
+
+def _one_of(what: str, value: str, allowed: Sequence[str]) -> None:
+    if value not in allowed:
+        raise InvalidRequest(f"{what} is {value!r}; it is one of {', '.join(allowed)}")
