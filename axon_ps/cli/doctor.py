@@ -54,6 +54,7 @@ def examine(settings: Settings) -> list[Finding]:
         _gpu(),
         _open_files(),
         _shared_memory(),
+        _idle_connections(),
         _kernel_cache(),
         *(Finding(f"${name}", value) for name, value in environment_report().items()),
         _security(settings),
@@ -110,6 +111,17 @@ def _shared_memory() -> Finding:
         return Finding("/dev/shm", "missing; processes on this host talk over sockets")
     problem = "" if free >= _MIN_SHM_BYTES else "almost full; in a container, give it more: --shm-size 1g"
     return Finding("/dev/shm", f"{free / 2**20:,.0f} MiB free", problem)
+
+
+def _idle_connections() -> Finding:
+    """Between two steps a connection is idle; over a long line it then takes round trips to be as fast as before."""
+    path = Path("/proc/sys/net/ipv4/tcp_slow_start_after_idle")
+    try:
+        slow = path.read_text(encoding="ascii").strip() != "0"
+    except OSError:
+        return Finding("tcp", "unknown")
+    advice = " (for servers far away: sysctl -w net.ipv4.tcp_slow_start_after_idle=0)"
+    return Finding("tcp", f"starts {'slowly' if slow else 'fast'} after a pause{advice if slow else ''}")
 
 
 def _kernel_cache() -> Finding:

@@ -2,9 +2,10 @@
 
 What is asked for only when it is needed comes a round trip later, and the line is idle meanwhile. It is busy where
 what is under way is the product of its rate and the round trip at least (RFC 7323, section 1.1). The rate is what was
-received in the best window so far; since that is less than the line's while too little was under way, twice the
-product is asked for, as BBR does while it looks for the rate of a line
-(https://datatracker.ietf.org/doc/draft-ietf-ccwg-bbr/, "Startup"): the next window finds more, up to the line's.
+received in the median one of the last windows: the best one may have what had waited in the kernel while this process
+did something else. Since that is less than the line's while too little was under way, twice the product is asked for,
+as BBR does while it looks for the rate of a line (https://datatracker.ietf.org/doc/draft-ietf-ccwg-bbr/, "Startup"):
+the next windows find more, up to the line's.
 
 More than that need not be under way, and would be in the way: transfers that share a line all end late, the one that is
 needed first among them, and then the line is idle for a round trip. So on a long line transfers begin in order, each
@@ -16,11 +17,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
+import statistics
+from collections import deque
 from collections.abc import AsyncIterator, Callable
 
 WINDOW_S = 0.3
 SHORT_RTT_S = 0.002
 """What comes in so short a round trip is less than a unit that is worth a message."""
+_WINDOWS = 9
 _GAIN = 2
 
 
@@ -28,7 +32,8 @@ class Rate:
     """How fast gathers come. One thread; `in_flight_bytes` may be called by others."""
 
     def __init__(self) -> None:
-        self._rate = 0.0  # bytes a second
+        self._rates: deque[float] = deque(maxlen=_WINDOWS)  # bytes a second
+        self._rate = 0.0  # the median of them
         self._begin_s = 0.0  # of the window
         self._bytes = 0
 
@@ -45,7 +50,8 @@ class Rate:
             return
         self._bytes += size_bytes
         if lasted_s >= WINDOW_S:
-            self._rate = max(self._rate, self._bytes / lasted_s)
+            self._rates.append(self._bytes / lasted_s)
+            self._rate = statistics.median_high(self._rates)
             self._begin_s, self._bytes = now_s, 0
 
     def in_flight_bytes(self, rtt_s: float) -> int:

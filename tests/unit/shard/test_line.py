@@ -37,6 +37,15 @@ def test_what_is_under_way_grows_until_the_line_is_full(rtt_s: float) -> None:
     assert product <= rate.in_flight_bytes(rtt_s) <= 2.2 * product + 1
 
 
+def test_what_had_waited_in_the_kernel_does_not_count_as_fast() -> None:
+    """Who was busy reads at once what came meanwhile: such a window has more than a line carries."""
+    rate, now = Rate(), 0.0
+    for number in range(60):
+        now += 0.1
+        rate.received(30_000_000 if number % 12 == 0 else 5_000_000, now)
+    assert rate.in_flight_bytes(0.1) <= 2 * 0.1 * 70e6
+
+
 def test_near_servers_are_asked_for_nothing_ahead() -> None:
     rate = Rate()
     receive(rate, 1e9, 0.0001, 0, seconds=1.0, begin_s=0.0)
