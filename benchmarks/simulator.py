@@ -7,7 +7,7 @@ simulator gets what a user would write down: model, strategy, hosts, rates, and 
 Its two constants (`RECEIVED`, `FAR`) were fitted to every second configuration, those that are marked; the others are
 held out. "error" is the simulated time over the measured one, less 1.
 
-    python benchmarks/simulator.py [--profile FILE] [--only WORD]
+    python benchmarks/simulator.py [--profile FILE] [--only WORDS]
 
 Needs root.
 """
@@ -185,13 +185,23 @@ def rows(options: argparse.Namespace, profile: Profile) -> Iterator[dict[str, An
         yield {name: round(value, 4) if isinstance(value, float) else value for name, value in row.items()}
 
 
+def renewed(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows of the record, those that were found in place of theirs."""
+    record = json.loads((_report.RESULTS / "simulator.json").read_text(encoding="utf-8"))["rows"]
+    anew = {row["case"]: row for row in found}
+    return [anew.get(row["case"], row) for row in record]
+
+
 def main() -> None:
     """Measure, simulate, compare."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--profile", type=Path, help="from doctor --measure; default: measured first")
     parser.add_argument("--steps", type=int, default=5)
-    parser.add_argument("--only", default="", help="configurations whose name has this; writes no file")
+    parser.add_argument("--only", default="", help="configurations whose name has this; those of the record stay")
+    parser.add_argument("--quick", action="store_true", help="one configuration, few steps, writes no file")
     options = parser.parse_args()
+    if options.quick:
+        options.only, options.steps = str(CASES[3]), 2
     with tempfile.TemporaryDirectory() as folder:
         path = options.profile
         if path is None:
@@ -200,12 +210,14 @@ def main() -> None:
             subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
         profile = Profile.read(path)
     found = list(rows(options, profile))
+    if options.only and not options.quick:
+        found = renewed(found)
     columns = ("case", "fitted", "alone_s", "measured_s", "simulated_s", "error")
     _report.table("The simulator against measured steps", columns, [[row[c] for c in columns] for row in found])
     for what, those in (("all", found), ("held out", [row for row in found if not row["fitted"]])):
         if errors := [abs(row["error"]) for row in those]:
             print(f"{what}: mean {statistics.mean(errors):.1%}, worst {max(errors):.1%}, of {len(errors)}")
-    if not options.only:
+    if not options.quick:
         print(_report.write("simulator", found, profile=profile.as_dict(), steps=options.steps))
 
 
