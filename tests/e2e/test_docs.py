@@ -12,6 +12,7 @@ import yaml
 
 from axon_ps import plugins
 from axon_ps.cli.settings import Settings
+from axon_ps.simulate.scenario import Scenario
 from axon_ps.testing.chaos import campaign
 from page import ROOT, Block, blocks, label, named, shell_blocks
 from parsed_commands import entry_point, understood
@@ -77,6 +78,8 @@ def test_a_configuration_file_is_one(page: Path, block: Block) -> None:
         assert set(given["project"]["entry-points"]) == {plugins.ENTRY_POINTS}
     elif page.name == "chaos.md":
         assert campaign.parse(block.text, page.name).faults
+    elif page.name == "simulate.md":
+        assert Scenario.of(given).num_hosts
     else:
         assert set(given) <= set(Settings.model_fields)
 
