@@ -25,6 +25,7 @@ from __future__ import annotations
 import json
 import os
 import statistics
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -104,9 +105,13 @@ def check_target(path: Path) -> None:
     directory = path.absolute().parent
     if not directory.is_dir():
         raise InvalidRequest(f"the profile {str(path)!r} cannot be written: there is no directory {str(directory)!r}")
-    if path.is_dir() or not os.access(directory, os.W_OK):
-        what = "it is a directory" if path.is_dir() else f"nothing can be written to {str(directory)!r}"
-        raise InvalidRequest(f"the profile {str(path)!r} cannot be written: {what}; give another file")
+    if path.is_dir():
+        raise InvalidRequest(f"the profile {str(path)!r} cannot be written: it is a directory; give another file")
+    try:
+        with tempfile.TemporaryFile(dir=directory):
+            pass
+    except OSError as error:
+        raise InvalidRequest(f"the profile {str(path)!r} cannot be written: {error}; give another file") from error
 
 
 def write(profile: Profile, path: Path) -> None:

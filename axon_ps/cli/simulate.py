@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -73,10 +74,15 @@ def _as_dict(each: Estimate, scenario: Scenario) -> dict[str, Any]:
         **dataclasses.asdict(each),
         "tokens_per_s": each.tokens_per_s,
         "useful_tokens_per_s": each.useful_tokens_per_s,
-        "per_million_tokens": each.per_million_tokens if each.per_hour else None,
-        "hours": hours,
-        "cost": None if hours is None or not each.per_hour else hours * each.per_hour,
+        "per_million_tokens": _finite(each.per_million_tokens if each.per_hour else None),
+        "hours": _finite(hours),
+        "cost": _finite(None if hours is None or not each.per_hour else hours * each.per_hour),
     }
+
+
+def _finite(value: float | None) -> float | None:
+    """JSON has no infinity: of a job that comes to no end it has null."""
+    return value if value is not None and math.isfinite(value) else None
 
 
 def _print_one(each: Estimate, scenario: Scenario) -> None:

@@ -129,9 +129,9 @@ class Cluster:
         add(servers.sent if inward else servers.received, (group.count - self.own) * by_element)
         add(group.loop, servers.count * worker_s)
         add(servers.loop, group.count * server_s)
-        alike = group.count * servers.count if group.cores is servers.cores and not self.own else 0
-        add(group.cores, (alike or servers.count) * worker_s)
-        add(servers.cores, (alike or group.count) * server_s)
+        pairs = group.count * servers.count if self.scenario.network.shared_cores else 0
+        add(group.cores, (pairs or servers.count) * worker_s)
+        add(servers.cores, (pairs or group.count) * server_s)
         return uses
 
     def stages(self, unit: int) -> int:

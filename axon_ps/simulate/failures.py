@@ -2,15 +2,18 @@
 
 Owns: what a death costs. A step in which a worker dies or comes is made again by all. A worker that dies under local
 steps takes its own progress since the last outer steps with it. The death of a shard server is a pause where there is a
-replica, and where there is none the steps since the last checkpoint are lost.
+replica, and where there is none what came since the last checkpoint is lost. Where servers are on the workers' hosts, a
+host's death is both.
+
+Workers and servers that die independently have lives of their own, of as many deaths each, and what is left is the
+product: else the rarer kind would be seen a few times only.
 """
 
 from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from random import Random
 
 from axon_ps.simulate.scenario import Scenario
@@ -32,98 +35,120 @@ class Goodput:
     throughput: float
 
 
-@dataclass
-class _Life:
-    """Sums over a job's life, in seconds of workers."""
-
-    there: float = 0.0
-    counted: float = 0.0
-
-
 def goodput(scenario: Scenario, step_s: float, *, horizon_s: float = 0.0, seed: int = 0) -> Goodput:
     """What deaths leave.
 
     Args:
         scenario: what dies how often, and what then.
         step_s: seconds of a step; under "local_steps" of an inner one.
-        horizon_s: length of the life that is played; 0 = long enough for a mean.
+        horizon_s: length of the life that is played, from its beginning; 0 = long enough for a mean.
         seed: of the deaths' times.
     """
-    failures, hosts = scenario.failures, scenario.num_hosts
-    worker_mtbf_s, server_mtbf_s = failures.worker_mtbf_h * 3600, failures.server_mtbf_h * 3600
-    rates = [
-        count / mtbf_s for count, mtbf_s in ((hosts, worker_mtbf_s), (scenario.num_servers, server_mtbf_s)) if mtbf_s
-    ]
-    if not rates:
-        return Goodput(useful=1.0, throughput=1.0)
-    horizon_s = horizon_s or _DEATHS / max(rates)
-    life = _Life()
-    now_s, alive = 0.0, hosts
-    paused_until_s = 0.0
-    least = failures.min_workers or hosts
-    for then_s, event in _events(scenario, horizon_s, seed):
-        life.there += alive * (then_s - now_s)
-        if alive >= least:
-            life.counted += alive * max(0.0, then_s - max(now_s, paused_until_s))
-        now_s = then_s
-        if event == "server":
-            pause_s, lost_s = _server_dies(scenario)
-            paused_until_s = max(paused_until_s, now_s + pause_s)
-            life.counted -= min(life.counted, hosts * lost_s)
-        else:
-            died = event == "dies"
-            before = alive >= least
-            life.counted -= min(life.counted, _disturbed(scenario, step_s, alive, died=died, trained=before))
-            alive += -1 if died else event == "back"
-    total = hosts * horizon_s
-    return Goodput(useful=life.counted / life.there if life.there else 0.0, throughput=life.counted / total)
-
-
-def _disturbed(scenario: Scenario, step_s: float, alive: int, *, died: bool, trained: bool) -> float:
-    """Seconds of workers that a death or a join costs."""
-    if not trained:
-        return 0.0
-    if scenario.job.strategy == "local_steps":
-        return step_s * scenario.job.inner_steps / 2 if died else 0.0
-    notice_s = scenario.failures.notice_s if died else 0.0
-    return alive * (step_s / 2 + notice_s)
-
-
-def _server_dies(scenario: Scenario) -> tuple[float, float]:
-    """Seconds that the job pauses, and seconds of it that are lost."""
     failures = scenario.failures
-    if scenario.job.replication > 1:
-        return failures.promote_s, 0.0
-    if not failures.checkpoint_every_s:
-        return failures.server_away_s, math.inf
-    return failures.server_away_s + failures.restore_s, failures.checkpoint_every_s / 2
+    useful = throughput = 1.0
+    workers = "worker", scenario.num_hosts, failures.worker_mtbf_h
+    servers = "server", scenario.num_servers, failures.server_mtbf_h
+    for kind, count, mtbf_h in (workers, servers):
+        if mtbf_h:
+            rate = count / (mtbf_h * 3600)
+            begin_s = 0.0 if horizon_s else failures.worker_away_s  # until as many are away as ever
+            life = _Life(scenario, step_s, Random(seed), begin_s)
+            life.play(kind, rate, horizon_s or begin_s + _DEATHS / rate)
+            useful *= life.counted / life.there if life.there else 0.0
+            throughput *= life.counted / (scenario.num_hosts * (life.now_s - begin_s))
+    return Goodput(useful=useful, throughput=throughput)
 
 
-def _events(scenario: Scenario, horizon_s: float, seed: int) -> Iterator[tuple[float, str]]:
-    """Deaths and returns in the order of time, and the end."""
-    failures, hosts, random = scenario.failures, scenario.num_hosts, Random(seed)
-    heap: list[tuple[float, int, str]] = []
+@dataclass
+class _Life:
+    """A job's life.
 
-    def after(now_s: float, mtbf_h: float, count: int, event: str) -> None:
-        if mtbf_h and count:
-            mean_s = mtbf_h * 3600 / count
-            length_s = mean_s if failures.regular else random.expovariate(1 / mean_s)
-            heapq.heappush(heap, (now_s + length_s, len(heap), event))
+    Attributes:
+        there: seconds of workers that were there.
+        counted: of these, what is in the job's parameters.
+        now_s: virtual time.
+    """
 
-    after(0.0, failures.worker_mtbf_h, hosts, "dies")
-    after(0.0, failures.server_mtbf_h, scenario.num_servers, "server")
-    away = 0
-    while heap and heap[0][0] < horizon_s:
-        now_s, _, event = heapq.heappop(heap)
-        if event == "dies":
-            after(now_s, failures.worker_mtbf_h, hosts, "dies")
-            if away == hosts:
+    scenario: Scenario
+    step_s: float
+    random: Random
+    begin_s: float  # of what is summed up
+    there: float = 0.0
+    counted: float = 0.0
+    now_s: float = 0.0
+    paused_until_s: float = 0.0
+    unsaved: float = 0.0  # of `counted`, since the last checkpoint
+    unsaved_s: float = 0.0  # since then
+    born: list[float] = field(default_factory=list)  # when each worker that is there came
+
+    def play(self, kind: str, rate: float, horizon_s: float) -> None:
+        """Live until `horizon_s`, while hosts of a kind die at a rate, when all are there."""
+        failures, hosts = self.scenario.failures, self.scenario.num_hosts
+        own = not self.scenario.servers.count
+        self.born = [0.0] * hosts
+        back: list[float] = []
+        next_s = self._length_s(rate)
+        while min([next_s, *back[:1]]) < horizon_s:
+            if back and back[0] <= next_s:
+                self._train_until(heapq.heappop(back))
+                self.born.append(self.now_s)
                 continue
-            away += 1
-            heapq.heappush(heap, (now_s + failures.worker_away_s, len(heap), "back"))
-        elif event == "server":
-            after(now_s, failures.server_mtbf_h, scenario.num_servers, "server")
+            death_s, next_s = next_s, next_s + self._length_s(rate)
+            if kind == "server":
+                self._train_until(death_s)
+                self._lose_server(failures.server_away_s)
+            elif self.born and (failures.regular or self.random.random() * hosts < len(self.born)):
+                self._train_until(death_s)
+                self._lose_worker()
+                heapq.heappush(back, death_s + failures.worker_away_s)
+                if own:
+                    self._lose_server(failures.worker_away_s)
+        self._train_until(horizon_s)
+
+    def _length_s(self, rate: float) -> float:
+        return 1 / rate if self.scenario.failures.regular else self.random.expovariate(rate)
+
+    def _train_until(self, then_s: float) -> None:
+        """What is disturbed at `then_s` is a step that is made again, unless steps are local."""
+        begin_s, alive = max(self.now_s, self.paused_until_s), len(self.born)
+        summed = then_s > self.begin_s
+        if summed:
+            self.there += alive * (then_s - max(self.now_s, self.begin_s))
+        self.now_s = then_s
+        length_s = max(0.0, then_s - begin_s)
+        if not length_s or alive < (self.scenario.failures.min_workers or self.scenario.num_hosts):
+            return
+        if self.scenario.job.strategy != "local_steps":
+            length_s = length_s // self.step_s * self.step_s
+        if not summed:
+            return
+        every_s = self.scenario.failures.checkpoint_every_s or math.inf
+        self.counted += alive * length_s
+        self.unsaved_s += length_s
+        self.unsaved += alive * length_s
+        if self.unsaved_s >= every_s:
+            self.unsaved_s %= every_s
+            self.unsaved = min(self.unsaved, alive * self.unsaved_s)
+
+    def _lose_worker(self) -> None:
+        """One that is there dies: who has been there for longest where times are regular."""
+        came_s = self.born.pop(0 if self.scenario.failures.regular else self.random.randrange(len(self.born)))
+        job = self.scenario.job
+        if job.strategy != "local_steps":
+            self.paused_until_s = max(self.paused_until_s, self.now_s + self.scenario.failures.notice_s)
+            return
+        lived_s, every_s = self.now_s - came_s, job.inner_steps * self.step_s
+        phases = ((lived_s + fragment * every_s / job.fragments) % every_s for fragment in range(job.fragments))
+        lost_s = sum(min(lived_s, phase) for phase in phases) / job.fragments
+        self.counted = max(0.0, self.counted - lost_s)
+
+    def _lose_server(self, away_s: float) -> None:
+        """A server dies, with the only copy of its slices if there are no others."""
+        failures = self.scenario.failures
+        if self.scenario.job.replication > 1:
+            pause_s = failures.promote_s
         else:
-            away -= 1
-        yield now_s, event
-    yield horizon_s, "end"
+            pause_s = away_s + failures.restore_s
+            self.counted -= min(self.counted, self.unsaved)
+            self.unsaved = self.unsaved_s = 0.0
+        self.paused_until_s = max(self.paused_until_s, self.now_s + pause_s)

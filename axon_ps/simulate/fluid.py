@@ -21,7 +21,7 @@ Process: TypeAlias = Generator[simpy.Event, Any, Any]
 Wanted: TypeAlias = tuple[Mapping["Resource", float], float, float]
 
 _REST = 1e-9
-"""So much of an activity counts as nothing: what rounding leaves."""
+"""What would end within so many seconds has ended: rounding leaves that."""
 _ROUNDING = 1 + 1e-12
 
 
@@ -112,7 +112,8 @@ class Fluid:
             self._change()
 
     def _end(self) -> None:
-        ended = [a for a in self._active if a.left <= _REST * max(1.0, a.rate)]
+        least_s = max(_REST, 4 * math.ulp(self.env.now))  # less, and time would stand still
+        ended = [a for a in self._active if a.left <= least_s * max(1.0, a.rate)]
         if ended:
             self._active = [a for a in self._active if a not in ended]
             for activity in ended:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from axon_ps.optim.registry import create
 from axon_ps.sharding.memory import slice_bytes
 from axon_ps.simulate.scenario import Scenario
-from axon_ps.simulate.tables import DTYPES
+from axon_ps.simulate.tables import DTYPES, Workers
 
 _F32 = 4
 _BUFFERS = 2  # of the largest unit, as `parallel.fsdp.runtime.BUFFERS`
@@ -21,9 +21,9 @@ def server_bytes(scenario: Scenario) -> int:
     return -(-sum(sizes) * scenario.job.replication // scenario.num_servers)
 
 
-def parameter_bytes(scenario: Scenario) -> int:
+def parameter_bytes(scenario: Scenario, group: Workers) -> int:
     """Parameters of a worker at their peak, by the formulas of `parallel.fsdp.stats`, to which real jobs are held."""
-    job, group = scenario.job, scenario.workers[0]
+    job = scenario.job
     numels = [unit.numel for unit in scenario.spec.layout.units]
     one, numel = max(numels[1:], default=0), sum(numels)
     compute, wire = DTYPES[job.compute].itemsize, scenario.wire_itemsize
@@ -39,18 +39,18 @@ def parameter_bytes(scenario: Scenario) -> int:
     return prefetched
 
 
-def gradient_bytes(scenario: Scenario) -> int:
+def gradient_bytes(scenario: Scenario, group: Workers) -> int:
     """Gradients on their way, in f32 where they are compressed, and the residuals of compression."""
     job, precision = scenario.job, scenario.spec.precision
     numels = [unit.numel for unit in scenario.spec.layout.units]
-    residuals = _F32 * sum(numels) * (precision.grad_compression is not None) // scenario.workers[0].devices
+    residuals = _F32 * sum(numels) * (precision.grad_compression is not None) // group.devices
     if job.strategy == "local_steps":  # what was pushed, what comes, and the buffer
         return max(numels) * (2 * _F32 + precision.grad.itemsize) + residuals
     return precision.grad.itemsize * min(_BUFFERS * max(numels), sum(numels)) + residuals
 
 
 def worker_bytes(scenario: Scenario) -> int:
-    """All of a worker: of each device's process, under "hybrid_shard"."""
+    """All of the worker that needs most: of each device's process, under "hybrid_shard"."""
     job, numels = scenario.job, [unit.numel for unit in scenario.spec.layout.units]
     compute = DTYPES[job.compute].itemsize
     if job.strategy == "local_steps":
@@ -58,4 +58,5 @@ def worker_bytes(scenario: Scenario) -> int:
     else:
         computing = (numels[0] + max(numels[1:], default=0)) * compute  # gradients of the unit in use, and of the root
     differences = _F32 * sum(numels) * scenario.spec.precision.differs
-    return parameter_bytes(scenario) + gradient_bytes(scenario) + computing + differences
+    moving = max(parameter_bytes(scenario, group) + gradient_bytes(scenario, group) for group in scenario.workers)
+    return moving + computing + differences

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 
 from axon_ps.simulate.estimate import Estimate
@@ -44,7 +45,9 @@ def picture(estimates: Sequence[Estimate], best: Estimate) -> str:
 
 
 def _chart(title: str, points: Sequence[tuple[int, float, bool]]) -> Iterator[str]:
-    most, last = max(value for _, value, _ in points) or 1.0, max(len(points) - 1, 1)
+    """What is infinite, the price of a job that comes to no end, is not in it."""
+    most = max((value for _, value, _ in points if math.isfinite(value)), default=0.0) or 1.0
+    last = max(len(points) - 1, 1)
     yield f'<text x="0" y="-12">{title}</text>'
     for quarter in range(5):
         y = _HEIGHT * (1 - quarter / 5)
@@ -53,8 +56,10 @@ def _chart(title: str, points: Sequence[tuple[int, float, bool]]) -> Iterator[st
     placed = [
         (_WIDTH * i / last, _HEIGHT * (1 - 0.8 * value / most), servers, is_best)
         for i, (servers, value, is_best) in enumerate(points)
+        if math.isfinite(value)
     ]
-    yield f'<path d="M{" L".join(f"{x:.1f} {y:.1f}" for x, y, _, _ in placed)}" class="a"/>'
+    if placed:
+        yield f'<path d="M{" L".join(f"{x:.1f} {y:.1f}" for x, y, _, _ in placed)}" class="a"/>'
     for x, y, servers, is_best in placed:
         yield f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{6 if is_best else 4}" class="{"b" if is_best else "d"}"/>'
         yield f'<text x="{x:.1f}" y="{_HEIGHT + 20}" text-anchor="middle" class="s">{servers}</text>'

@@ -87,7 +87,7 @@ class Profile:
             wires[wire] = WireCost(**{name: _number(value, f"wires.{wire}.{name}") for name, value in cost.items()})
         updates = _mapping(values["update_s"], "update_s")
         return cls(
-            cores=int(_number(values["cores"], "cores")),
+            cores=_count(values["cores"], "cores"),
             worker_call_s=_number(values["worker_call_s"], "worker_call_s"),
             server_call_s=_number(values["server_call_s"], "server_call_s"),
             decision_s=_number(values["decision_s"], "decision_s"),
@@ -103,6 +103,12 @@ class Profile:
 def _mapping(value: Any, what: str) -> Mapping[str, Any]:
     if not isinstance(value, dict) or not value:
         raise InvalidRequest(f"{what} of a profile is {value!r}; it must be an object with a value by name")
+    return value
+
+
+def _count(value: Any, what: str) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise InvalidRequest(f"{what} of a profile is {value!r}; it must be an integer above 0")
     return value
 
 

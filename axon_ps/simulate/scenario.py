@@ -62,6 +62,8 @@ class Scenario:
                 f"job.replication is {self.job.replication} with {self.num_servers} servers; each copy of a slice "
                 "needs another one"
             )
+        if self.job.fragments > self.model.numel:
+            raise InvalidRequest(f"job.fragments is {self.job.fragments} and the model has {self.model.numel} elements")
         if not self.servers.count and len(self.workers) > 1:
             raise InvalidRequest(
                 "servers.count is 0, one on each worker's host, so all hosts must be in one [[workers]]"
@@ -100,8 +102,8 @@ class Scenario:
         }
         for name, table in cls.TABLES.items():
             if name in tables or name == "model":
-                values = dict(tables.get(name, {}))
-                if name == "model" and "transformer" in values:
+                values = tables.get(name, {})
+                if name == "model" and isinstance(values, dict) and "transformer" in values:
                     made[name] = _transformer(values)
                 else:
                     made[name] = _made(table, values, name)
@@ -163,7 +165,9 @@ class Scenario:
             grad_compression=None if self.job.reduced in DTYPES else compressor(self.job.reduced),
         )
         layout = Layout(units=tuple(units))
-        options = even_options(layout, self.num_servers, self.workers[0].devices, default_options(precision))
+        options = even_options(
+            layout, self.num_servers, max(group.devices for group in self.workers), default_options(precision)
+        )
         return JobSpec(
             layout=layout, precision=precision, options=options, replica_is_node=self.job.strategy == "hybrid_shard"
         )

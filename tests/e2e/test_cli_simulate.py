@@ -48,6 +48,19 @@ def test_numbers_of_servers_are_compared(scenario: Path, tmp_path: Path, capsys:
     assert cheapest["cost"] == pytest.approx(cheapest["hours"] * cheapest["per_hour"])
 
 
+def test_a_job_that_comes_to_no_end_has_no_price(
+    scenario: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = scenario.read_text().replace("worker_mtbf_h = 12 ", "worker_mtbf_h = 0.001 ").replace("min_workers = 4", "")
+    scenario.write_text(text)
+    picture = tmp_path / "servers.svg"
+    assert main(["simulate", str(scenario), "--servers", "4,8", "--json", "--plot", str(picture)]) == 0
+    found = json.loads(capsys.readouterr().out, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+    assert [each["per_million_tokens"] for each in found] == [None, None]
+    assert "nan" not in picture.read_text()
+    assert "inf" not in picture.read_text()
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

@@ -88,3 +88,9 @@ def test_what_begins_later_slows_what_is_there() -> None:
     env.process(run("second", 1.0, 2.0))
     env.run()
     assert times == pytest.approx({"first": 3.0, "second": 4.0})
+
+
+def test_time_goes_on_however_long_it_has_been() -> None:
+    """So late that what is left of an activity is less than the next number after now."""
+    line, slow = Resource("line", 1e9), Resource("slow", 1e-3)
+    assert ends((1e6, {slow: 1.0}, math.inf), (1.0, {line: 1.0, slow: 1e-3}, math.inf))[0] > 1e8

@@ -48,10 +48,10 @@ def test_a_worker_takes_what_its_statistics_estimate(strategy: str, compute: str
         buffered=made.buffered(made.workers[0]),
         world_size=2,
     )
-    assert parameter_bytes(made) == expected.param_memory_bytes
+    assert parameter_bytes(made, made.workers[0]) == expected.param_memory_bytes
     residuals = 0 if wire in DTYPES else 4 * NUMEL // made.workers[0].devices
-    assert gradient_bytes(made) == expected.grad_memory_bytes + residuals
-    assert worker_bytes(made) > parameter_bytes(made) + gradient_bytes(made)
+    assert gradient_bytes(made, made.workers[0]) == expected.grad_memory_bytes + residuals
+    assert worker_bytes(made) > expected.param_memory_bytes + expected.grad_memory_bytes
 
 
 def test_servers_take_masters_sums_moments_and_what_travels() -> None:
@@ -59,3 +59,20 @@ def test_servers_take_masters_sums_moments_and_what_travels() -> None:
     for replication in (1, 2):
         found = server_bytes(scenario("full_shard", "float32", "bfloat16", replication=replication))
         assert found == pytest.approx((16 + 2) * NUMEL * replication / 3, rel=0.02)
+
+
+def test_of_hosts_that_differ_the_one_that_needs_most_counts() -> None:
+    few, many = ({"count": 1, "compute_s": 0.1, "devices": devices} for devices in (1, 8))
+    both = [
+        worker_bytes(
+            Scenario.of(
+                {
+                    "model": {"blocks": BLOCKS, "block_numel": BLOCK},
+                    "job": {"strategy": "hybrid_shard"},
+                    "workers": groups,
+                }
+            )
+        )
+        for groups in ([few, many], [many, few])
+    ]
+    assert both[0] == both[1]

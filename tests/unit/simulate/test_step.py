@@ -138,6 +138,25 @@ def test_a_processor_that_is_too_slow_bounds_a_step_and_shared_cores_are_shared(
     assert play(on_cpu, FREE).step_s >= 4 * 1.0 / 2
 
 
+def test_servers_on_the_workers_hosts_take_as_much_of_a_machine_that_all_share() -> None:
+    slow = dataclasses.replace(
+        FREE, wires={"float32": dataclasses.replace(COST, server_push_s=1e-8, worker_push_s=1e-8)}
+    )
+    fast = {"rate_mbit": 1e6}
+    shared = {"rtt_ms": 0.0, "shared_cores": 2}
+    own, other = (
+        play(scenario("shard_grad_op", workers=fast, servers={"count": count, **fast}, network=shared), slow).step_s
+        for count in (0, 4)
+    )
+    assert own >= 4 * 2e-8 * NUMEL / 2
+    assert own == pytest.approx(other, rel=0.01)
+
+
+@pytest.mark.timeout(20)
+def test_a_step_of_months_is_played_as_one_of_seconds() -> None:
+    assert played("full_shard", 1e8).step_s >= 1e8
+
+
 def test_local_steps_wait_for_an_outer_step_unless_it_hides() -> None:
     job = {"inner_steps": 20, "fragments": 4}
     transfer_s = 2 * 4 * NUMEL / 4 / LINE
