@@ -269,7 +269,8 @@ class DiLoCo:
     def sync(self) -> list[StepResult]:
         """An outer step of every fragment that was trained since its last: what all have trained is in the parameters.
 
-        For the end of training, and before a checkpoint that is to have everything; every worker must call it.
+        For the end of training, and before a checkpoint that is to have everything; every worker must call it. What was
+        trained with a weight of 0 is lost by it.
 
         Returns:
             What was decided of each; where one did not commit, the progress is retained, and `sync` may be called
@@ -289,6 +290,9 @@ class DiLoCo:
             self._catch_up()
             self._begin(fragment)
             results.append(self._end())
+        for fragment in self._fragments:
+            if not fragment.weight:
+                fragment.to_anchor()
         return results
 
     def _left_to_sync(self) -> list[Fragment]:
@@ -380,7 +384,7 @@ class DiLoCo:
         decision, fragment.begun = ended.decision, None
         committed = ended.values is not None and ended.at[0] == fragment.synced[0]  # and not restored since
         if committed:
-            fragment.take(push, ended, self._mixing if under_way.steps else None)
+            fragment.take(push, ended, self._mixing if under_way.steps and not push.repeated else None)
             self._counters["inner_steps_committed"] += push.weight * self._interval  # a fragment is one of several
         elif decision.outcome is Outcome.SKIP and not push.finite:
             for each in self._fragments:

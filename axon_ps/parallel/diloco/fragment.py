@@ -62,6 +62,7 @@ class Push:
         weight: what they count for.
         works: those that are under way.
         finite: whether they are.
+        repeated: whether the same numbers were pushed before, which ended in an error.
     """
 
     ticket: Ticket
@@ -69,6 +70,7 @@ class Push:
     weight: float
     works: list[Pending] = field(default_factory=list)
     finite: bool = True
+    repeated: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,6 +159,8 @@ class Fragment:
         if self.begun is None or self.begun.ticket != ticket:
             sent = [self._local(wrapped) if wrapped.unit.trainable else None for wrapped in self.units]
             self.begun = Push(ticket=ticket, sent=sent, weight=self.weight)
+        else:
+            self.begun.repeated = True
         begun, push = self.begun, self.steps.gradients.push
         begun.works = []
         for index, (wrapped, local) in enumerate(zip(self.units, begun.sent, strict=True)):

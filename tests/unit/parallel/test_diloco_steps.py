@@ -215,6 +215,45 @@ def test_mixing_leaves_an_outer_step_without_inner_steps_as_it_is() -> None:
     assert trainer.statistics()["inner_steps_committed"] == 4
 
 
+def test_what_is_pushed_again_after_an_error_is_not_mixed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An interval may lie between both pushes; one worker's plain average changes nothing then."""
+    trainer, model, steps = made(LocalSGD, inner_steps=4, overlap_steps=1, mixing=0.5)
+    vote, push, failing = steps.vote, steps.push, [Timeout("no decision")]
+
+    def failing_vote(*args: Any, **options: Any) -> Any:
+        if failing:
+            raise failing.pop()
+        return vote(*args, **options)
+
+    def dropping_push(unit: int, *rest: Any, **where: Any) -> Any:
+        steps.grads.pop(unit, None)  # the servers drop what they have
+        return push(unit, *rest, **where)
+
+    monkeypatch.setattr(steps, "vote", failing_vote)
+    monkeypatch.setattr(steps, "push", dropping_push)
+    train(model, trainer.step, 4)
+    with pytest.raises(Timeout):
+        train(model, trainer.step, 1, seed=1)
+    results = train(model, trainer.step, 5, seed=2)
+    assert [result.committed for result in results if result is not None] == [True]
+    plain = module()
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.05, momentum=0.9)
+    for count, seed in ((4, 0), (1, 1), (5, 2)):
+        train(plain, optimizer.step, count, seed)
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("mixing", [0.5, None])
+def test_after_a_sync_all_have_the_servers_values_whatever_counted_for_nothing(mixing: float | None) -> None:
+    trainer, model, steps = made(inner_steps=4, overlap_steps=2, mixing=mixing)
+    train(model, trainer.step, 4)
+    train(model, lambda: trainer.step(weight=0.0), 2, seed=2)
+    assert trainer.sync() == []
+    for param, value in zip(model.parameters(), parameters(trainer, steps.values), strict=True):
+        assert torch.equal(param, value)
+
+
 def test_a_restore_during_a_pull_is_taken_instead(monkeypatch: pytest.MonkeyPatch) -> None:
     trainer, model, steps = made()
     gather, failed = steps.gather, []
