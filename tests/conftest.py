@@ -30,8 +30,8 @@ WORKERS_IMPORT = (
 )
 """What nearly every worker of a test imports; one process does it for all of them, and for services that fork."""
 
-hypothesis.settings.register_profile("no test asserts a time", deadline=None)
-hypothesis.settings.load_profile("no test asserts a time")
+hypothesis.settings.register_profile("the same examples each time, and no times", deadline=None, derandomize=True)
+hypothesis.settings.load_profile("the same examples each time, and no times")  # `make fuzz` looks for others
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
