@@ -72,7 +72,6 @@ def _as_dict(each: Estimate, scenario: Scenario) -> dict[str, Any]:
     hours = each.hours(scenario.job.steps) if scenario.job.steps else None
     return {
         **dataclasses.asdict(each),
-        "tokens_per_s": each.tokens_per_s,
         "useful_tokens_per_s": each.useful_tokens_per_s,
         "per_million_tokens": _finite(each.per_million_tokens if each.per_hour else None),
         "hours": _finite(hours),

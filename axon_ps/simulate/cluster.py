@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import simpy
 
+from axon_ps.shard.client.line import SHORT_RTT_S
 from axon_ps.simulate.fluid import Fluid, Resource
 from axon_ps.simulate.profile import Profile
 from axon_ps.simulate.scenario import Scenario
@@ -24,7 +25,6 @@ FAR = 0.82
 This and `RECEIVED` are all that is fitted, to every second configuration of `benchmarks/simulator.py`.
 """
 
-_SHORT_RTT_S = 0.002  # as `shard.client.line`
 _STAGES = 4
 
 
@@ -67,7 +67,7 @@ class Cluster:
         self.scenario, self.profile, self.env = scenario, profile, env
         self.fluid = Fluid(env)
         self.rtt_s = scenario.network.rtt_ms / 1e3
-        self.far = self.rtt_s > _SHORT_RTT_S
+        self.far = self.rtt_s > SHORT_RTT_S
         self._units = scenario.spec.layout.units
         self._plan = scenario.spec.plan(scenario.num_servers)
         shared = scenario.network.shared_cores

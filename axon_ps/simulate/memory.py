@@ -9,10 +9,9 @@ from __future__ import annotations
 from axon_ps.optim.registry import create
 from axon_ps.sharding.memory import slice_bytes
 from axon_ps.simulate.scenario import Scenario
-from axon_ps.simulate.tables import DTYPES, Workers
+from axon_ps.simulate.tables import BUFFERS, DTYPES, Workers
 
 _F32 = 4
-_BUFFERS = 2  # of the largest unit, as `parallel.fsdp.runtime.BUFFERS`
 
 
 def server_bytes(scenario: Scenario) -> int:
@@ -26,8 +25,8 @@ def parameter_bytes(scenario: Scenario, group: Workers) -> int:
     job = scenario.job
     numels = [unit.numel for unit in scenario.spec.layout.units]
     one, numel = max(numels[1:], default=0), sum(numels)
-    compute, wire = DTYPES[job.compute].itemsize, scenario.wire_itemsize
-    prefetched = compute * (numels[0] + min(_BUFFERS * one, sum(numels[1:])))
+    compute, wire = DTYPES[job.compute].itemsize, scenario.gathered_as.itemsize
+    prefetched = compute * (numels[0] + min(BUFFERS * one, sum(numels[1:])))
     if job.strategy == "local_steps":
         return (compute + _F32) * numel  # the module, and the copy at the last sync
     if job.strategy == "hybrid_shard":
@@ -46,7 +45,7 @@ def gradient_bytes(scenario: Scenario, group: Workers) -> int:
     residuals = _F32 * sum(numels) * (precision.grad_compression is not None) // group.devices
     if job.strategy == "local_steps":  # what was pushed, what comes, and the buffer
         return max(numels) * (2 * _F32 + precision.grad.itemsize) + residuals
-    return precision.grad.itemsize * min(_BUFFERS * max(numels), sum(numels)) + residuals
+    return precision.grad.itemsize * min(BUFFERS * max(numels), sum(numels)) + residuals
 
 
 def worker_bytes(scenario: Scenario) -> int:

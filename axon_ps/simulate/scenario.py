@@ -135,13 +135,13 @@ class Scenario:
         return len(create(self.servers_optimizer).state_names([momentum]))
 
     @property
-    def wire_itemsize(self) -> int:
-        """Bytes of an element that has come, and lies in a buffer: decompressed, as it is computed with."""
-        return DTYPES.get(self.job.wire, DTYPES[self.job.compute]).itemsize
+    def gathered_as(self) -> DType:
+        """What parameters are once they have come: decompressed, as they are computed with."""
+        return DTYPES.get(self.job.wire, DTYPES[self.job.compute])
 
     def buffered(self, group: Workers) -> bool:
         """Whether workers gather into buffers, and not into the memory that they compute with."""
-        return group.device == "gpu" or DTYPES.get(self.job.wire, DTYPES[self.job.compute]) != DTYPES[self.job.compute]
+        return group.device == "gpu" or self.gathered_as != DTYPES[self.job.compute]
 
     @property
     def _unit_numels(self) -> list[int]:

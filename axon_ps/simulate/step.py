@@ -14,15 +14,14 @@ from dataclasses import dataclass
 import simpy
 
 from axon_ps.errors import InvalidRequest
+from axon_ps.shard.client.line import GAIN
 from axon_ps.simulate.cluster import Cluster, Hosts
 from axon_ps.simulate.fluid import Process
 from axon_ps.simulate.profile import Profile
 from axon_ps.simulate.scenario import Scenario
-from axon_ps.simulate.tables import DTYPES, Workers, wire_bytes
+from axon_ps.simulate.tables import BUFFERS, DTYPES, Workers, wire_bytes
 
-_BUFFERS = 2  # of the largest unit, as `runtime.BUFFERS`
 _FORWARD = 1 / 3  # of compute; backward makes two products where forward makes one
-_GAIN = 2  # as `shard.client.line`
 _STEPS = 4  # that are played; the last one is the result
 
 
@@ -129,11 +128,11 @@ class _Worker:
         self._have: dict[int, simpy.Event] = {}  # units here or on their way
         largest = max(self._numel[1:], default=self._numel[0])
         self._itemsize = DTYPES[scenario.job.compute].itemsize
-        self._wire_itemsize = scenario.wire_itemsize
-        under_way = round(_GAIN * hosts.received.capacity * cluster.rtt_s) if cluster.far else 0
-        self._budget = _BUFFERS * largest * self._itemsize + under_way  # bytes of parameters, beside the root
-        self._buffers = _BUFFERS * largest * self._wire_itemsize + under_way  # of gathers
-        self._room = _BUFFERS * largest + under_way // self._itemsize  # elements of gradients
+        self._wire_itemsize = scenario.gathered_as.itemsize
+        under_way = round(GAIN * hosts.received.capacity * cluster.rtt_s) if cluster.far else 0
+        self._budget = BUFFERS * largest * self._itemsize + under_way  # bytes of parameters, beside the root
+        self._buffers = BUFFERS * largest * self._wire_itemsize + under_way  # of gathers
+        self._room = BUFFERS * largest + under_way // self._itemsize  # elements of gradients
         self._pushing: dict[simpy.Event, int] = {}  # elements of each
         self._turns = {way: simpy.Resource(self._env, 1) for way in (True, False)} if cluster.far else {}
         self.waits = {"gather": 0.0, "push": 0.0, "decision": 0.0}
@@ -200,13 +199,14 @@ class _Worker:
             return False
         return not unit or self._resident or self._used(self._have) + gather_bytes <= self._budget
 
-    def _prefetch(self, upcoming: Iterable[int]) -> None:
+    def _prefetch(self, upcoming: Iterable[int], step: _Step | None = None) -> None:
+        """Gather what is needed next as far as there is room: of a step just decided each unit once it is updated."""
         for unit in upcoming:
             if unit in self._have:
                 continue
             if not self._has_room(unit):
                 return
-            self._start(unit)
+            self._start(unit, step)
 
     def _needed_soon(self, unit: int, upcoming: Iterable[int]) -> bool:
         room = self._budget
@@ -257,19 +257,12 @@ class _Worker:
             step = self._job.step(number)
             yield from self._wait("decision", self._job.vote(number))
             self._pushing, self._have = {}, expected
-            self._after_decision(step)
+            self._prefetch(self._first(), step)
             self._end_step()
 
     def _end_step(self) -> None:
         moved = self._cluster.bytes[self._hosts, True], self._cluster.bytes[self._hosts, False]
         self.totals.append(_Total(self._env.now, tuple(self.waits.values()), moved, self._cluster.server_cpu_s))
-
-    def _after_decision(self, step: _Step) -> None:
-        """Gather what the next forward needs first, each unit once it is updated."""
-        for unit in (unit for unit in self._first() if unit not in self._have):
-            if not self._has_room(unit):
-                return
-            self._start(unit, step)
 
     def _first(self) -> Iterator[int]:
         yield 0

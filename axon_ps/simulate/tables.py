@@ -13,6 +13,8 @@ from axon_ps.optim.registry import create
 from axon_ps.types import DType
 
 STRATEGIES = ("full_shard", "shard_grad_op", "hybrid_shard", "local_steps")
+BUFFERS = 2
+"""Of the largest unit, for parameters and for gradients; as `parallel.fsdp.runtime.BUFFERS`, which needs PyTorch."""
 DTYPES = {"float32": DType.F32, "bfloat16": DType.BF16, "float16": DType.F16}
 _ETHERNET, _IP_AND_TCP = 14, 52  # bytes of headers; TCP's with timestamps
 _FLOPS = 6

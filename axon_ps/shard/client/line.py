@@ -25,7 +25,7 @@ WINDOW_S = 0.3
 SHORT_RTT_S = 0.002
 """What comes in so short a round trip is less than a unit that is worth a message."""
 _WINDOWS = 9
-_GAIN = 2
+GAIN = 2
 
 
 class Rate:
@@ -56,7 +56,7 @@ class Rate:
 
     def in_flight_bytes(self, rtt_s: float) -> int:
         """What should be under way beyond what is needed now, for lines with this round trip in seconds."""
-        return round(_GAIN * self._rate * rtt_s) if rtt_s > SHORT_RTT_S else 0
+        return round(GAIN * self._rate * rtt_s) if rtt_s > SHORT_RTT_S else 0
 
 
 class Turn:

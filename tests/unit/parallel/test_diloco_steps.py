@@ -47,6 +47,16 @@ def made(kind: Any = DiLoCo, model: nn.Module | None = None, **options: Any) -> 
     return trainer, model, steps
 
 
+def assert_trained_by_plain_torch(model: nn.Module, *runs: tuple[int, int]) -> None:
+    """The model is what plain torch makes of as many steps, of batches with this seed, one run after the other."""
+    plain = module()
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.05, momentum=0.9)
+    for count, seed in runs:
+        train(plain, optimizer.step, count, seed)
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
+
+
 def test_what_it_registers() -> None:
     _, _, steps = made()
     assert steps.spec is not None
@@ -71,11 +81,7 @@ def test_only_every_nth_step_is_one_of_the_job() -> None:
 def test_local_sgd_of_one_worker_is_its_inner_optimizer() -> None:
     trainer, model, _ = made(LocalSGD)
     train(model, trainer.step, 9)
-    plain = module()
-    optimizer = torch.optim.SGD(plain.parameters(), lr=0.05, momentum=0.9)
-    train(plain, optimizer.step, 9)
-    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
+    assert_trained_by_plain_torch(model, (9, 0))
 
 
 def test_an_aborted_outer_step_keeps_the_progress_and_the_next_pushes_all_of_it() -> None:
@@ -87,12 +93,7 @@ def test_an_aborted_outer_step_keeps_the_progress_and_the_next_pushes_all_of_it(
     steps.outcome = Outcome.COMMIT
     (*_, result) = train(model, trainer.step, 3, seed=1)
     assert result.committed
-    plain = module()
-    optimizer = torch.optim.SGD(plain.parameters(), lr=0.05, momentum=0.9)
-    train(plain, optimizer.step, 3)
-    train(plain, optimizer.step, 3, seed=1)
-    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
+    assert_trained_by_plain_torch(model, (3, 0), (3, 1))
 
 
 @pytest.mark.parametrize("diverged", [True, False])
@@ -181,11 +182,7 @@ def test_inner_steps_go_on_while_an_outer_step_is_under_way() -> None:
     trainer, model, _ = made(LocalSGD, overlap_steps=2)
     results = train(model, trainer.step, 8)
     assert [r is not None for r in results] == [False] * 4 + [True, False, False, True]  # pushed after 3, ended after 5
-    plain = module()
-    optimizer = torch.optim.SGD(plain.parameters(), lr=0.05, momentum=0.9)
-    train(plain, optimizer.step, 8)
-    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)  # nothing is lost or counts twice
+    assert_trained_by_plain_torch(model, (8, 0))  # nothing is lost or counts twice
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -236,12 +233,7 @@ def test_what_is_pushed_again_after_an_error_is_not_mixed(monkeypatch: pytest.Mo
         train(model, trainer.step, 1, seed=1)
     results = train(model, trainer.step, 5, seed=2)
     assert [result.committed for result in results if result is not None] == [True]
-    plain = module()
-    optimizer = torch.optim.SGD(plain.parameters(), lr=0.05, momentum=0.9)
-    for count, seed in ((4, 0), (1, 1), (5, 2)):
-        train(plain, optimizer.step, count, seed)
-    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
+    assert_trained_by_plain_torch(model, (4, 0), (1, 1), (5, 2))
 
 
 @pytest.mark.parametrize("mixing", [0.5, None])
@@ -368,12 +360,7 @@ def test_an_error_loses_no_progress_and_the_same_numbers_are_pushed_again(monkey
     assert [unit for unit, _ in pushed] == [0, 0, 1, 0, 1]
     assert len({data for unit, data in pushed if unit == 0}) == 1
     assert results[-1].committed
-    plain = module()
-    optimizer = torch.optim.SGD(plain.parameters(), lr=0.05, momentum=0.9)
-    for count, seed in ((3, 0), (1, 1), (3, 2)):
-        train(plain, optimizer.step, count, seed)
-    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
+    assert_trained_by_plain_torch(model, (3, 0), (1, 1), (3, 2))
     assert trainer.statistics()["inner_steps_committed"] == 3
     train(model, trainer.step, 3, seed=3)
     assert trainer.statistics()["inner_steps_committed"] == 10

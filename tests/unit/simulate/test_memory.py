@@ -39,7 +39,7 @@ def test_a_worker_takes_what_its_statistics_estimate(strategy: str, compute: str
         strategy=ShardingStrategy[strategy.upper()],
         offload=CPUOffload.PARAMS if kept else CPUOffload.NONE,
         compute_bytes=DTYPES[compute].itemsize,
-        wire_bytes=made.wire_itemsize,
+        wire_bytes=made.gathered_as.itemsize,
         grad_bytes=made.spec.precision.grad.itemsize,
         built_bytes=4,
         shard_numel=-(-NUMEL // 4),
