@@ -135,6 +135,9 @@ class _Worker:
         self._room = BUFFERS * largest + under_way // self._itemsize  # elements of gradients
         self._pushing: dict[simpy.Event, int] = {}  # elements of each
         self._turns = {way: simpy.Resource(self._env, 1) for way in (True, False)} if cluster.far else {}
+        # see `shard.client.client.IN_ORDER_BYTES`
+        two_hosts = cluster.own and scenario.num_hosts == 2 and not cluster.far
+        self._in_order = simpy.PriorityResource(self._env, 1) if two_hosts else None
         self.waits = {"gather": 0.0, "push": 0.0, "decision": 0.0}
         self.totals: list[_Total] = []  # by step
         self.inner_steps = 1  # in each of them
@@ -167,6 +170,11 @@ class _Worker:
                 yield self._cluster.move(self._hosts, unit, inward=True)
         yield self._env.timeout(self._cluster.rtt_s / 2)
         yield self._in_node(unit)
+
+    def _gather_in_order(self, unit: int, step: _Step, order: simpy.PriorityResource) -> Process:
+        with order.request(priority=unit) as turn:
+            yield turn
+            yield self._env.process(self._gather(unit, step))
 
     def _push(self, number: int, unit: int) -> Process:
         yield self._in_node(unit)
@@ -302,7 +310,10 @@ class _Worker:
             used = self._used(self._have) + self._used(expected)
             if not self._needed_soon(unit, self._first()) or used + self._numel[unit] * self._itemsize > self._budget:
                 return
-        expected[unit] = self._env.process(self._gather(unit, self._job.step(number)))
+        step, order = self._job.step(number), self._in_order
+        expected[unit] = self._env.process(
+            self._gather(unit, step) if order is None else self._gather_in_order(unit, step, order)
+        )
 
 
 class _LocalSteps(_Worker):

@@ -9,14 +9,16 @@ the next windows find more, up to the line's.
 
 More than that need not be under way, and would be in the way: transfers that share a line all end late, the one that is
 needed first among them, and then the line is idle for a round trip. So on a long line transfers begin in order, each
-once the rest of those before it fills the line no more.
+once the rest of those before it fills the line no more. So do speculative gathers that share a card with pushes
+(`client.IN_ORDER_BYTES`).
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
+import heapq
+import itertools
 import statistics
 from collections import deque
 from collections.abc import AsyncIterator, Callable
@@ -78,30 +80,40 @@ class Turn:
 
 
 class Turns:
-    """Transfers in one direction, in the order in which they were asked for. Everything runs on one event loop."""
+    """Transfers in one direction, in the order in which they are wanted. Everything runs on one event loop."""
 
     def __init__(self) -> None:
-        self._order = asyncio.Lock()  # those that wait have it in turn
-        self._room: asyncio.Future[None] | None = None
+        self._waiting: list[tuple[int, int, int, float, asyncio.Future[None]]] = []  # a heap
+        self._count = itertools.count()
         self._under_way_bytes = 0
-        self._most_bytes = math.inf
 
     @contextlib.asynccontextmanager
-    async def turn(self, size_bytes: int, most_bytes: float) -> AsyncIterator[Turn]:
-        """A transfer's turn, once at most `most_bytes` of others are under way; infinite = at once."""
-        async with self._order:
-            self._most_bytes = most_bytes
-            while self._under_way_bytes > self._most_bytes:
-                self._room = asyncio.get_running_loop().create_future()
-                await self._room
-            self._under_way_bytes += size_bytes
+    async def turn(self, size_bytes: int, most_bytes: float, order: int = 0) -> AsyncIterator[Turn]:
+        """A transfer's turn, once at most `most_bytes` of others are under way; infinite = at once.
+
+        Of those that wait, the next is that with the least `order`, and of these the first that came.
+        """
+        begins: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        heapq.heappush(self._waiting, (order, next(self._count), size_bytes, most_bytes, begins))
+        self._go_on()
         turn = Turn(size_bytes, self._moved)
         try:
+            await begins
             yield turn
         finally:
-            turn.end()
+            if not begins.cancelled():
+                turn.end()
+
+    def _go_on(self) -> None:
+        while self._waiting:
+            _, _, size_bytes, most_bytes, begins = self._waiting[0]
+            if not begins.cancelled():
+                if self._under_way_bytes > most_bytes:
+                    return
+                self._under_way_bytes += size_bytes
+                begins.set_result(None)
+            heapq.heappop(self._waiting)
 
     def _moved(self, size_bytes: int) -> None:
         self._under_way_bytes -= size_bytes
-        if self._room is not None and not self._room.done() and self._under_way_bytes <= self._most_bytes:
-            self._room.set_result(None)
+        self._go_on()

@@ -128,6 +128,28 @@ def test_the_next_begins_once_what_is_left_is_little() -> None:
     run(main())
 
 
+def test_of_those_that_wait_the_first_in_order_is_next_whenever_it_came() -> None:
+    async def main() -> None:
+        turns, begun = Turns(), list[int]()
+
+        async def transfer(order: int) -> None:
+            async with turns.turn(10, 0, order):
+                begun.append(order)
+
+        async with turns.turn(10, 0, 9):
+            tasks = [asyncio.create_task(transfer(order)) for order in (8, 3, 5, 3)]
+            await settle()
+            async with turns.turn(10, math.inf, -1):  # before all of them, and at once
+                assert not begun
+            tasks.append(asyncio.create_task(transfer(4)))
+            await settle()
+            tasks[2].cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        assert begun == [3, 3, 4, 8]
+
+    run(main())
+
+
 def test_without_a_limit_nobody_waits() -> None:
     async def main() -> None:
         turns = Turns()

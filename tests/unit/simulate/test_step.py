@@ -65,6 +65,14 @@ def test_a_step_moves_the_bytes_of_the_formulas(strategy: str, received: int) ->
     assert kept.received_bytes == pytest.approx(4 * NUMEL)
 
 
+def test_between_two_hosts_with_the_servers_what_comes_last_is_computed_with_last() -> None:
+    """All bytes share a card, which is idle only while the first units are computed: the last come meanwhile."""
+    compute_s = 0.3
+    step = played("shard_grad_op", compute_s, workers={"count": 2}, servers={"count": 0})
+    line_s = step.sent_bytes / LINE
+    assert line_s < step.step_s < line_s + compute_s / 4
+
+
 def test_compressed_bytes_are_the_compressors() -> None:
     step = played("shard_grad_op", job={"wire": "int8", "reduce": "int4"})
     for found, name in ((step.received_bytes, "int8"), (step.sent_bytes, "int4")):
