@@ -1,4 +1,4 @@
-"""Local steps over a thin line: bytes, peaks and loss of DiLoCo streamed, and goodput while workers are killed.
+"""Local steps over a thin line: bytes, peaks and loss of DiLoCo streamed, and goodput of workers that die or are slow.
 
 Bytes and loss: workers train a small GPT on the standard library's sources, with the same batches, by DDP, by DiLoCo
 whole in f32, and by streamed DiLoCo with compressors. "bytes" are those that a worker sends and receives a step, in the
@@ -11,7 +11,10 @@ the job's parameters over those that the workers had time for, from being ready 
 steps. (Of a DiLoCo worker that lives at the end all count: the next outer steps have them.) DiLoCo goes on with those
 that are there; synchronous steps (FULL_SHARD) either wait for all, or go on as well.
 
-    python benchmarks/local_steps.py [loss] [goodput]
+Slow: the accelerator of one worker of four takes `SLOWER` times as long for a step, and nobody is killed. "goodput" is
+the time that workers' accelerators have computed over the time that there was; without a quorum the others wait for it.
+
+    python benchmarks/local_steps.py [loss] [goodput] [slow]
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +42,8 @@ from axon_ps.testing import LocalCluster
 EXAMPLES = str(Path(__file__).parent.parent / "examples")
 WORKERS, BATCH, WARM_UP = 4, 8, 20
 LOSS_COLUMNS = ("how", "steps", "inner_steps", "bytes", "fewer", "peak_bytes", "peak", "validation_loss")
+SLOW_COLUMNS = ("how", "seconds", "outer_steps", "made", "made_by_the_slow", "goodput")
+SLOWER = 4
 GOODPUT_COLUMNS = ("how", "seconds", "kills", "worker_s", "made", "steps", "goodput")
 
 INT4 = {"wire_dtype": "int4", "param_wire_dtype": "int4"}
@@ -158,11 +164,15 @@ def paced(device_s: float) -> Iterator[None]:
         time.sleep(max(0.0, due_s - time.monotonic()))
 
 
-def run_diloco(world: axon_ps.World, device_s: float, note: Callable[[float, float], None]) -> None:
+def run_diloco(
+    world: axon_ps.World, device_s: float, note: Callable[[float, float], None], quorum: float | None = None
+) -> None:
     """Train until killed; `note` gets the steps that are in the job's parameters."""
     model = small()
     inner = torch.optim.SGD(model.parameters(), lr=0.01)
-    trainer = parallel.DiLoCo(model, inner, world, inner_steps=20, fragments=4, overlap_steps=2, unit_types={nn.Linear})
+    trainer = parallel.DiLoCo(
+        model, inner, world, inner_steps=20, fragments=4, overlap_steps=2, quorum=quorum, unit_types={nn.Linear}
+    )
     for _ in paced(device_s):
         model(torch.randn(2, 64)).square().mean().backward()
         trainer.step()
@@ -181,6 +191,13 @@ def run_synchronous(world: axon_ps.World, device_s: float, note: Callable[[float
         note(committed, made)
 
 
+KINDS: dict[str, Callable[..., None]] = {
+    "diloco": run_diloco,
+    "quorum": partial(run_diloco, quorum=0.75),
+    "synchronous": run_synchronous,
+}
+
+
 def work(device_s: float, path: Path, kind: str) -> None:
     """One life of a worker: its file has since when it would train, the steps it has made, and those that count."""
     torch.set_num_threads(1)
@@ -195,7 +212,7 @@ def work(device_s: float, path: Path, kind: str) -> None:
 
         note(0, 0)
         with axon_ps.World.init(timeout_s=600.0) as world:
-            {"diloco": run_diloco, "synchronous": run_synchronous}[kind](world, device_s, note)
+            KINDS[kind](world, device_s, note)
 
 
 GOODPUT: dict[str, tuple[str, int | None]] = {
@@ -264,10 +281,58 @@ def disturbed(cluster: LocalCluster, kind: str, folder: Path, options: argparse.
     }
 
 
+# ---------------------------------------------------------------------- slow
+
+
+def measure_slow(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """The third part, without a quorum and with one."""
+    rows = []
+    for how, kind in (("all make 20 steps", "diloco"), ("quorum of 0.75", "quorum")):
+        with tempfile.TemporaryDirectory() as folder, LocalCluster(shards=1, world_size=WORKERS) as cluster:
+            rows.append({"how": how, **one_slow(cluster, kind, Path(folder), options)})
+        print(rows[-1], file=sys.stderr, flush=True)
+    return rows
+
+
+def one_slow(cluster: LocalCluster, kind: str, folder: Path, options: argparse.Namespace) -> dict[str, Any]:
+    """Let the workers train, the last of which is slow, and see how far they come from when all have begun to."""
+    device_s = [options.device_s] * (WORKERS - 1) + [options.device_s * SLOWER]
+    paths = [folder / f"{rank}.json" for rank in range(WORKERS)]
+    workers = [
+        cluster.start_workers(work, 1, args=(device_s[rank], paths[rank], kind), ranks=[rank])[0]
+        for rank in range(WORKERS)
+    ]
+
+    def made() -> list[float]:
+        return [json.loads(p.read_text() or "{}").get("made", 0) if p.exists() else 0 for p in paths]
+
+    while min(made()) < WARM_UP:
+        time.sleep(0.1)
+    first, outer = made(), committed_of(cluster)
+    time.sleep(options.seconds / 2)
+    steps = [last - before for before, last in zip(first, made(), strict=True)]
+    outer = committed_of(cluster) - outer
+    for worker in workers:
+        worker.kill()
+    computed_s = sum(n * each for n, each in zip(steps, device_s, strict=True))
+    return {
+        "seconds": options.seconds / 2,
+        "outer_steps": outer,
+        "made": sum(steps),
+        "made_by_the_slow": steps[-1],
+        "goodput": computed_s / (WORKERS * options.seconds / 2),
+    }
+
+
+def committed_of(cluster: LocalCluster) -> int:
+    """Outer steps of all fragments that have committed."""
+    return int(cluster.status().counters["steps_committed"])
+
+
 def main() -> None:
-    """Measure both."""
+    """Measure all."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("measures", nargs="*", default=["loss", "goodput"], choices=["loss", "goodput"])
+    parser.add_argument("measures", nargs="*", default=["loss", "goodput", "slow"], choices=["loss", "goodput", "slow"])
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--fragments", type=int, default=5)
     parser.add_argument("--lr", type=float, default=2e-3)
@@ -286,6 +351,10 @@ def main() -> None:
         rows = measure_goodput(options)
         _report.table("Goodput", GOODPUT_COLUMNS, [[row[c] for c in GOODPUT_COLUMNS] for row in rows])
         print(_report.write("goodput", rows, settings=vars(options)))
+    if "slow" in options.measures:
+        rows = measure_slow(options)
+        _report.table("A slow worker", SLOW_COLUMNS, [[row[c] for c in SLOW_COLUMNS] for row in rows])
+        print(_report.write("slow_worker", rows, settings=vars(options)))
 
 
 if __name__ == "__main__":

@@ -29,6 +29,7 @@ from axon_ps.coordinator.core.events import (
     SnapshotOrder,
     SnapshotReport,
     Status,
+    StepDue,
     Vote,
     Welcome,
 )
@@ -47,6 +48,7 @@ from axon_ps.wire.v1 import (
     logs_pb2,
     memory_pb2,
     placement_pb2,
+    policy_pb2,
     revocation_pb2,
     session_pb2,
     status_pb2,
@@ -367,6 +369,9 @@ def event_to_proto(event: ServerEvent, before: Membership | None = None) -> sess
         return session_pb2.SessionEvent(membership=codec.membership_to_proto(event))
     if isinstance(event, JobState):
         return session_pb2.SessionEvent(job=job_to_proto(event))
+    if isinstance(event, StepDue):
+        due = policy_pb2.StepDue(generation=event.generation, step=event.step, model=event.model)
+        return session_pb2.SessionEvent(due=due)
     if isinstance(event, SnapshotOrder):
         return session_pb2.SessionEvent(
             snapshot=checkpoint_pb2.SnapshotOrder(
@@ -414,6 +419,9 @@ def event_from_proto(message: session_pb2.SessionEvent, before: Membership | Non
         return announced(message.difference, before)
     if kind == "job":
         return job_from_proto(message.job)
+    if kind == "due":
+        due = message.due
+        return StepDue(generation=due.generation, step=due.step, model=due.model)
     if kind == "snapshot":
         order = message.snapshot
         models = tuple(map(codec.progress_from_proto, order.models))

@@ -7,13 +7,15 @@ servers sum and apply, the wrappers in `parallel` train.
     Synchronous          every replica's gradient    its step is decided
     BoundedStaleness(s)  one replica's gradient      its step is decided and nobody is more than s clocks behind it
     Asynchronous         one replica's gradient      its step is decided
-    LocalSteps(H)        every replica's progress    H local steps at once, then its step is decided
+    LocalSteps(H)        every replica's progress    H local steps at once, then its step is decided; with a quorum the
+                                                     others come sooner, once so many have
 
 A *clock* counts the decided steps of one replica in a generation (Ho et al. 2013, stale synchronous parallel).
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -95,13 +97,24 @@ class LocalSteps(Policy):
 
     Attributes:
         inner_steps: local steps between two steps of the job.
+        quorum: the fraction of the workers that make a step due when they have voted: the others are asked to come to
+            it with what they have. 0 = it is never due, all are waited for.
+        grace_s: seconds from their votes until it is due.
 
     Raises:
-        InvalidRequest: it is not at least 1, or too large for a message.
+        InvalidRequest: one of them is out of range.
     """
 
     inner_steps: int
+    quorum: float = 0.0
+    grace_s: float = 0.0
 
     def __post_init__(self) -> None:
+        if not 0.0 <= self.quorum <= 1.0:
+            raise InvalidRequest(f"quorum is {self.quorum}; it must be a fraction of the workers, from 0 (all) to 1")
+        if not 0.0 <= self.grace_s < math.inf:
+            raise InvalidRequest(f"grace_s is {self.grace_s}; it must be a number of seconds from 0 on")
+        if self.grace_s and not self.quorum:
+            raise InvalidRequest(f"grace_s is {self.grace_s}, and there is no quorum after which it would begin")
         if not 1 <= self.inner_steps <= MAX_INNER_STEPS:
             raise InvalidRequest(f"inner_steps is {self.inner_steps}; it must be 1 to {MAX_INNER_STEPS}")

@@ -34,7 +34,7 @@ from axon_ps.types import (
     Role,
     Turn,
 )
-from axon_ps.wire.v1 import common_pb2, membership_pb2, placement_pb2, session_pb2
+from axon_ps.wire.v1 import common_pb2, membership_pb2, placement_pb2, policy_pb2, session_pb2
 
 _T = TypeVar("_T")
 
@@ -70,11 +70,11 @@ _OUTCOMES: Final = {
     Outcome.ABORT: session_pb2.OUTCOME_ABORT,
 }
 _OUTCOMES_BACK: Final[dict[int, Outcome]] = {number: outcome for outcome, number in _OUTCOMES.items()}
-_POLICIES: Final[dict[type[Policy], common_pb2.PolicyKind]] = {
-    Synchronous: common_pb2.POLICY_KIND_SYNCHRONOUS,
-    Asynchronous: common_pb2.POLICY_KIND_ASYNCHRONOUS,
-    BoundedStaleness: common_pb2.POLICY_KIND_BOUNDED_STALENESS,
-    LocalSteps: common_pb2.POLICY_KIND_LOCAL_STEPS,
+_POLICIES: Final[dict[type[Policy], policy_pb2.PolicyKind]] = {
+    Synchronous: policy_pb2.POLICY_KIND_SYNCHRONOUS,
+    Asynchronous: policy_pb2.POLICY_KIND_ASYNCHRONOUS,
+    BoundedStaleness: policy_pb2.POLICY_KIND_BOUNDED_STALENESS,
+    LocalSteps: policy_pb2.POLICY_KIND_LOCAL_STEPS,
 }
 _POLICIES_BACK: Final[dict[int, type[Policy]]] = {number: policy for policy, number in _POLICIES.items()}
 
@@ -356,12 +356,12 @@ def optimizer_from_proto(message: common_pb2.OptimizerSpec) -> OptimizerSpec:
     )
 
 
-def policy_to_proto(policy: Policy) -> common_pb2.Policy:
+def policy_to_proto(policy: Policy) -> policy_pb2.Policy:
     """A policy as a message."""
-    return common_pb2.Policy(kind=_POLICIES[type(policy)], **vars(policy))
+    return policy_pb2.Policy(kind=_POLICIES[type(policy)], **vars(policy))
 
 
-def policy_from_proto(message: common_pb2.Policy) -> Policy:
+def policy_from_proto(message: policy_pb2.Policy) -> Policy:
     """A policy from a message.
 
     Raises:

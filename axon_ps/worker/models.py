@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from axon_ps.coordinator.client.session import CoordinatorClient, Event, JobState, Registered, SessionLost
+from axon_ps.coordinator.core.events import StepDue
 from axon_ps.coordinator.core.records import FIRST_NAME
 from axon_ps.errors import Misuse
 from axon_ps.observe.metrics.histogram import Histogram
@@ -193,7 +194,7 @@ class Models:
 
     def on_event(self, event: Event) -> None:
         """Apply one event of the session, in order, on the loop's thread."""
-        if isinstance(event, (JobState, Decision)):
+        if isinstance(event, (JobState, Decision, StepDue)):
             self.client(event.model).on_event(event)
             return
         with self._view.changed:

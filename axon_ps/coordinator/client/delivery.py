@@ -27,6 +27,7 @@ from axon_ps.coordinator.core.events import (
     RestoreOrder,
     ServerEvent,
     SnapshotOrder,
+    StepDue,
     Vote,
     Welcome,
 )
@@ -107,6 +108,8 @@ class Delivery:
             )
             if is_new:
                 self._decided(event)
+        elif isinstance(event, StepDue):
+            is_new = True
         elif isinstance(event, SnapshotOrder):
             is_new, self._snapshot_id = event.id > self._snapshot_id, max(event.id, self._snapshot_id)
         elif isinstance(event, RestoreOrder):

@@ -138,10 +138,27 @@ class RevokedNames:
     reasons: Mapping[str, str]
 
 
-ServerEvent = Welcome | Membership | JobState | Decision | SnapshotOrder | RestoreOrder | TraceOrder | RevokedNames
+@dataclass(frozen=True, kw_only=True)
+class StepDue:
+    """To a worker that has not voted: so many others have that it is asked to come to the step with what it has.
+
+    Attributes:
+        generation: in which.
+        step: the attempt.
+        model: whose step it is.
+    """
+
+    generation: int
+    step: int
+    model: int = 0
+
+
+ServerEvent = (
+    Welcome | Membership | JobState | Decision | StepDue | SnapshotOrder | RestoreOrder | TraceOrder | RevokedNames
+)
 """What the coordinator pushes."""
 
-Event = Membership | JobState | Decision | SnapshotOrder | RestoreOrder | SessionLost | SessionRestored
+Event = Membership | JobState | Decision | StepDue | SnapshotOrder | RestoreOrder | SessionLost | SessionRestored
 """What a client's `on_event` gets, in order."""
 
 

@@ -38,6 +38,7 @@ from axon_ps.coordinator.core.placement.placements import Placements
 from axon_ps.coordinator.core.registration import check_known
 from axon_ps.coordinator.core.roster import RosterEntry, name_of
 from axon_ps.coordinator.core.steps.decision import Difference, format_ranks
+from axon_ps.coordinator.core.steps.due import DueSteps
 from axon_ps.coordinator.core.steps.stragglers import Stragglers
 from axon_ps.errors import Broken, Busy, Drained, InvalidRequest, MemberLost, Misuse, Timeout
 from axon_ps.types import Member, Role
@@ -82,6 +83,7 @@ class Members:
         self._forming = Forming()
         self._silent: set[str] = set()  # incarnations of those lost since the last step whose leases had expired
         self.stragglers = Stragglers(assembly, models, config.step_timeout_s)
+        self.due = DueSteps(assembly, models, out)
         self.placements = Placements(config.copies, assembly, models, snapshots, out)
         assembly.stepping.ending = self._step_ends
         self._now = now
@@ -131,6 +133,7 @@ class Members:
                 self.placements.cancel_copies(entry.member)
             a.greet(entry, joined=False)
             self._out.push([session], a.membership)
+            self.due.again()
             a.stepping.recheck_copies()
             self.placements.plan(now)
         entry.joined_with(request)
@@ -343,6 +346,11 @@ class Members:
         if self._barriers:
             self._barriers.watch(self._assembly.stepping.voted(), self._assembly.membership, now)
 
+    def look(self, now: float) -> None:
+        """A vote or report has come in a step, or one was decided: see who waits for whom."""
+        self.stragglers.look(now)
+        self.due.look(now)
+
     # ------------------------------------------------------------------ time
 
     def tick(self, now: float) -> None:
@@ -364,6 +372,7 @@ class Members:
         self.placements.tick(now)
         if now >= self._join_deadline():
             self._give_up_joining(now)
+        self.due.tick(now)
         if late := self.stragglers.late(now):
             self._set_aside(late, now)
 
@@ -374,6 +383,7 @@ class Members:
             self._forming.due,
             self._join_deadline(),
             self.stragglers.next_deadline(),
+            self.due.next_deadline(),
             self._handover.next_deadline(),
             self.placements.next_deadline(),
         )

@@ -186,7 +186,7 @@ class CoordinatorState:
             check_role(entry, Role.WORKER, "arrives")
             self._timed([entry.member.rank], model, generation, step, now)
             self._assembly.stepping.arrived(entry.member.rank, model, generation, step, blocked=blocked)
-            self._members.stragglers.look(now)
+            self._members.look(now)
         return self._out.take()
 
     def vote(self, sessions: Sequence[int], vote: Vote, now: float) -> list[Action]:
@@ -204,7 +204,7 @@ class CoordinatorState:
             self._timed(ranks, vote.model, vote.generation, vote.step, now)
             self._assembly.stepping.vote(ranks, vote)
             self._members.settle(now)
-            self._members.stragglers.look(now)
+            self._members.look(now)
             self._members.watch_barriers(now)
         return self._out.take()
 
@@ -218,7 +218,7 @@ class CoordinatorState:
             check_role(entry, Role.SHARD, "reports gradients")
             self._assembly.stepping.ready(entry.member.rank, ready)
             self._members.settle(now)
-            self._members.stragglers.look(now)
+            self._members.look(now)
             self._members.watch_barriers(now)
         return self._out.take()
 

@@ -211,6 +211,9 @@ _DILOCO: Final = {
     ),
     "outer_steps_committed": _counter("diloco_outer_steps_committed", "Outer steps that committed."),
     "outer_steps_not_committed": _counter("diloco_outer_steps_not_committed", "Outer steps that did not."),
+    "outer_steps_due": _counter(
+        "diloco_outer_steps_due", "Outer steps begun with fewer inner steps, since a quorum waited."
+    ),
     "pulls": _counter("diloco_pulls", "Pulls of the parameters."),
     "rebases": _counter("diloco_rebases", "Outer steps of others that were taken, with progress retained."),
     "anchor_bytes": _gauge("diloco_anchor_bytes", "Memory of the copy at the last synchronization."),

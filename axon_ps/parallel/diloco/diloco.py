@@ -90,6 +90,10 @@ class DiLoCo:
             made, parameters are mixing * local + (1 - mixing) * new. That damps the outer momentum, and is better
             with one. None = what was trained meanwhile is added to the new values whole: better for plain averaging,
             where mixing would only lose some of it.
+        quorum: the fraction of the workers that need not wait for the others: `grace_s` seconds after so many have come
+            to an outer step, those that still train come to it, too, after their present inner step. Their progress
+            counts by what they have trained. None = all make all their inner steps.
+        grace_s: how long the others then have to come by themselves.
         unit_types: module classes that travel as units of their own; the rest of the module is one unit.
         plan_options: how finely units are cut.
         name: as for `FullyShardedDataParallel`; with fragments, what their names begin with.
@@ -118,11 +122,14 @@ class DiLoCo:
         fragments: int = 1,
         overlap_steps: int = 0,
         mixing: float | None = 0.5,
+        quorum: float | None = None,
+        grace_s: float = 0.0,
         unit_types: Collection[type[nn.Module]] = (),
         plan_options: PlanOptions | None = None,
         name: str | None = None,
     ) -> None:
-        policy, group = LocalSteps(inner_steps=inner_steps), current_group(group)
+        policy = LocalSteps(inner_steps=inner_steps, quorum=quorum or 0.0, grace_s=grace_s)
+        group = current_group(group)
         if nesterov and not outer_momentum:
             raise InvalidRequest(
                 f"outer_momentum is {outer_momentum}, and Nesterov's momentum (nesterov=True) needs one above 0; for "
@@ -152,7 +159,7 @@ class DiLoCo:
         self._under_way: _UnderWay | None = None
         self._counters = {
             "inner_steps": 0.0, "inner_steps_committed": 0.0, "outer_steps_committed": 0.0,
-            "outer_steps_not_committed": 0.0, "pulls": 0.0, "rebases": 0.0,
+            "outer_steps_not_committed": 0.0, "outer_steps_due": 0.0, "pulls": 0.0, "rebases": 0.0,
         }  # fmt: skip
         kinds = tuple(unit_types)
         divided = _divided(wrap.partition(model, lambda child: isinstance(child, kinds)), fragments)
@@ -236,12 +243,13 @@ class DiLoCo:
         for fragment in self._fragments:
             fragment.weight += weight / self.inner_steps
         self._left -= 1
-        result = None
+        result, due = None, self._left > 0 and self._is_due()
         if (under_way := self._under_way) is not None:
             under_way.steps += 1
-            if under_way.steps >= self._overlap_steps:
+            if due or under_way.steps >= self._overlap_steps:
                 result = self._end()
-        if self._left <= 0 and self._under_way is None:
+        if (due or self._left <= 0) and self._under_way is None:
+            self._counters["outer_steps_due"] += due
             self._begin(self._next())
             if not self._overlap_steps:
                 result = self._end()
@@ -265,6 +273,15 @@ class DiLoCo:
     def _next(self) -> Fragment:
         """The fragment whose outer step is next; see Note: [Streaming]."""
         return min(self._fragments, key=lambda f: f.steps.view.latest_version)
+
+    def _is_due(self) -> bool:
+        """Whether a quorum waits for this worker in an outer step that it has not begun."""
+        fragment, under_way = self._next(), self._under_way
+        if under_way is not None and under_way.fragment is fragment:
+            ticket = under_way.push.ticket
+            if (ticket.generation, ticket.step) == fragment.steps.attempt:
+                return False
+        return fragment.steps.is_due
 
     def sync(self) -> list[StepResult]:
         """An outer step of every fragment that was trained since its last: what all have trained is in the parameters.

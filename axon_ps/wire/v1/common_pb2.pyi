@@ -1,4 +1,5 @@
 from axon_ps.wire.v1 import lease_pb2 as _lease_pb2
+from axon_ps.wire.v1 import policy_pb2 as _policy_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
@@ -26,14 +27,6 @@ class Role(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     ROLE_UNSPECIFIED: _ClassVar[Role]
     ROLE_WORKER: _ClassVar[Role]
     ROLE_SHARD: _ClassVar[Role]
-
-class PolicyKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
-    __slots__ = ()
-    POLICY_KIND_UNSPECIFIED: _ClassVar[PolicyKind]
-    POLICY_KIND_SYNCHRONOUS: _ClassVar[PolicyKind]
-    POLICY_KIND_ASYNCHRONOUS: _ClassVar[PolicyKind]
-    POLICY_KIND_BOUNDED_STALENESS: _ClassVar[PolicyKind]
-    POLICY_KIND_LOCAL_STEPS: _ClassVar[PolicyKind]
 D_TYPE_UNSPECIFIED: DType
 D_TYPE_F32: DType
 D_TYPE_BF16: DType
@@ -47,11 +40,6 @@ D_TYPE_INT8_BLOCK: DType
 ROLE_UNSPECIFIED: Role
 ROLE_WORKER: Role
 ROLE_SHARD: Role
-POLICY_KIND_UNSPECIFIED: PolicyKind
-POLICY_KIND_SYNCHRONOUS: PolicyKind
-POLICY_KIND_ASYNCHRONOUS: PolicyKind
-POLICY_KIND_BOUNDED_STALENESS: PolicyKind
-POLICY_KIND_LOCAL_STEPS: PolicyKind
 
 class CallContext(_message.Message):
     __slots__ = ("job", "generation", "incarnation", "model", "placement", "traceparent", "state_id")
@@ -101,16 +89,6 @@ class Layout(_message.Message):
     units: _containers.RepeatedCompositeFieldContainer[Unit]
     def __init__(self, units: _Optional[_Iterable[_Union[Unit, _Mapping]]] = ...) -> None: ...
 
-class Policy(_message.Message):
-    __slots__ = ("kind", "max_staleness", "inner_steps")
-    KIND_FIELD_NUMBER: _ClassVar[int]
-    MAX_STALENESS_FIELD_NUMBER: _ClassVar[int]
-    INNER_STEPS_FIELD_NUMBER: _ClassVar[int]
-    kind: PolicyKind
-    max_staleness: int
-    inner_steps: int
-    def __init__(self, kind: _Optional[_Union[PolicyKind, str]] = ..., max_staleness: _Optional[int] = ..., inner_steps: _Optional[int] = ...) -> None: ...
-
 class Turn(_message.Message):
     __slots__ = ("replica", "clock", "slowest_clock")
     REPLICA_FIELD_NUMBER: _ClassVar[int]
@@ -156,9 +134,9 @@ class JobSpec(_message.Message):
     replica_is_node: bool
     param_compression: Compression
     grad_compression: Compression
-    policy: Policy
+    policy: _policy_pb2.Policy
     model: str
-    def __init__(self, layout: _Optional[_Union[Layout, _Mapping]] = ..., param_dtype: _Optional[_Union[DType, str]] = ..., grad_dtype: _Optional[_Union[DType, str]] = ..., chunk_numel: _Optional[int] = ..., min_slice_numel: _Optional[int] = ..., replica_is_node: bool = ..., param_compression: _Optional[_Union[Compression, _Mapping]] = ..., grad_compression: _Optional[_Union[Compression, _Mapping]] = ..., policy: _Optional[_Union[Policy, _Mapping]] = ..., model: _Optional[str] = ...) -> None: ...
+    def __init__(self, layout: _Optional[_Union[Layout, _Mapping]] = ..., param_dtype: _Optional[_Union[DType, str]] = ..., grad_dtype: _Optional[_Union[DType, str]] = ..., chunk_numel: _Optional[int] = ..., min_slice_numel: _Optional[int] = ..., replica_is_node: bool = ..., param_compression: _Optional[_Union[Compression, _Mapping]] = ..., grad_compression: _Optional[_Union[Compression, _Mapping]] = ..., policy: _Optional[_Union[_policy_pb2.Policy, _Mapping]] = ..., model: _Optional[str] = ...) -> None: ...
 
 class Hyper(_message.Message):
     __slots__ = ("values",)

@@ -3,6 +3,7 @@ from axon_ps.wire.v1 import common_pb2 as _common_pb2
 from axon_ps.wire.v1 import membership_pb2 as _membership_pb2
 from axon_ps.wire.v1 import memory_pb2 as _memory_pb2
 from axon_ps.wire.v1 import placement_pb2 as _placement_pb2
+from axon_ps.wire.v1 import policy_pb2 as _policy_pb2
 from axon_ps.wire.v1 import revocation_pb2 as _revocation_pb2
 from axon_ps.wire.v1 import trace_pb2 as _trace_pb2
 from google.protobuf.internal import containers as _containers
@@ -159,7 +160,7 @@ class Initialized(_message.Message):
     def __init__(self, version: _Optional[int] = ..., epoch: _Optional[int] = ..., model: _Optional[int] = ...) -> None: ...
 
 class SessionEvent(_message.Message):
-    __slots__ = ("welcome", "membership", "job", "decision", "snapshot", "restore", "trace", "revocations", "difference")
+    __slots__ = ("welcome", "membership", "job", "decision", "snapshot", "restore", "trace", "revocations", "difference", "due")
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     MEMBERSHIP_FIELD_NUMBER: _ClassVar[int]
     JOB_FIELD_NUMBER: _ClassVar[int]
@@ -169,6 +170,7 @@ class SessionEvent(_message.Message):
     TRACE_FIELD_NUMBER: _ClassVar[int]
     REVOCATIONS_FIELD_NUMBER: _ClassVar[int]
     DIFFERENCE_FIELD_NUMBER: _ClassVar[int]
+    DUE_FIELD_NUMBER: _ClassVar[int]
     welcome: Welcome
     membership: _membership_pb2.MembershipEvent
     job: JobEvent
@@ -178,7 +180,8 @@ class SessionEvent(_message.Message):
     trace: _trace_pb2.TraceOrder
     revocations: _revocation_pb2.RevocationsEvent
     difference: _membership_pb2.MembershipDifference
-    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., membership: _Optional[_Union[_membership_pb2.MembershipEvent, _Mapping]] = ..., job: _Optional[_Union[JobEvent, _Mapping]] = ..., decision: _Optional[_Union[DecisionEvent, _Mapping]] = ..., snapshot: _Optional[_Union[_checkpoint_pb2.SnapshotOrder, _Mapping]] = ..., restore: _Optional[_Union[_checkpoint_pb2.RestoreOrder, _Mapping]] = ..., trace: _Optional[_Union[_trace_pb2.TraceOrder, _Mapping]] = ..., revocations: _Optional[_Union[_revocation_pb2.RevocationsEvent, _Mapping]] = ..., difference: _Optional[_Union[_membership_pb2.MembershipDifference, _Mapping]] = ...) -> None: ...
+    due: _policy_pb2.StepDue
+    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., membership: _Optional[_Union[_membership_pb2.MembershipEvent, _Mapping]] = ..., job: _Optional[_Union[JobEvent, _Mapping]] = ..., decision: _Optional[_Union[DecisionEvent, _Mapping]] = ..., snapshot: _Optional[_Union[_checkpoint_pb2.SnapshotOrder, _Mapping]] = ..., restore: _Optional[_Union[_checkpoint_pb2.RestoreOrder, _Mapping]] = ..., trace: _Optional[_Union[_trace_pb2.TraceOrder, _Mapping]] = ..., revocations: _Optional[_Union[_revocation_pb2.RevocationsEvent, _Mapping]] = ..., difference: _Optional[_Union[_membership_pb2.MembershipDifference, _Mapping]] = ..., due: _Optional[_Union[_policy_pb2.StepDue, _Mapping]] = ...) -> None: ...
 
 class Welcome(_message.Message):
     __slots__ = ("rank", "lease_s", "world_size", "num_shards", "state_id", "released")

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from axon_ps.collectives.work import Awaited
 from axon_ps.coordinator.client.session import CoordinatorClient, Event, JobState, Registered
-from axon_ps.coordinator.core.events import Vote
+from axon_ps.coordinator.core.events import StepDue, Vote
 from axon_ps.errors import AxonError, GenerationChanged, InvalidRequest, Misuse, StepAborted, Timeout
 from axon_ps.observe.moments import Moment, reached
 from axon_ps.rpc.background_loop import BackgroundLoop
@@ -75,6 +75,8 @@ class StepClient:
         with view.job.changed:
             if isinstance(event, Decision):
                 view.on_decision(event)
+            elif isinstance(event, StepDue):
+                view.due = event.generation, event.step
             elif isinstance(event, Membership):
                 view.begin(event)
             elif isinstance(event, JobState):
@@ -125,6 +127,11 @@ class StepClient:
         """(generation, step) of the attempt that a ticket would be of."""
         with self.view.job.changed:
             return self.view.membership.generation, self.view.stepping.next_attempt
+
+    @property
+    def is_due(self) -> bool:
+        """Whether others wait in that attempt, with a quorum of `LocalSteps`: it is time to come to it."""
+        return self.view.due == self.attempt
 
     def ticket(self, began: tuple[int, int] | None = None, dealt: int | None = None) -> Ticket:
         """The ticket of the step attempt that starts now.

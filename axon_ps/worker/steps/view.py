@@ -35,6 +35,7 @@ class ModelView:
         stepping: whether its replicas step together, and where this worker is.
         released: whether the model has been released.
         asked_epoch: the newest epoch that this worker requested, or waited for.
+        due: (generation, step) of the newest attempt that others wait in, with a quorum of `LocalSteps`.
     """
 
     def __init__(self, job: JobView, model: int = 0) -> None:
@@ -45,6 +46,7 @@ class ModelView:
         self.stepping: Stepping = SynchronousSteps()
         self.released = False
         self.asked_epoch = 0
+        self.due = (0, -1)
         self._state: JobState | None = None
         self._copied = 0
         self._committed: Mapping[str, str] = {}

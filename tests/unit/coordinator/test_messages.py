@@ -22,6 +22,7 @@ from axon_ps.coordinator.core.events import (
     SnapshotOrder,
     SnapshotReport,
     Status,
+    StepDue,
     Vote,
     Welcome,
 )
@@ -65,6 +66,7 @@ MEMBERSHIP = Membership(
             model=2,
             copy=CopyFrom(source=1, weight=0.005, version=9),
         ),
+        StepDue(generation=2, step=7, model=1),
         SnapshotOrder(id=1, uri="u", version=2, models=(ModelProgress(model=3, step=0, version=4),)),
         RestoreOrder(epoch=1, uri="u", version=2, model=3, section="critic"),
     ],

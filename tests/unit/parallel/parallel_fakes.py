@@ -135,6 +135,8 @@ class FakeSteps:
     def wait_latest(self, position: tuple[int, int]) -> None:
         pass
 
+    is_due = False  # nobody waits for us
+
     @property
     def attempt(self) -> tuple[int, int]:
         return 1, self.version

@@ -19,9 +19,14 @@ from axon_ps.sharding.policy import (
 )
 from axon_ps.types import Decision, DType, Membership, ModelProgress, Outcome, Turn
 from axon_ps.wire import codec
-from axon_ps.wire.v1 import common_pb2
+from axon_ps.wire.v1 import policy_pb2
 
-POLICIES = [Synchronous(), Asynchronous(), BoundedStaleness(max_staleness=3), LocalSteps(inner_steps=500)]
+POLICIES = [
+    Synchronous(),
+    Asynchronous(),
+    BoundedStaleness(max_staleness=3),
+    LocalSteps(inner_steps=500, quorum=0.75, grace_s=2.5),
+]
 LAYOUT = Layout(units=(build_unit("u", [("w", (3,), DType.F32)]),))
 
 
@@ -59,7 +64,7 @@ def test_what_each_policy_means() -> None:
         "Synchronous()",
         "Asynchronous()",
         "BoundedStaleness(max_staleness=3)",
-        "LocalSteps(inner_steps=500)",
+        "LocalSteps(inner_steps=500, quorum=0.75, grace_s=2.5)",
     ]
 
 
@@ -71,11 +76,11 @@ def test_what_cannot_be_is_refused() -> None:
     with pytest.raises(InvalidRequest, match="inner_steps is 0; it must be 1 to"):
         LocalSteps(inner_steps=0)
     with pytest.raises(InvalidRequest, match=r"a policy is number 9, .*; the numbers known are \[1, 2, 3, 4\]"):
-        codec.policy_from_proto(common_pb2.Policy(kind=9))  # type: ignore[arg-type]
+        codec.policy_from_proto(policy_pb2.Policy(kind=9))  # type: ignore[arg-type]
     with pytest.raises(InvalidRequest, match="a policy is unset"):
-        codec.policy_from_proto(common_pb2.Policy())
+        codec.policy_from_proto(policy_pb2.Policy())
     with pytest.raises(InvalidRequest, match="inner_steps is 0"):
-        codec.policy_from_proto(common_pb2.Policy(kind=common_pb2.POLICY_KIND_LOCAL_STEPS))
+        codec.policy_from_proto(policy_pb2.Policy(kind=policy_pb2.POLICY_KIND_LOCAL_STEPS))
 
 
 def test_turns_survive_records_and_messages() -> None:

@@ -1,0 +1,87 @@
+"""Steps of local steps that are due: enough workers have voted, and the others are asked to come with what they have.
+
+Where replicas make local steps they need not have made all of them: a worker's progress has the weight of what it has
+trained. So nobody waits for a slow worker longer than for one of its local steps, and none of its work is lost. The
+quorum and the grace window are those of Decoupled DiLoCo (https://arxiv.org/abs/2604.21428), which goes on without the
+others' progress. A worker that does not come although it is asked is a straggler (`stragglers`). Pure.
+"""
+
+from __future__ import annotations
+
+import math
+
+from axon_ps.coordinator.core.actions import Outbox
+from axon_ps.coordinator.core.assembly import Assembly
+from axon_ps.coordinator.core.events import StepDue
+from axon_ps.coordinator.core.models import Model, Models
+from axon_ps.sharding.policy import LocalSteps
+from axon_ps.types import Role
+
+
+class _Wait:
+    """The present step of a model, and when it is due."""
+
+    def __init__(self) -> None:
+        self.attempt = (0, -1)  # generation and step
+        self.due_s = math.inf
+        self.asked = False
+
+
+class DueSteps:
+    """When the present step of each model is due.
+
+    Args:
+        assembly: who the members are.
+        models: the models of the job.
+        out: gets what is sent to workers.
+    """
+
+    def __init__(self, assembly: Assembly, models: Models, out: Outbox) -> None:
+        self._assembly = assembly
+        self._models = models
+        self._out = out
+        self._waits: dict[int, _Wait] = {}
+
+    def look(self, now: float) -> None:
+        """A vote or report has come in a step, or one was decided."""
+        for model in self._models:
+            policy = None if model.registration.spec is None else model.registration.spec.policy
+            if not isinstance(policy, LocalSteps) or not policy.quorum:
+                continue
+            wait = self._waits.setdefault(model.number, _Wait())
+            if wait.attempt != (attempt := self._attempt(model)):
+                wait.attempt, wait.due_s, wait.asked = attempt, math.inf, False
+            voted = len(model.attempts.voted())
+            if voted and math.isinf(wait.due_s) and voted >= policy.quorum * len(self._assembly.membership.workers):
+                wait.due_s = now + policy.grace_s
+
+    def again(self) -> None:
+        """A worker has a new stream: what it was asked on the old one may be lost."""
+        for wait in self._waits.values():
+            wait.asked = False
+
+    def tick(self, now: float) -> None:
+        """Ask those who have not voted in steps that are due."""
+        for model in self._models:
+            wait = self._present(model)
+            if wait is None or now < wait.due_s:
+                continue
+            wait.asked = True
+            missing = set(model.attempts.missing())
+            workers = self._assembly.roster.of_role(Role.WORKER)
+            event = StepDue(generation=wait.attempt[0], step=wait.attempt[1], model=model.number)
+            self._out.push([entry.session for entry in workers if entry.member.rank in missing], event)
+
+    def next_deadline(self) -> float:
+        """When to call `tick`."""
+        waits = filter(None, map(self._present, self._models))
+        return min((wait.due_s for wait in waits), default=math.inf)
+
+    def _present(self, model: Model) -> _Wait | None:
+        """The wait in the present step of a model, unless the others were asked."""
+        wait = self._waits.get(model.number)
+        there = wait is not None and not wait.asked and wait.attempt == self._attempt(model)
+        return wait if there else None
+
+    def _attempt(self, model: Model) -> tuple[int, int]:
+        return self._assembly.generation, model.step
