@@ -10,11 +10,11 @@ What is retried and what is not: see `shard.client.retries`.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import dataclasses
 import math
 from collections.abc import Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
 from functools import partial
 from typing import TypeVar
 
@@ -293,7 +293,7 @@ class ShardGroup:
         """How much should be under way beyond what is needed now, so that a long line is busy; see `line`."""
         return self._transfers.rate.in_flight_bytes(self._peers.longest_rtt_s)
 
-    def _turn(self, direction: int, size_bytes: int) -> contextlib.AbstractAsyncContextManager[Turn]:
+    def _turn(self, direction: int, size_bytes: int) -> AbstractAsyncContextManager[Turn]:
         """The turn of a gather or push; at once where the servers are near.
 
         A push counts until its reply has come, a round trip after it has left: so one more is under way.
@@ -439,9 +439,9 @@ class ShardGroup:
             return await self._transfers.pull(await self._peers.stub(s.server, _GATHERS, t.deadline), s, one)
 
         in_order = self._two_hosts and self._peers.longest_rtt_s <= SHORT_RTT_S
-        # else it counts for nothing: it may wait for another worker, who must not wait for what waits for it
-        size_bytes, most_bytes = (_travels_bytes(t), IN_ORDER_BYTES) if in_order else (0, math.inf)
-        async with self._gather_turns.turn(size_bytes, most_bytes, unit) as turn:
+        # else it has no turn: it may wait for another worker, who must not wait for what waits for it
+        turns = self._gather_turns.turn(_travels_bytes(t), IN_ORDER_BYTES, unit) if in_order else nullcontext()
+        async with turns as turn:
             calls = self._calls(slices, dataclasses.replace(t, turn=turn))
             return max(await together([pull(s, one) for s, one in calls]))
 
