@@ -16,7 +16,7 @@ A *clock* counts the decided steps of one replica in a generation (Ho et al. 201
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import ClassVar
 
 from axon_ps.errors import InvalidRequest
@@ -42,7 +42,8 @@ class Policy:
         return None
 
     def __str__(self) -> str:
-        settings = ", ".join(f"{name}={value}" for name, value in vars(self).items())
+        values = ((each.name, getattr(self, each.name), each.default) for each in fields(self))
+        settings = ", ".join(f"{name}={value}" for name, value, default in values if value != default)
         return f"{type(self).__name__}({settings})"
 
 

@@ -104,7 +104,7 @@ class _Job:
         return step.decided
 
     def _decide(self, step: _Step) -> Process:
-        yield self.cluster.env.timeout(self.cluster.profile.decision_s + self.cluster.rtt_s)
+        yield self.cluster.env.timeout(self.cluster.profile.decision_s)  # it comes with the replies to the last pushes
         step.decided.succeed()
         if not self.speculates:
             for unit, stages in enumerate(step.updated):

@@ -133,7 +133,8 @@ class Members:
                 self.placements.cancel_copies(entry.member)
             a.greet(entry, joined=False)
             self._out.push([session], a.membership)
-            self.due.again()
+            if role is Role.WORKER:
+                self.due.again(entry)
             a.stepping.recheck_copies()
             self.placements.plan(now)
         entry.joined_with(request)

@@ -92,7 +92,9 @@ class DiLoCo:
             where mixing would only lose some of it.
         quorum: the fraction of the workers that need not wait for the others: `grace_s` seconds after so many have come
             to an outer step, those that still train come to it, too, after their present inner step. Their progress
-            counts by what they have trained. None = all make all their inner steps.
+            counts by what they have trained. Workers then make different numbers of inner steps between outer steps:
+            what all do together (the end of training, a checkpoint, a barrier) must go by `version`. Train no other
+            model in the same loop. None = all make all their inner steps.
         grace_s: how long the others then have to come by themselves.
         unit_types: module classes that travel as units of their own; the rest of the module is one unit.
         plan_options: how finely units are cut.
@@ -276,11 +278,12 @@ class DiLoCo:
 
     def _is_due(self) -> bool:
         """Whether a quorum waits for this worker in an outer step that it has not begun."""
-        fragment, under_way = self._next(), self._under_way
-        if under_way is not None and under_way.fragment is fragment:
-            ticket = under_way.push.ticket
-            if (ticket.generation, ticket.step) == fragment.steps.attempt:
-                return False
+        fragment = self._next()
+        if (begun := fragment.begun) is not None and fragment.steps.attempt == (
+            begun.ticket.generation,
+            begun.ticket.step,
+        ):
+            return False
         return fragment.steps.is_due
 
     def sync(self) -> list[StepResult]:

@@ -169,7 +169,7 @@ class Fragment:
             if not begun.weight:
                 begun.works.append(push(index, None, ticket))
                 continue
-            out.wait_for_room(wrapped.unit.numel * self._wire.itemsize)
+            self.steps.wait_for_room(ticket, partial(out.wait_for_room, wrapped.unit.numel * self._wire.itemsize))
             buffer = out.take(wrapped.unit.numel, TORCH_DTYPES[self._wire])
             with torch.no_grad():
                 buffer.copy_((self.anchor[index] - local).mul_(begun.weight))

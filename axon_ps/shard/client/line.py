@@ -101,7 +101,9 @@ class Turns:
             await begins
             yield turn
         finally:
-            if not begins.cancelled():
+            if begins.cancelled():
+                self._go_on()  # those behind it
+            else:
                 turn.end()
 
     def _go_on(self) -> None:

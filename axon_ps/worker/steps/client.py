@@ -10,6 +10,7 @@ decision without being sent.
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable, Mapping, Sequence
 
@@ -201,11 +202,14 @@ class StepClient:
         commit: Mapping[str, str] | None = None,
         weight: float | None = None,
     ) -> Decision:
-        """Report that this worker has pushed everything, and wait for the decision.
+        """Report that this worker pushes nothing else, and wait for the pushes and the decision.
+
+        The vote does not wait for the pushes: what has not come at the servers they do not report. So the decision is a
+        round trip behind the last push, and not two.
 
         Args:
             ticket: the step.
-            pushes: its pushes; they are waited for first.
+            pushes: its pushes, all of which have begun.
             max_norm: global L2 norm to clip to; 0 = do not clip.
             hyper: per parameter group, this step's hyperparameters.
             copy: the copy from another model; None = the step takes gradients.
@@ -224,31 +228,22 @@ class StepClient:
         view, job, stepping = self.view, self.view.job, self.view.stepping
         blocked = job.blocks()
         try:
-            if (why := self._why_not(ticket, pushes, blocked)) is not None:
-                decision = self._aborted(ticket, why)
-            else:
-                reached(Moment.VOTE)
-                with self.trace.within("vote") as span:
-                    mine = Vote(
-                        generation=ticket.generation,
-                        step=ticket.step,
-                        max_norm=max_norm,
-                        hyper=tuple(hyper),
-                        version=view.version,
-                        model=view.model,
-                        copy=copy,
-                        blocked=blocked,
-                        commit=dict(commit or {}),
-                        weight=weight,
-                        traceparent="" if span is None else span.context.traceparent,
-                    )
-                    self._coordinator.vote(mine, stepping.voter(ticket))
-                    began = time.perf_counter()
-                    decision = self._wait_decided(ticket)
-                waited_s = time.perf_counter() - began
-                self.trace.seconds["vote"].observe(waited_s)
-                self._decision_wait_s += waited_s
-                self._votes += 1
+            mine = Vote(
+                generation=ticket.generation,
+                step=ticket.step,
+                max_norm=max_norm,
+                hyper=tuple(hyper),
+                version=view.version,
+                model=view.model,
+                copy=copy,
+                blocked=blocked,
+                commit=dict(commit or {}),
+                weight=weight,
+            )
+            with self.trace.within("vote") as span:
+                if span is not None:
+                    mine = dataclasses.replace(mine, traceparent=span.context.traceparent)
+                decision = self._decided(ticket, pushes, mine)
             job.wait_generation(decision.next_generation, job.timeout_s)
             if not stepping.acknowledges(decision):  # else that was done when it arrived
                 with job.changed:
@@ -273,18 +268,33 @@ class StepClient:
         self.trace.decided(decision)
         return decision
 
-    def _why_not(self, ticket: Ticket, pushes: Sequence[Awaited], blocked: bool) -> str | None:
-        """Wait for the pushes; then why there is nothing to vote on, if so."""
-        view, job = self.view, self.view.job
+    def _decided(self, ticket: Ticket, pushes: Sequence[Awaited], vote: Vote) -> Decision:
+        """Vote, if there is something to vote on, and wait for the pushes and the decision."""
+        view, stepping = self.view, self.view.stepping
+        voted = view.valid(ticket) and view.membership.complete
+        if voted:
+            reached(Moment.VOTE)
+            self._coordinator.vote(vote, stepping.voter(ticket))
+            self._votes += 1
         try:
             with self.trace.within("push wait"):
-                self._wait_pushed(ticket, pushes, blocked)
+                self._wait_pushed(pushes)
         except (GenerationChanged, StepAborted) as error:
-            return ticket.why_void or str(error)
+            return self._aborted(ticket, ticket.why_void or str(error))
+        if not voted:
+            return self._aborted(ticket, self._why_not(ticket))
+        began = time.perf_counter()
+        decision = self._wait_decided(ticket)
+        waited_s = time.perf_counter() - began
+        self.trace.seconds["vote"].observe(waited_s)
+        self._decision_wait_s += waited_s
+        return decision
+
+    def _why_not(self, ticket: Ticket) -> str:
+        """Why there is nothing to vote on; once members have changed, if it is that some are missing."""
+        view, job = self.view, self.view.job
         if not view.valid(ticket):
             return ticket.why_void or "the membership changed"
-        if view.membership.complete:
-            return None
         # No attempt is in progress; the reason names who is missing.
         reason = f"the job was waiting for {view.membership.waiting_for}"
         job.wait_until(
@@ -332,24 +342,16 @@ class StepClient:
             model=view.model,
         )
 
-    def _wait_pushed(self, ticket: Ticket, pushes: Sequence[Awaited], blocked: bool) -> None:
-        """Wait for the pushes; servers sum in replica order, so that may take as long as another worker's pushes."""
-        view = self.view
-        deadline = Deadline(view.job.timeout_s)
+    def _wait_pushed(self, pushes: Sequence[Awaited]) -> None:
+        """Wait for the pushes, all together as long as for a decision."""
+        deadline = Deadline(self.view.job.timeout_s)
         for work in pushes:
-            while True:
-                try:
-                    work.wait(min(_ARRIVED_INTERVAL_S, deadline.remaining()))
-                    break
-                except Timeout as error:
-                    if work.is_completed():
-                        raise
-                    if deadline.expired:
-                        raise Timeout(f"{error}{self._stragglers()}") from error
-                if view.stepping.voter(ticket) is None and view.valid(ticket):
-                    self._coordinator.arrived(
-                        generation=ticket.generation, step=ticket.step, model=view.model, blocked=blocked
-                    )
+            try:
+                work.wait(deadline.remaining())
+            except Timeout as error:
+                if work.is_completed():
+                    raise
+                raise Timeout(f"{error}{self._stragglers()}") from error
 
     def wait_for_room(self, ticket: Ticket, wait: Callable[[float], None]) -> None:
         """Wait in a backward until the servers have taken earlier pushes, and report that this worker waits.

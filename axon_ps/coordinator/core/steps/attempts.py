@@ -162,6 +162,16 @@ class Attempts:
         for tally in self._tallies:
             tally.clear()
 
+    @property
+    def come(self) -> int:
+        """How many workers have voted or arrived, where all replicas step together."""
+        tally = self._tallies[0]
+        return len(tally.votes) + sum(rank not in tally.votes for rank in tally.arrived)
+
+    def has_come(self, rank: int) -> bool:
+        """Whether a worker has voted or arrived, where all replicas step together."""
+        return rank in self._tallies[0].votes or rank in self._tallies[0].arrived
+
     def pending(self, owners: Iterable[int]) -> list[str]:
         """What the attempts wait for, as text; nothing before the first vote or report."""
         owners = tuple(owners)

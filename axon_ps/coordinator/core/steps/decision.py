@@ -1,9 +1,10 @@
 """How a step is decided: votes of workers and sums of shard servers in, one decision out. Pure.
 
 Note: [One decider]
-    A step commits if and only if the coordinator has written a decision that says so. Workers have pushed everything
-    when they vote; shard servers hold everything when they are ready; so when all have reported nothing can be missing,
-    and the decision is the same for all members. A non-finite gradient skips the step, disagreeing votes abort it.
+    A step commits if and only if the coordinator has written a decision that says so. Workers push nothing else when
+    they vote; shard servers hold everything of every replica when they are ready, however late it came; so when all
+    have reported nothing can be missing, and the decision is the same for all members. A non-finite gradient skips the
+    step, disagreeing votes abort it.
 """
 
 from __future__ import annotations

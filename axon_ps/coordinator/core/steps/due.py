@@ -14,6 +14,7 @@ from axon_ps.coordinator.core.actions import Outbox
 from axon_ps.coordinator.core.assembly import Assembly
 from axon_ps.coordinator.core.events import StepDue
 from axon_ps.coordinator.core.models import Model, Models
+from axon_ps.coordinator.core.roster import RosterEntry
 from axon_ps.sharding.policy import LocalSteps
 from axon_ps.types import Role
 
@@ -51,14 +52,17 @@ class DueSteps:
             wait = self._waits.setdefault(model.number, _Wait())
             if wait.attempt != (attempt := self._attempt(model)):
                 wait.attempt, wait.due_s, wait.asked = attempt, math.inf, False
-            voted = len(model.attempts.voted())
-            if voted and math.isinf(wait.due_s) and voted >= policy.quorum * len(self._assembly.membership.workers):
+            quorum = max(1, math.ceil(policy.quorum * len(self._assembly.membership.workers) - 1e-9))
+            if math.isinf(wait.due_s) and model.attempts.come >= quorum:
                 wait.due_s = now + policy.grace_s
 
-    def again(self) -> None:
+    def again(self, worker: RosterEntry) -> None:
         """A worker has a new stream: what it was asked on the old one may be lost."""
-        for wait in self._waits.values():
-            wait.asked = False
+        for model in self._models:
+            wait = self._waits.get(model.number)
+            asked = wait is not None and wait.asked and wait.attempt == self._attempt(model)
+            if asked and not model.attempts.has_come(worker.member.rank):
+                self._out.push([worker.session], self._event(model))
 
     def tick(self, now: float) -> None:
         """Ask those who have not voted in steps that are due."""
@@ -67,10 +71,9 @@ class DueSteps:
             if wait is None or now < wait.due_s:
                 continue
             wait.asked = True
-            missing = set(model.attempts.missing())
             workers = self._assembly.roster.of_role(Role.WORKER)
-            event = StepDue(generation=wait.attempt[0], step=wait.attempt[1], model=model.number)
-            self._out.push([entry.session for entry in workers if entry.member.rank in missing], event)
+            late = [worker.session for worker in workers if not model.attempts.has_come(worker.member.rank)]
+            self._out.push(late, self._event(model))
 
     def next_deadline(self) -> float:
         """When to call `tick`."""
@@ -82,6 +85,9 @@ class DueSteps:
         wait = self._waits.get(model.number)
         there = wait is not None and not wait.asked and wait.attempt == self._attempt(model)
         return wait if there else None
+
+    def _event(self, model: Model) -> StepDue:
+        return StepDue(generation=self._assembly.generation, step=model.step, model=model.number)
 
     def _attempt(self, model: Model) -> tuple[int, int]:
         return self._assembly.generation, model.step
