@@ -209,6 +209,12 @@ class CoordinatorServicer:
         elif message.HasField("vote"):
             self._vote, self._voters = message, [session]
             asyncio.get_running_loop().call_soon(self._pass_votes_on)
+        elif message.HasField("ready"):
+            state, ready, number = self._shell.state, message.ready, session.number
+            with _refusing([session]):
+                asynchronous = state.is_asynchronous(ready.model)
+                self._shell.spans.ready(state.rank_of(number), ready, asynchronous=asynchronous)
+                self._shell.perform(state.ready(number, ready_from_proto(ready), self._shell.now()))
         else:
             with _refusing([session]):
                 self._shell.perform(self._dispatch(session.number, message))
@@ -242,10 +248,6 @@ class CoordinatorServicer:
             return state.arrived(
                 session, arrived.generation, arrived.step, now, model=arrived.model, blocked=arrived.blocked
             )
-        if kind == "ready":
-            asynchronous = state.is_asynchronous(message.ready.model)
-            self._shell.spans.ready(state.rank_of(session), message.ready, asynchronous=asynchronous)
-            return state.ready(session, ready_from_proto(message.ready), now)
         if kind == "copied":
             return state.copied(session, copied_from_proto(message.copied), now)
         if kind == "corrupted":

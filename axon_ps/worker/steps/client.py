@@ -283,8 +283,20 @@ class StepClient:
             return self._aborted(ticket, ticket.why_void or str(error))
         if not voted:
             return self._aborted(ticket, self._why_not(ticket))
+
+        def decided() -> Decision | None:
+            if not view.valid(ticket):
+                return self._aborted(ticket, "the membership changed")
+            if (decision := stepping.decision_on(ticket)) is None:
+                view.check_released()
+            return decision
+
+        what = f"step {ticket.step} is not decided: a worker has not voted or a shard server is not ready"
         began = time.perf_counter()
-        decision = self._wait_decided(ticket)
+        try:
+            decision = view.job.wait_until(decided, view.job.timeout_s, lambda: what)
+        except Timeout as error:
+            raise Timeout(f"{error}{self._stragglers()}") from error
         waited_s = time.perf_counter() - began
         self.trace.seconds["vote"].observe(waited_s)
         self._decision_wait_s += waited_s
@@ -304,25 +316,6 @@ class StepClient:
             reminds=True,
         )
         return reason
-
-    def _wait_decided(self, ticket: Ticket) -> Decision:
-        view = self.view
-
-        def decided() -> Decision | None:
-            if not view.valid(ticket):
-                return self._aborted(ticket, "the membership changed")
-            if (decision := view.stepping.decision_on(ticket)) is None:
-                view.check_released()
-            return decision
-
-        try:
-            return view.job.wait_until(
-                decided,
-                view.job.timeout_s,
-                lambda: f"step {ticket.step} is not decided: a worker has not voted or a shard server is not ready",
-            )
-        except Timeout as error:
-            raise Timeout(f"{error}{self._stragglers()}") from error
 
     def _aborted(self, ticket: Ticket, reason: str) -> Decision:
         """The coordinator's decision, or an abort with `reason` once it has announced a new membership."""
