@@ -19,7 +19,7 @@ from axon_ps.simulate.tables import Workers, wire_bytes
 RECEIVED = 0.94
 """Of its rate, what a card receives that several others send to at once: their TCPs lose packets and wait (incast; Chen
 et al. 2009, https://doi.org/10.1145/1592681.1592693)."""
-FAR = 0.82
+FAR = 0.84
 """Of its rate, what a line with a long round trip carries: bursts fill its queue, and TCP takes a while after a loss.
 
 This and `RECEIVED` are all that is fitted, to every second configuration of `benchmarks/simulator.py`.
