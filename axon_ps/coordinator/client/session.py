@@ -289,14 +289,14 @@ class CoordinatorClient(Calls):
     # ------------------------------------------------------------------ votes and reports
 
     def vote(self, vote: Vote, replica: int | None = None) -> None:
-        """Worker: report that everything of a step is pushed. Sent again after a reconnect while it is current.
+        """Worker: report that nothing else of a step is pushed. Sent again after a reconnect while it is current.
 
         Where replicas step asynchronously, the vote's step is the clock of our `replica`.
         """
         self._call_soon(self._send_step_message, vote, replica)
 
     def arrived(self, *, generation: int, step: int, model: int = 0, blocked: bool = False) -> None:
-        """Worker: report that everything of a step is computed, while the servers do not take it yet."""
+        """Worker: report that it waits in a step until the servers take what it has computed."""
         arrived = session_pb2.Arrived(generation=generation, step=step, model=model, blocked=blocked)
         self._call_soon(self._send, session_pb2.SessionRequest(arrived=arrived))
 

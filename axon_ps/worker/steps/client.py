@@ -10,7 +10,6 @@ decision without being sent.
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections.abc import Callable, Mapping, Sequence
 
@@ -228,21 +227,20 @@ class StepClient:
         view, job, stepping = self.view, self.view.job, self.view.stepping
         blocked = job.blocks()
         try:
-            mine = Vote(
-                generation=ticket.generation,
-                step=ticket.step,
-                max_norm=max_norm,
-                hyper=tuple(hyper),
-                version=view.version,
-                model=view.model,
-                copy=copy,
-                blocked=blocked,
-                commit=dict(commit or {}),
-                weight=weight,
-            )
             with self.trace.within("vote") as span:
-                if span is not None:
-                    mine = dataclasses.replace(mine, traceparent=span.context.traceparent)
+                mine = Vote(
+                    generation=ticket.generation,
+                    step=ticket.step,
+                    max_norm=max_norm,
+                    hyper=tuple(hyper),
+                    version=view.version,
+                    model=view.model,
+                    copy=copy,
+                    blocked=blocked,
+                    commit=dict(commit or {}),
+                    weight=weight,
+                    traceparent="" if span is None else span.context.traceparent,
+                )
                 decision = self._decided(ticket, pushes, mine)
             job.wait_generation(decision.next_generation, job.timeout_s)
             if not stepping.acknowledges(decision):  # else that was done when it arrived

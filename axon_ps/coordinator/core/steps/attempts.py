@@ -88,7 +88,7 @@ class Attempts:
         None where all have voted, so that only shard servers are missing, or where replicas step asynchronously.
         """
         tally = self._tallies[0]
-        if self.asynchronous or all(w in tally.votes or w in tally.arrived for w in self._workers[0]):
+        if self.asynchronous or all(map(tally.has_come, self._workers[0])):
             return ()
         return set(tally.blocked)
 
@@ -170,7 +170,7 @@ class Attempts:
 
     def has_come(self, rank: int) -> bool:
         """Whether a worker has voted or arrived, where all replicas step together."""
-        return rank in self._tallies[0].votes or rank in self._tallies[0].arrived
+        return self._tallies[0].has_come(rank)
 
     def pending(self, owners: Iterable[int]) -> list[str]:
         """What the attempts wait for, as text; nothing before the first vote or report."""

@@ -109,12 +109,16 @@ class Tally:
         if len(self.votes) + len(self.arrived) < len(workers):
             return False
         if self.copies:
-            return all(w in self.votes or w in self.arrived for w in workers)
+            return all(map(self.has_come, workers))
         return all(w in self.votes for w in workers) and all(o in self.sums for o in owners)
 
     def missing(self, workers: Iterable[int]) -> list[int]:
         """The workers that have neither voted nor arrived."""
-        return [w for w in workers if w not in self.votes and w not in self.arrived]
+        return [w for w in workers if not self.has_come(w)]
+
+    def has_come(self, worker: int) -> bool:
+        """Whether a worker has voted or arrived."""
+        return worker in self.votes or worker in self.arrived
 
     def pending(self, workers: Sequence[int], owners: Iterable[int]) -> list[str]:
         """What the step waits for, as text; nothing before the first vote or report."""

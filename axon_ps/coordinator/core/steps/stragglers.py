@@ -1,9 +1,9 @@
 """Stragglers: the workers that the others wait for in a step, and since when. Pure.
 
 The time of a step begins with the first worker that waits in it. Where all replicas step together that is the first
-that has voted, or has reported that it *arrived*: it has computed all its gradients, and waits until the servers take
-them (they sum in replica order, so without memory for what is early a worker that comes after a straggler can neither
-push nor vote). Where replicas step asynchronously, it is the first that has to wait for the slowest. Each model has its
+that has voted, or has reported that it *arrived*: it waits until the servers take the gradients that it has computed
+(they sum in replica order, so without memory for what is early a worker that comes after a straggler can neither push
+nor vote). Where replicas step asynchronously, it is the first that has to wait for the slowest. Each model has its
 own step.
 
 Invariants: a straggler is named only while at least as many others as the job needs take part; nothing is computed
