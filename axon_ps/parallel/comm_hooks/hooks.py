@@ -6,6 +6,12 @@ Owns: what a hook is, and the hooks that make an all-reduce: `AllReduceHook` (th
     shape legend: N = elements of a bucket
 
 Invariant: every rank ends with the same bits, in every run.
+
+Note: [Two buckets on their way]
+    Through servers the last segments of an all-reduce come back when a card has nothing more to send. So neighbouring
+    buckets travel in two groups in turns, and one begins while the one before it ends. *Measured*, f32 on 4 + 4 hosts
+    at 500 Mbit/s, with buckets that grow from 1 MiB: a step takes 1.37 s instead of 1.43; its bytes alone take 1.13.
+    Calls through shared memory or NCCL have no such end, and stay in one group.
 """
 
 from __future__ import annotations
@@ -17,6 +23,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from axon_ps.collectives import cuda
 from axon_ps.collectives.process_group import ProcessGroup
 from axon_ps.collectives.work import Work, WorkQueue
 from axon_ps.errors import InvalidRequest
@@ -44,6 +51,12 @@ class CommunicationHook(ABC):
     def attach(self, group: ProcessGroup) -> None:
         """Set the group whose ranks it averages over; nobody else makes calls on it. Called once, before all else."""
         self.group = group
+        self._in_turns = (group, group.named_group("in_turns", range(group.size)))
+
+    def group_of(self, bucket: GradientBucket) -> ProcessGroup:
+        """The group in which a bucket travels; see Note: [Two buckets on their way]."""
+        through_servers = not cuda.memory().is_on_device(bucket.flat) and self.group.backend == "grpc"
+        return self._in_turns[bucket.index % 2 if through_servers else 0]
 
     @abstractmethod
     def start(self, bucket: GradientBucket) -> Work[Any]:
@@ -77,7 +90,7 @@ class AllReduceHook(CommunicationHook):
 
     def start(self, bucket: GradientBucket) -> Work[Any]:
         """See `CommunicationHook`."""
-        work: Work[Any] = self.group.all_reduce(bucket.flat, ReduceOp.AVERAGE, async_op=True)
+        work: Work[Any] = self.group_of(bucket).all_reduce(bucket.flat, ReduceOp.AVERAGE, async_op=True)
         return work
 
 
@@ -108,7 +121,7 @@ class PackingHook(CommunicationHook):
 
     def __init__(self, what: str) -> None:
         self._what = what
-        self._packing, self._sending = work_queue_of(self, "pack"), work_queue_of(self, "send")
+        self._packing, self._unpacking = work_queue_of(self, "pack"), work_queue_of(self, "unpack")
 
     @abstractmethod
     def pack(self, bucket: GradientBucket) -> Any:
@@ -122,14 +135,21 @@ class PackingHook(CommunicationHook):
 
     def start(self, bucket: GradientBucket) -> Work[Any]:
         """See `CommunicationHook`."""
-        packing = self._packing.submit(on_this_stream(bucket, lambda: self.pack(bucket)))
 
-        def send() -> None:
-            if (packed := packing.result()) is not None:
-                self.group.all_reduce(packed, ReduceOp.AVERAGE)
+        def pack() -> tuple[Any, Work[Any] | None]:
+            if (packed := self.pack(bucket)) is None:
+                return None, None
+            return packed, self.group_of(bucket).all_reduce(packed, ReduceOp.AVERAGE, async_op=True)
+
+        packing = self._packing.submit(on_this_stream(bucket, pack))
+
+        def unpack() -> None:
+            packed, sending = packing.result()
+            if sending is not None:
+                sending.wait()
                 self.unpack(bucket, packed)
 
-        return Work(self._sending.submit(on_this_stream(bucket, send)), f"bucket {bucket.index} as {self._what}")
+        return Work(self._unpacking.submit(on_this_stream(bucket, unpack)), f"bucket {bucket.index} as {self._what}")
 
 
 class CastHook(PackingHook):

@@ -157,13 +157,14 @@ def assign(
     """Which tensors are in one bucket: neighbours in `order` of one dtype and device, up to so many bytes.
 
     The first bucket of each kind is small so that communication begins early (Li et al., "PyTorch Distributed",
-    https://arxiv.org/abs/2006.15704, section 3.2.2). A tensor larger than a bucket has one for itself.
+    https://arxiv.org/abs/2006.15704, section 3.2.2), and each has room for twice as much as the one before it, so
+    that the next is complete before the network waits for it. A tensor larger than a bucket has one for itself.
 
     Args:
         tensors: what gradients are for.
         order: the order in which gradients are expected; positions in `tensors`.
         first_bytes: size of the first bucket of each kind.
-        bucket_bytes: size of the others.
+        bucket_bytes: size of the largest.
 
     Returns:
         The members of each bucket; buckets are in the order in which they are expected to be complete.
@@ -180,7 +181,7 @@ def assign(
         bucket = kinds.setdefault(kind, [])
         if bucket and sizes[kind] + size > limits.get(kind, first_bytes):
             done.append((when[bucket[-1]], bucket))
-            bucket, limits[kind] = [], bucket_bytes
+            bucket, limits[kind] = [], min(2 * max(limits.get(kind, first_bytes), sizes[kind]), bucket_bytes)
             kinds[kind] = bucket
         sizes[kind] = (sizes[kind] if bucket else 0) + size
         bucket.append(member)

@@ -50,7 +50,7 @@ class DistributedDataParallel(nn.Module):
     Args:
         module: the module, the same on every rank; rank 0's values become everybody's.
         group: the ranks; None = all workers of the current world.
-        bucket_size_mb: gradients that travel together, in MiB. The first bucket has at most 1 MiB.
+        bucket_size_mb: gradients that travel together, in MiB. The first bucket has at most 1 MiB, the others double.
         broadcast_buffers: whether buffers (running statistics, say) become rank 0's before each training forward.
         gradient_as_bucket_view: whether `param.grad` is the bucket's memory. Saves as much memory as the gradients
             take; `grad.detach_()` and `zero_grad(set_to_none=False)` work in place then.

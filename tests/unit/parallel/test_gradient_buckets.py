@@ -43,7 +43,16 @@ def test_neighbours_of_one_dtype_share_a_bucket() -> None:
     tensors = [f32(10), f32(10), bf16(10), f32(100), bf16(10), f32(1), f32(1)]
     plan = assign(tensors, range(7), first_bytes=80, bucket_bytes=400)
     assert plan == [(0, 1), (3,), (2, 4), (5, 6)]
-    assert assign(tensors, reversed(range(7)), first_bytes=4, bucket_bytes=1000) == [(6,), (4,), (2,), (5, 3, 1, 0)]
+    assert assign(tensors, reversed(range(7)), first_bytes=4, bucket_bytes=1000) == [
+        (6,),
+        (5,),
+        (4,),
+        (3,),
+        (2,),
+        (1, 0),
+    ]
+    grown = assign([f32(10)] * 16, range(16), first_bytes=40, bucket_bytes=200)
+    assert [len(members) for members in grown] == [1, 2, 4, 5, 4], "each has room for twice as much, up to the limit"
     assert assign([], [], first_bytes=4, bucket_bytes=4) == []
 
 
