@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import simpy
 
 from axon_ps.errors import InvalidRequest
-from axon_ps.shard.client.line import GAIN
+from axon_ps.shard.client.line import filling_s
 from axon_ps.simulate.cluster import Cluster, Hosts
 from axon_ps.simulate.fluid import Process
 from axon_ps.simulate.profile import Profile
@@ -129,7 +129,7 @@ class _Worker:
         largest = max(self._numel[1:], default=self._numel[0])
         self._itemsize = DTYPES[scenario.job.compute].itemsize
         self._wire_itemsize = scenario.gathered_as.itemsize
-        under_way = round(GAIN * hosts.received.capacity * cluster.rtt_s) if cluster.far else 0
+        under_way = round(hosts.received.capacity * filling_s(cluster.rtt_s)) if cluster.far else 0
         self._budget = BUFFERS * largest * self._itemsize + under_way  # bytes of parameters, beside the root
         self._buffers = BUFFERS * largest * self._wire_itemsize + under_way  # of gathers
         self._room = BUFFERS * largest + under_way // self._itemsize  # elements of gradients

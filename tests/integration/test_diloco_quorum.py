@@ -11,6 +11,7 @@ import torch
 import axon_ps
 from axon_ps import parallel
 from axon_ps.errors import InvalidRequest
+from axon_ps.parallel.fsdp.memory import BufferPool, Meter
 from axon_ps.testing import LocalCluster
 from parity_model import Block, Values, batch, build
 from test_diloco import OPTIONS, adamw, values_of
@@ -125,4 +126,37 @@ def test_fragments_are_due_one_after_the_other_and_all_agree_in_the_end() -> Non
         assert statistics["inner_steps_committed"] == pytest.approx(statistics["inner_steps"])
         assert statistics["outer_steps_not_committed"] == 0
         for name, value in result["values"].items():
+            np.testing.assert_array_equal(value, slow["values"][name])
+
+
+def train_with_little_memory() -> dict[str, Any]:
+    """The others wait for room for their second push, which they get only once worker 0, who is slow, has pushed."""
+    torch.set_num_threads(1)
+    with axon_ps.World.init(timeout_s=60.0) as world:
+        model = build()
+        inner = adamw(model)
+        diloco = parallel.DiLoCo(model, inner, world, inner_steps=INNER, quorum=0.6, unit_types={Block})
+        diloco._out = BufferPool(1, Meter())
+        world.barrier("begin")
+        result = None
+        for i in range(INNER):
+            if world.rank == 0 and i + 1 == DONE:
+                wait_until_due(world, diloco)
+            model(batch(i, world.rank)).backward()
+            result = diloco.step()
+            inner.zero_grad()
+            if result is not None:
+                break
+        assert result is not None
+        assert result.committed
+        return {"inner_steps": i + 1, "values": values_of(model)}
+
+
+def test_who_waits_for_room_has_come() -> None:
+    with LocalCluster(shards=1, world_size=WORKERS, plugins=["no_queue"]) as cluster:
+        slow, *others = (r.value for r in cluster.run_workers(train_with_little_memory))
+    assert slow["inner_steps"] == DONE
+    for other in others:
+        assert other["inner_steps"] == INNER
+        for name, value in other["values"].items():
             np.testing.assert_array_equal(value, slow["values"][name])

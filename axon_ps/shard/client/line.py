@@ -1,11 +1,15 @@
 """The lines from a worker to the shard servers: what fills them for a round trip, and whose turn it is.
 
-What is asked for only when it is needed comes a round trip later, and the line is idle meanwhile. It is busy where
-what is under way is the product of its rate and the round trip at least (RFC 7323, section 1.1). The rate is what was
+What is asked for only when it is needed comes a round trip later, and the line is idle meanwhile. It is busy where what
+is under way is the product of its rate and the round trip at least (RFC 7323, section 1.1). The rate is what was
 received in the median one of the last windows: the best one may have what had waited in the kernel while this process
-did something else. Since that is less than the line's while too little was under way, twice the product is asked for,
-as BBR does while it looks for the rate of a line (https://datatracker.ietf.org/doc/draft-ietf-ccwg-bbr/, "Startup"):
-the next windows find more, up to the line's.
+did something else. Since that is less than the line's while too little was under way, more is asked for: the next
+windows find more, up to the line's. Twice the product, as BBR has under way
+(https://datatracker.ietf.org/doc/draft-ietf-ccwg-bbr/, "cwnd_gain"), needs BBR's pacing: without it a whole product,
+and a unit, wait in the queue before the line. So it is twice the product while the second one waits there for `QUEUE_S`
+at most, and half as much again on longer lines. *Measured*, 500 Mbit/s and 100 ms, a queue of 0.2 s: with twice the
+product it was full in every second or third step, and a step in which it lost something took twice as long (medians of
+1.11 to 1.87 times the bound); with half as much again nothing is lost (1.04 to 1.06).
 
 More than that need not be under way, and would be in the way: transfers that share a line all end late, the one that is
 needed first among them, and then the line is idle for a round trip. So on a long line transfers begin in order, each
@@ -27,7 +31,13 @@ WINDOW_S = 0.3
 SHORT_RTT_S = 0.002
 """What comes in so short a round trip is less than a unit that is worth a message."""
 _WINDOWS = 9
-GAIN = 2
+QUEUE_S = 0.05
+"""How long the queue before a line may be; those of routers hold 0.1 s and more."""
+
+
+def filling_s(rtt_s: float) -> float:
+    """What should be under way on a line with this round trip, in seconds of its rate."""
+    return rtt_s + max(rtt_s / 2, min(rtt_s, QUEUE_S))
 
 
 class Rate:
@@ -58,7 +68,7 @@ class Rate:
 
     def in_flight_bytes(self, rtt_s: float) -> int:
         """What should be under way beyond what is needed now, for lines with this round trip in seconds."""
-        return round(GAIN * self._rate * rtt_s) if rtt_s > SHORT_RTT_S else 0
+        return round(self._rate * filling_s(rtt_s)) if rtt_s > SHORT_RTT_S else 0
 
 
 class Turn:

@@ -22,6 +22,7 @@ from axon_ps.rpc.background_loop import BackgroundLoop
 from axon_ps.rpc.deadlines import Deadline
 from axon_ps.shard.client.client import ShardGroup
 from axon_ps.sharding.job import JobSpec
+from axon_ps.sharding.policy import LocalSteps
 from axon_ps.types import CopyFrom, Decision, Hyper, Membership, OptimizerSpec, Outcome
 from axon_ps.worker.job_view import JobView
 from axon_ps.worker.steps.calls import ModelCalls
@@ -347,7 +348,8 @@ class StepClient:
     def wait_for_room(self, ticket: Ticket, wait: Callable[[float], None]) -> None:
         """Wait in a backward until the servers have taken earlier pushes, and report that this worker waits.
 
-        They may not take them before another worker pushes, who may wait for this one in a step of another model.
+        They may not take them before another worker pushes, who may wait for this one in a step of another model, or,
+        with a quorum of `LocalSteps`, is asked to come only once enough others have.
 
         Args:
             ticket: the step.
@@ -357,15 +359,17 @@ class StepClient:
             Timeout: there is no room.
         """
         blocked, deadline = self.view.job.blocks_before_vote(), Deadline(self.view.job.timeout_s)
+        policy = self.view.spec.policy if self.view.spec is not None else None
+        reports = blocked or (isinstance(policy, LocalSteps) and policy.quorum > 0)
         while True:
             try:
-                return wait(min(_ARRIVED_INTERVAL_S, deadline.remaining()) if blocked else deadline.remaining())
+                return wait(min(_ARRIVED_INTERVAL_S, deadline.remaining()) if reports else deadline.remaining())
             except Timeout:
-                if deadline.expired or not blocked:
+                if deadline.expired or not reports:
                     raise
             if self.view.stepping.voter(ticket) is None and self.view.valid(ticket):
                 self._coordinator.arrived(
-                    generation=ticket.generation, step=ticket.step, model=self.view.model, blocked=True
+                    generation=ticket.generation, step=ticket.step, model=self.view.model, blocked=blocked
                 )
 
     def _stragglers(self) -> str:

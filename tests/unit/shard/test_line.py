@@ -11,15 +11,15 @@ import pytest
 import torch
 
 from axon_ps.parallel.fsdp.memory import BufferPool, Meter
-from axon_ps.shard.client.line import SHORT_RTT_S, WINDOW_S, Rate, Turns
+from axon_ps.shard.client.line import QUEUE_S, SHORT_RTT_S, WINDOW_S, Rate, Turns, filling_s
 
 UNIT_BYTES = 4 << 20
 
 
 def receive(rate: Rate, line_rate: float, rtt_s: float, extra_bytes: int, *, seconds: float, begin_s: float) -> None:
-    """What a worker receives that asks for another unit only while at most `extra_bytes` more are under way."""
+    """What a worker receives that has two units under way, as FULL_SHARD, and so many more as `extra_bytes` hold."""
     now, came = begin_s, 0.0
-    units = 1 + extra_bytes // UNIT_BYTES
+    units = 2 + extra_bytes // UNIT_BYTES
     while now < begin_s + seconds:
         cycle_s = max(rtt_s + UNIT_BYTES / line_rate, units * UNIT_BYTES / line_rate)
         for _ in range(units * 16):
@@ -34,7 +34,14 @@ def test_what_is_under_way_grows_until_the_line_is_full(rtt_s: float) -> None:
         receive(rate, line_rate, rtt_s, rate.in_flight_bytes(rtt_s), seconds=2.0, begin_s=now)
         now += 2.5
     product = line_rate * rtt_s
-    assert product <= rate.in_flight_bytes(rtt_s) <= 2.2 * product + 1
+    assert product <= rate.in_flight_bytes(rtt_s) <= 1.05 * line_rate * filling_s(rtt_s) + 1
+
+
+def test_the_queue_before_a_long_line_stays_short() -> None:
+    for rtt_s in (0.005, 0.01, QUEUE_S):
+        assert filling_s(rtt_s) == 2 * rtt_s
+    assert filling_s(0.08) == pytest.approx(0.08 + QUEUE_S)
+    assert filling_s(0.3) == pytest.approx(0.45), "what is measured is too little at first, and must grow"
 
 
 def test_what_had_waited_in_the_kernel_does_not_count_as_fast() -> None:
@@ -43,7 +50,7 @@ def test_what_had_waited_in_the_kernel_does_not_count_as_fast() -> None:
     for number in range(60):
         now += 0.1
         rate.received(30_000_000 if number % 12 == 0 else 5_000_000, now)
-    assert rate.in_flight_bytes(0.1) <= 2 * 0.1 * 70e6
+    assert rate.in_flight_bytes(0.1) <= filling_s(0.1) * 70e6
 
 
 def test_near_servers_are_asked_for_nothing_ahead() -> None:
