@@ -32,6 +32,8 @@ class Policy:
     Attributes:
         asynchronous: whether each replica's gradient is a step of its own.
         most_behind: how many clocks the slowest replica may be behind one that goes on; None = any number.
+        quorum: the fraction of the workers that make a step due; 0 = it is never due, all are waited for.
+        grace_s: seconds from their votes until it is due.
     """
 
     asynchronous: ClassVar[bool] = False
@@ -40,6 +42,16 @@ class Policy:
     def most_behind(self) -> int | None:
         """How many clocks the slowest replica may be behind one that goes on; None = any number."""
         return None
+
+    @property
+    def quorum(self) -> float:
+        """The fraction of the workers that make a step due; 0 = it is never due."""
+        return 0.0
+
+    @property
+    def grace_s(self) -> float:
+        """Seconds from their votes until a step is due."""
+        return 0.0
 
     def __str__(self) -> str:
         values = ((each.name, getattr(self, each.name), each.default) for each in fields(self))

@@ -98,7 +98,7 @@ def test_a_slow_worker_counts_for_what_it_has_trained_as_in_a_simulation() -> No
 
 
 def train_streamed() -> dict[str, Any]:
-    """Worker 0 makes two inner steps where the others make four."""
+    """Worker 0 makes at most two inner steps where the others make four, until it was asked as often as they come."""
     torch.set_num_threads(1)
     with axon_ps.World.init(timeout_s=60.0) as world:
         model = build()
@@ -108,6 +108,8 @@ def train_streamed() -> dict[str, Any]:
         )  # fmt: skip
         world.barrier("begin")
         for step in range(4 * ROUNDS if world.rank else 2 * ROUNDS):
+            if not world.rank and diloco.statistics()["outer_steps_due"] == ROUNDS:
+                break  # others that were far ahead had it come after one step
             if not world.rank and step % 2:
                 wait_until_due(world, diloco)
             model(batch(step, world.rank)).backward()

@@ -22,7 +22,6 @@ from axon_ps.rpc.background_loop import BackgroundLoop
 from axon_ps.rpc.deadlines import Deadline
 from axon_ps.shard.client.client import ShardGroup
 from axon_ps.sharding.job import JobSpec
-from axon_ps.sharding.policy import LocalSteps
 from axon_ps.types import CopyFrom, Decision, Hyper, Membership, OptimizerSpec, Outcome
 from axon_ps.worker.job_view import JobView
 from axon_ps.worker.steps.calls import ModelCalls
@@ -359,8 +358,7 @@ class StepClient:
             Timeout: there is no room.
         """
         blocked, deadline = self.view.job.blocks_before_vote(), Deadline(self.view.job.timeout_s)
-        policy = self.view.spec.policy if self.view.spec is not None else None
-        reports = blocked or (isinstance(policy, LocalSteps) and policy.quorum > 0)
+        reports = blocked or (self.view.spec is not None and self.view.spec.policy.quorum > 0)
         while True:
             try:
                 return wait(min(_ARRIVED_INTERVAL_S, deadline.remaining()) if reports else deadline.remaining())

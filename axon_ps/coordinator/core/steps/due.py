@@ -15,7 +15,6 @@ from axon_ps.coordinator.core.assembly import Assembly
 from axon_ps.coordinator.core.events import StepDue
 from axon_ps.coordinator.core.models import Model, Models
 from axon_ps.coordinator.core.roster import RosterEntry
-from axon_ps.sharding.policy import LocalSteps
 from axon_ps.types import Role
 
 
@@ -47,7 +46,7 @@ class DueSteps:
         """A vote or report has come in a step, or one was decided."""
         for model in self._models:
             policy = None if model.registration.spec is None else model.registration.spec.policy
-            if not isinstance(policy, LocalSteps) or not policy.quorum:
+            if policy is None or not policy.quorum:
                 continue
             wait = self._waits.setdefault(model.number, _Wait())
             if wait.attempt != (attempt := self._attempt(model)):
