@@ -6,7 +6,6 @@ A *place* is where hosts are: `Loopback` (all of them this machine) or `netns.Ne
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -14,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from axon_ps.host.ports import free_ports
 from netns import Network, stop
 
 CLI = (sys.executable, "-m", "axon_ps.cli.main")
@@ -69,7 +69,7 @@ def axon_cluster(
     place: Place, servers: Sequence[str], *, workers: int, replication: int = 1, shard: Sequence[str] = ()
 ) -> Iterator[tuple[list[subprocess.Popen[Any]], str]]:
     """A coordinator on the first of `servers`, shard servers (options: `shard`) on all; yields them and its address."""
-    port = free_port()
+    port = free_ports()
     coordinator = f"{place.address(servers[0])}:{port}"
     listen = ["--insecure", "--log-level", "warning", "--host"]
     size = ["--world-size", str(workers), "--shards", str(len(servers)), "--replication", str(replication)]
@@ -95,10 +95,3 @@ def cpu_s(pid: int) -> float:
 def rss_mib(pid: int) -> float:
     """Resident memory of a live process."""
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / (1 << 20)
-
-
-def free_port() -> int:
-    """A port of this machine nobody listens on at the moment."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

@@ -25,7 +25,8 @@ from typing import Any
 import numpy as np
 
 import _report
-from cluster import axon_cluster, cpu_s, free_port
+from axon_ps.host.ports import free_ports
+from cluster import axon_cluster, cpu_s
 from collective_worker import OPERATIONS
 from netns import CONGESTION, Network, NetworkUnavailable
 from raw_stream import RawClient, make_frames
@@ -71,7 +72,7 @@ def run_side(network: Network, side: str, servers: str, options: argparse.Namesp
         "LOCAL_WORLD_SIZE": "1",
         "LOCAL_RANK": "0",
         "MASTER_ADDR": network.address(HOSTS[0]),
-        "MASTER_PORT": str(free_port()),
+        "MASTER_PORT": str(free_ports()),
         "GLOO_SOCKET_IFNAME": "eth0",
         "TORCH_CPP_LOG_LEVEL": "ERROR",
         "PYTHONUNBUFFERED": "1",

@@ -32,6 +32,7 @@ from typing import Any
 import numpy as np
 
 import _report
+from axon_ps.host.ports import free_ports
 from axon_ps.sharding.job import JobSpec
 from axon_ps.sharding.layout import Layout, build_unit
 from axon_ps.sharding.plan import DEFAULT_CHUNK_NUMEL, PlanOptions
@@ -40,7 +41,6 @@ from axon_ps.testing.cluster import LocalCluster
 from axon_ps.types import DType, OptimizerSpec
 from axon_ps.worker.environment import worker_config
 from axon_ps.worker.world import World
-from cluster import free_port
 from netns import stop
 
 HERE = Path(__file__).parent
@@ -137,7 +137,7 @@ def iperf3_gbs() -> float | None:
     """GB/s of one TCP stream on loopback; None without iperf3."""
     if not shutil.which("iperf3"):
         return None
-    port = str(free_port())
+    port = str(free_ports())
     server = subprocess.Popen(["iperf3", "-s", "-p", port], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         for _ in range(50):

@@ -18,6 +18,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import _report
+from axon_ps.host.ports import free_ports
 from observability import (
     BLOCKS,
     PROCESSES,
@@ -28,7 +29,6 @@ from observability import (
     Difference,
     Job,
     difference,
-    free_ports,
     row,
 )
 

@@ -21,7 +21,6 @@ import http.client
 import math
 import os
 import signal
-import socket
 import statistics
 import subprocess
 import sys
@@ -39,6 +38,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "integrations"))
 import psutil
 
 import _report
+from axon_ps.host.ports import free_ports
 
 WORKERS, SHARDS = 2, 2
 PROCESSES = 1 + SHARDS + WORKERS
@@ -240,19 +240,6 @@ def difference(without: Job, with_: Job, steps: int, scrapes_per_s: float = 0.0)
     before = without.turn(steps)
     between = with_.turn(steps, scrapes_per_s) + with_.turn(steps, scrapes_per_s)
     return Difference(before + without.turn(steps), between)
-
-
-def free_ports(count: int) -> int:
-    """The first of so many ports in a row that are free."""
-    for first in range(25000, 32000, count):
-        with ExitStack() as stack:
-            try:
-                for port in range(first, first + count):
-                    stack.enter_context(socket.socket()).bind(("127.0.0.1", port))
-            except OSError:
-                continue
-            return first
-    raise RuntimeError("no ports are free")
 
 
 def measure(steps: int) -> dict[str, Difference]:

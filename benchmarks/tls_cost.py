@@ -33,6 +33,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
 import _report
+from axon_ps.host.ports import free_ports
 from axon_ps.rpc.auth.tokens import new_secret
 from axon_ps.rpc.security import Security
 from axon_ps.sharding.plan import DEFAULT_CHUNK_NUMEL
@@ -40,7 +41,7 @@ from axon_ps.testing.cluster import LocalCluster
 from axon_ps.types import DType, Role
 from axon_ps.worker.environment import worker_config
 from axon_ps.worker.world import World
-from cluster import cpu_s, free_port
+from cluster import cpu_s
 from data_plane import MIB, Ours
 from netns import Network, stop
 
@@ -82,7 +83,7 @@ def on_loopback(numel: int, dtype: DType, *, tls: bool) -> Iterator[Callable[[],
 @contextmanager
 def between_hosts(network: Network, numel: int, dtype: DType, *, tls: bool) -> Iterator[Callable[[], Took]]:
     """Services on one host, and a worker on another that does a round for every line."""
-    port, secret = free_port(), {**os.environ, "AXON_PS_TOKEN": new_secret()}
+    port, secret = free_ports(), {**os.environ, "AXON_PS_TOKEN": new_secret()}
     address, insecure = f"{network.address('server')}:{port}", [] if tls else ["--insecure"]
     command = [sys.executable, "-P", "-m", "axon_ps.cli.main"]
     own = ["--host", network.address("server"), "--log-level", "error", *insecure]

@@ -37,7 +37,8 @@ from typing import Any
 
 import _report
 from axon_ps.compress.registry import compressor
-from cluster import Loopback, Place, Sockets, axon_cluster, cpu_s, free_port, rss_mib
+from axon_ps.host.ports import free_ports
+from cluster import Loopback, Place, Sockets, axon_cluster, cpu_s, rss_mib
 from netns import CONGESTION, Network, NetworkUnavailable
 from theory import Sizes, card_bytes
 
@@ -219,7 +220,7 @@ def one_run(
         "WORLD_SIZE": str(team.size),
         "LOCAL_WORLD_SIZE": str(team.size if isinstance(place, Loopback) else team.per_host),
         "MASTER_ADDR": place.address(team.hosts[0]),
-        "MASTER_PORT": str(free_port()),
+        "MASTER_PORT": str(free_ports()),
         "GLOO_SOCKET_IFNAME": "lo" if isinstance(place, Loopback) else "eth0",
         "TORCH_CPP_LOG_LEVEL": "ERROR",
         "PYTHONUNBUFFERED": "1",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import socket
 import ssl
 import tempfile
 import time
@@ -15,6 +14,7 @@ from types import TracebackType
 
 from axon_ps.errors import AxonError
 from axon_ps.host.children import Child
+from axon_ps.host.ports import free_ports
 from axon_ps.rpc.security import Security
 
 NEEDED = "there is no etcd: apt-get install etcd-server"
@@ -42,7 +42,8 @@ class LocalEtcd:
     """
 
     def __init__(self, members: int = 1, *, quota_bytes: int = 0, security: Security | None = None) -> None:
-        ports = _free_ports(2 * members)
+        first = free_ports(2 * members)
+        ports = range(first, first + 2 * members)
         self.endpoints = [f"127.0.0.1:{port}" for port in ports[:members]]
         self._peers = [f"http://127.0.0.1:{port}" for port in ports[members:]]
         self._quota_bytes = quota_bytes
@@ -128,12 +129,3 @@ class LocalEtcd:
             member.end()
         self._members = []
         self._directory.cleanup()
-
-
-def _free_ports(count: int) -> list[int]:
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    try:
-        return [int(each.getsockname()[1]) for each in sockets]
-    finally:
-        for each in sockets:
-            each.close()

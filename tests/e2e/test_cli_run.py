@@ -17,6 +17,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from axon_ps.host.ports import free_ports
 from axon_ps.testing import LocalCluster
 from command_line import AXON_PS, axon_ps, environment
 
@@ -124,9 +125,7 @@ def used_port() -> Iterator[int]:
 
 @pytest.fixture
 def unused_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    return free_ports()
 
 
 def test_workers_are_told_what_torchrun_tells_them_and_more(script: Callable[..., str], tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import pickle
 import signal
-import socket
 import time
 from datetime import timedelta
 from typing import Any
@@ -17,6 +16,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 import axon_ps.parallel
 from axon_ps.errors import AxonError, ConfigurationError, InvalidRequest, MemberLost, Timeout
+from axon_ps.host.ports import free_ports
 from axon_ps.parallel.c10d.process_group import AxonProcessGroup
 from axon_ps.parallel.c10d.store import KVStore
 from axon_ps.testing import LocalCluster
@@ -109,7 +109,8 @@ STORE_SAW = [
 
 def test_it_begins_and_ends_in_every_way() -> None:
     with LocalCluster(shards=1, world_size=2) as cluster:
-        results = cluster.run_workers(begin_in_every_way, args=((free_port(), free_port()),))
+        first = free_ports(2)
+        results = cluster.run_workers(begin_in_every_way, args=((first, first + 1),))
     for result in results:
         seen = result.value
         for attempt in ("embedded", "embedded again"):
@@ -174,7 +175,7 @@ def use_groups_until_one_dies() -> dict[str, Any]:
 
 def test_groups_work_and_a_dead_rank_ends_what_is_pending() -> None:
     with LocalCluster(shards=1, world_size=3) as cluster:
-        environment = {"MASTER_PORT": str(free_port())}  # for torch's own store
+        environment = {"MASTER_PORT": str(free_ports())}  # for torch's own store
         results = cluster.run_workers(use_groups_until_one_dies, env=environment, check=False)
     assert results[2].exit_code == -signal.SIGKILL
     for rank in (0, 1):
@@ -234,7 +235,7 @@ PICKLED = pickle.dumps(Harmful())
 @pytest.mark.parametrize("pickled", [False, True], ids=["by default", "when asked for"])
 def test_objects_are_pickled_only_when_that_is_asked_for(pickled: bool) -> None:
     with LocalCluster(shards=1, world_size=2) as cluster:
-        results = cluster.run_workers(send_objects, args=(pickled,), env={"MASTER_PORT": str(free_port())})
+        results = cluster.run_workers(send_objects, args=(pickled,), env={"MASTER_PORT": str(free_ports())})
     seen = [result.value for result in results]
     for one in seen:
         assert (one["gathered"], one["broadcast"], one["goes on"]) == ([[0, 0], [1, 1]], 1, 1)
@@ -242,9 +243,3 @@ def test_objects_are_pickled_only_when_that_is_asked_for(pickled: bool) -> None:
     assert ("all_gather_object was given a " in seen[0]["refused"]) is not pickled
     assert ("AXON_PS_ALLOW_PICKLE=1" in seen[1].get("pickle", "")) is not pickled
     assert pickled == any("code of another rank ran" in result.output for result in results)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+from axon_ps.host.ports import free_ports
 from command_line import environment
 
 WORKER = """
@@ -30,8 +31,8 @@ dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("given", [{}, {"AXON_PS_TOKEN": "the-secret-of-this-environment"}])
-def test_a_stranger_reads_neither_the_secret_nor_where_to_use_it(given: dict[str, str], free_tcp_port: int) -> None:
-    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_tcp_port), "WORLD_SIZE": "2", **given}
+def test_a_stranger_reads_neither_the_secret_nor_where_to_use_it(given: dict[str, str]) -> None:
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_ports()), "WORLD_SIZE": "2", **given}
     workers = [
         subprocess.Popen(
             [sys.executable, "-c", WORKER],

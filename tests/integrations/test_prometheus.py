@@ -7,7 +7,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -21,6 +20,7 @@ from typing import Any
 
 import pytest
 
+from axon_ps.host.ports import free_ports
 from axon_ps.observe.metrics.table import REPEATED, TABLE, described
 
 ROOT = Path(__file__).parents[2]
@@ -34,22 +34,6 @@ def program(name: str) -> str:
     found = shutil.which(name)
     assert found, f"{name} is missing; `apt-get install prometheus` has it"
     return found
-
-
-def free_ports(count: int) -> int:
-    """The first of so many ports in a row that are free."""
-    for first in range(23400, 32000, count):
-        sockets = [socket.socket() for _ in range(count)]
-        try:
-            for i, one in enumerate(sockets):
-                one.bind(("127.0.0.1", first + i))
-            return first
-        except OSError:
-            continue
-        finally:
-            for one in sockets:
-                one.close()
-    raise AssertionError("no ports are free")
 
 
 @contextmanager

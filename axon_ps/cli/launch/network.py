@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
-import socket
 from collections.abc import Callable
 
 from axon_ps.errors import Unreachable
@@ -13,13 +12,6 @@ from axon_ps.observe.reminders import reminder_pauses
 from axon_ps.rpc.deadlines import Deadline, retry
 
 _ATTEMPT_S = 5.0
-
-
-def free_port() -> int:
-    """A port of this machine that is free at present."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 async def wait_until_listening(address: str, timeout_s: float, notify: Callable[[str], None]) -> None:

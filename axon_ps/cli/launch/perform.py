@@ -22,13 +22,14 @@ from collections.abc import Awaitable, Iterable, Mapping
 from pathlib import Path
 
 from axon_ps.cli.launch.console import Console
-from axon_ps.cli.launch.network import free_port, wait_until_listening
+from axon_ps.cli.launch.network import wait_until_listening
 from axon_ps.cli.launch.plan import Launch
 from axon_ps.cli.launch.processes import PYTHON, Process
 from axon_ps.cli.launch.restarts import Restarts
 from axon_ps.cli.launch.workers import Workers
 from axon_ps.cli.settings import DEFAULT_JOB, Settings, child_environment, variable_is_set
 from axon_ps.errors import AxonError
+from axon_ps.host.ports import free_ports
 
 WORKER_GRACE_S = 5.0
 SERVICE_GRACE_S = 10.0
@@ -52,7 +53,7 @@ class _Launcher:
         self._services: list[Process] = []  # the coordinator, if this node starts it, comes first
         self._workers = Workers(launch, console, self._worker_environment)
         self._signal: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        self._master_port = launch.master_port or free_port()
+        self._master_port = launch.master_port or free_ports()
         self._cpus = len(os.sched_getaffinity(0))
         self._address = ""  # of the coordinator, once it is known
         self._workers_address = ""  # of what workers take for the coordinator
