@@ -43,7 +43,7 @@ def small() -> Iterator[None]:
         for module, name, nbytes in (
             (stripes, "STRIPE_BYTES", 64),
             (stripes, "SEGMENT_BYTES", 32),
-            (stripes, "FORWARDED_SEGMENT_BYTES", 32),
+            (stripes, "LARGE_SEGMENT_BYTES", 32),
             (stripes, "SMALL_SEGMENT_BYTES", 16),
             (mailbox, "EAGER_BYTES", 64),
             (engine, "EAGER_BYTES", 64),

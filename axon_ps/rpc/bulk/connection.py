@@ -26,7 +26,7 @@ from axon_ps.rpc.bulk import hangups
 from axon_ps.rpc.channels import KEEPALIVE_S, KEEPALIVE_TIMEOUT_S
 from axon_ps.rpc.stream import Place
 
-LOW_WATER_BYTES: Final = 256 << 10
+LOW_WATER_BYTES: Final = 512 << 10
 """See Note: [Few wake-ups]."""
 
 LARGE_BYTES: Final = 64 << 10

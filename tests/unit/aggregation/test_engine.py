@@ -17,7 +17,7 @@ from axon_ps.aggregation.core.mailbox import MAX_MAILBOX_BYTES, Envelope
 from axon_ps.aggregation.core.operations import GRACE_S, TOMBSTONE_S
 from axon_ps.aggregation.core.participants import MAX_QUEUED_SEGMENTS
 from axon_ps.aggregation.core.stripes import (
-    FORWARDED_SEGMENT_BYTES,
+    LARGE_SEGMENT_BYTES,
     SEGMENT_BYTES,
     SMALL_SEGMENT_BYTES,
     TSO_BYTES,
@@ -50,7 +50,7 @@ def starts_of(counts: Sequence[int]) -> list[int]:
 def small_segments(monkeypatch: pytest.MonkeyPatch) -> None:
     """Segments of four f32, so that small arrays have many."""
     monkeypatch.setattr(stripes, "SEGMENT_BYTES", 16)
-    monkeypatch.setattr(stripes, "FORWARDED_SEGMENT_BYTES", 16)
+    monkeypatch.setattr(stripes, "LARGE_SEGMENT_BYTES", 16)
     monkeypatch.setattr(stripes, "SMALL_SEGMENT_BYTES", 8)
 
 
@@ -82,7 +82,7 @@ def test_a_sum_is_in_rank_order_whatever_the_order_of_arrival(order: Sequence[in
 def test_every_interleaving_of_every_operation_gives_the_oracles_result(data: st.DataObject) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(stripes, "SEGMENT_BYTES", 16)
-        patch.setattr(stripes, "FORWARDED_SEGMENT_BYTES", 16)
+        patch.setattr(stripes, "LARGE_SEGMENT_BYTES", 16)
         patch.setattr(stripes, "SMALL_SEGMENT_BYTES", 8)
         one_operation(data)
 
@@ -218,10 +218,10 @@ def test_segments_of_all_stripes_cover_everything_once(operation: Operation, cou
         ranges = sorted((p.begin, p.end) for p in seen if p.partition == partition)
         assert sum(end - begin for begin, end in ranges) == count
         assert all(a[1] == b[0] for a, b in itertools.pairwise(ranges))
-    assert all(0 < (p.end - p.begin) * 4 <= SEGMENT_BYTES for p in seen)
+    assert all(0 < (p.end - p.begin) * 4 <= LARGE_SEGMENT_BYTES for p in seen)
 
 
-@pytest.mark.parametrize("size", [SMALL_SEGMENT_BYTES, SEGMENT_BYTES, FORWARDED_SEGMENT_BYTES])
+@pytest.mark.parametrize("size", [SMALL_SEGMENT_BYTES, SEGMENT_BYTES, LARGE_SEGMENT_BYTES])
 def test_a_message_fills_whole_kernel_segments(size: int) -> None:
     message = encode_chunk(CollectiveChunk(source=4095, partition=4095, offset=1 << 40), bytes(size))
     before_it = 5 + 9  # gRPC's header, HTTP/2's
