@@ -24,12 +24,9 @@ from collections.abc import Sequence
 from axon_ps.aggregation.core.stripes import StripePlan
 from axon_ps.reduction.call import Operation
 
-WINDOW_BYTES = 9 << 17
-"""How far a stripe's upload may be ahead of the slowest stripe's download: three segments of an all-reduce, two of an
-all-gather. With half as much segments wait (*measured*, an all-reduce of 64 MiB: 6 to 20 % longer)."""
-
-WINDOWED = frozenset((Operation.ALL_REDUCE, Operation.ALL_GATHER))
-"""Other operations have no window: what a rank sends does not come back there, or not evenly."""
+WINDOW_SEGMENTS = {Operation.ALL_REDUCE: 3, Operation.ALL_GATHER: 2}
+"""How many segments a stripe's upload may be ahead of the slowest stripe's download. Other operations have no window:
+what a rank sends does not come back there, or not evenly."""
 
 
 class SendWindow:
@@ -41,7 +38,7 @@ class SendWindow:
 
     def __init__(self, plans: Sequence[StripePlan]) -> None:
         call = plans[0].call
-        self._limit_bytes = WINDOW_BYTES if call.operation in WINDOWED else math.inf
+        self._limit_bytes = WINDOW_SEGMENTS.get(call.operation, math.inf) * max(plan.segment_bytes() for plan in plans)
         self._uploads = [plan.upload_numel() * call.dtype.itemsize for plan in plans]
         self._downloads = [plan.download_numel() * call.dtype.itemsize for plan in plans]
         self._sent = [0] * len(plans)

@@ -102,12 +102,16 @@ class StripePlan:
 
     def uploads(self) -> Sequence[StripeSegment]:
         """The segments that the rank sends, in order."""
-        itemsize, operation = self.call.dtype.itemsize, self.call.operation
+        return _segments(tuple(self._ranges()), self.call.dtype.itemsize, self.segment_bytes())
+
+    def segment_bytes(self) -> int:
+        """Size of the segments in the middle of what the rank sends."""
+        operation = self.call.operation
         largest = SEGMENT_BYTES if operation is Operation.ALL_REDUCE else LARGE_SEGMENT_BYTES
-        if operation in REDUCING:
-            nbytes = self.upload_numel() * itemsize // MIN_SEGMENTS // TSO_BYTES * TSO_BYTES
-            largest = min(largest, max(nbytes, SEGMENT_BYTES // 2))
-        return _segments(tuple(self._ranges()), itemsize, largest)
+        if operation not in REDUCING:
+            return largest
+        nbytes = self.upload_numel() * self.call.dtype.itemsize // MIN_SEGMENTS // TSO_BYTES * TSO_BYTES
+        return min(largest, max(nbytes, SEGMENT_BYTES // 2))
 
     def upload_numel(self) -> int:
         """Elements that the rank sends."""

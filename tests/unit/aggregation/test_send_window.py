@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from axon_ps.aggregation.client.send_window import WINDOW_BYTES, SendWindow
-from axon_ps.aggregation.core.stripes import REDUCING, StripePlan
+from axon_ps.aggregation.client.send_window import WINDOW_SEGMENTS, SendWindow
+from axon_ps.aggregation.core.stripes import REDUCING, SEGMENT_BYTES, TSO_BYTES, StripePlan
 from axon_ps.reduction.call import Call, Operation
 from axon_ps.types import DType, ReduceOp
 
@@ -87,7 +87,7 @@ def run(plans: list[list[StripePlan]], random: Random) -> int:
 )
 def test_all_reduce_ends_and_stays_within_its_window(world_size: int, stripes: int, numel: int, random: Random) -> None:
     most = run(plans_of(Operation.ALL_REDUCE, (numel,), world_size, stripes), random)
-    assert most <= WINDOW_BYTES
+    assert most <= WINDOW_SEGMENTS[Operation.ALL_REDUCE] * SEGMENT_BYTES
 
 
 @given(
@@ -106,8 +106,9 @@ def test_all_gather_ends_where_one_stripe_has_all_of_a_partition(counts: list[in
 
 
 def test_a_stripe_waits_for_the_slowest_one() -> None:
-    window = SendWindow(plans_of(Operation.ALL_REDUCE, (4 * MIB,), 2, 2)[0])
-    segment, limit = 1 << 16, WINDOW_BYTES
+    plans = plans_of(Operation.ALL_REDUCE, (4 * MIB,), 2, 2)[0]
+    window, segment = SendWindow(plans), TSO_BYTES
+    limit = WINDOW_SEGMENTS[Operation.ALL_REDUCE] * plans[0].segment_bytes()
     ahead = 0
     while window.may_send(0, segment):
         window.sent(0, segment)
