@@ -209,16 +209,15 @@ def test_an_average_is_rounded_once() -> None:
 def test_segments_of_all_stripes_cover_everything_once(operation: Operation, counts: tuple[int, ...]) -> None:
     counts = counts * (2 if operation is Operation.REDUCE_SCATTER else 1)
     call = call_of(operation, counts=counts, op=SUM)
-    seen = [
-        segment
-        for stripe in range(3)
-        for segment in StripePlan(call=call, rank=1, world_size=2, stripe=stripe, stripes=3).uploads()
-    ]
+    plans = [StripePlan(call=call, rank=1, world_size=2, stripe=stripe, stripes=3) for stripe in range(3)]
+    seen = [segment for plan in plans for segment in plan.uploads()]
     for partition, count in enumerate(counts):
         ranges = sorted((p.begin, p.end) for p in seen if p.partition == partition)
         assert sum(end - begin for begin, end in ranges) == count
         assert all(a[1] == b[0] for a, b in itertools.pairwise(ranges))
-    assert all(0 < (p.end - p.begin) * 4 <= LARGE_SEGMENT_BYTES for p in seen)
+    assert all(0 < (s.end - s.begin) * 4 <= plan.segment_bytes() for plan in plans for s in plan.uploads())
+    largest = SEGMENT_BYTES if operation is Operation.ALL_REDUCE else LARGE_SEGMENT_BYTES
+    assert all(p.segment_bytes() <= largest and p.segment_bytes() % TSO_BYTES == 0 for p in plans)
 
 
 @pytest.mark.parametrize("size", [SMALL_SEGMENT_BYTES, SEGMENT_BYTES, LARGE_SEGMENT_BYTES])
