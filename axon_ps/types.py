@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -291,6 +291,8 @@ class Decision:
         commit: of a commit or a skip, the values committed with it, by name; see `Vote.commit`.
         weight: sum of the votes' weights; 0 = they have none.
         traceparent: the coordinator's span of it; empty = the step is not traced.
+        untouched: of a commit, numbers in the layout of the parameters that no worker had a gradient of, ascending.
+            The optimizer leaves them alone: values, moments and counts of updates.
     """
 
     step: int
@@ -308,6 +310,11 @@ class Decision:
     commit: Mapping[str, str] = field(default_factory=dict)
     weight: float = 0.0
     traceparent: str = field(default="", compare=False)
+    untouched: tuple[int, ...] = ()
+
+    def applies(self, hyper: Sequence[Hyper]) -> bool:
+        """Whether it commits gradients with these hyperparameters, unclipped, as a speculative update expects it."""
+        return self.outcome is Outcome.COMMIT and self.clip_factor == 1.0 and self.hyper == tuple(hyper)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -162,6 +162,8 @@ def vote_to_proto(vote: Vote) -> session_pb2.SessionRequest:
             commit=vote.commit,
             traceparent=vote.traceparent,
             weight=vote.weight,
+            untouched=vote.untouched,
+            withdrawn=vote.withdrawn,
         )
     )
 
@@ -189,6 +191,8 @@ def vote_from_proto(message: session_pb2.Vote) -> Vote:
         commit=checked(dict(message.commit)),
         traceparent=message.traceparent,
         weight=weight,
+        untouched=tuple(message.untouched),
+        withdrawn=message.withdrawn,
     )
 
 

@@ -436,6 +436,7 @@ def decision_to_proto(decision: Decision) -> session_pb2.DecisionEvent:
         copy=None if decision.copy is None else copy_to_proto(decision.copy),
         commit=decision.commit,
         weight=decision.weight,
+        untouched=decision.untouched,
     )
 
 
@@ -461,6 +462,7 @@ def decision_from_proto(message: session_pb2.DecisionEvent) -> Decision:
         commit=dict(message.commit),
         traceparent=message.traceparent,
         weight=message.weight,
+        untouched=tuple(message.untouched),
     )
 
 

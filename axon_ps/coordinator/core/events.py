@@ -235,6 +235,8 @@ class Vote:
         traceparent: the worker's span of it; empty = the step is not traced.
         weight: what its gradients were multiplied by, to be divided by the sum over all votes; None = they are to be
             summed as they are. In all votes or in none.
+        untouched: numbers in the layout of the trainable parameters that it has no gradient of, ascending.
+        withdrawn: what it pushed must not count, so the step is aborted at once.
     """
 
     generation: int
@@ -248,6 +250,8 @@ class Vote:
     commit: Mapping[str, str] = field(default_factory=dict)
     traceparent: str = ""
     weight: float | None = None
+    untouched: tuple[int, ...] = ()
+    withdrawn: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

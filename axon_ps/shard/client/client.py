@@ -39,7 +39,7 @@ from axon_ps.shard.same_host.shared_copy import MappedCopy
 from axon_ps.sharding.job import JobSpec
 from axon_ps.sharding.placement import Placement
 from axon_ps.sharding.plan import Slice
-from axon_ps.types import Array, DType, Hyper, Membership
+from axon_ps.types import Array, Decision, DType, Hyper, Membership, Outcome
 from axon_ps.wire.v1 import common_pb2, shard_pb2
 
 T = TypeVar("T")
@@ -198,26 +198,19 @@ class ShardGroup:
         if p.param_compression is not None:
             transfers.warm_up()
 
-    def settle(
-        self,
-        step: int,
-        *,
-        committed: bool,
-        hyper: tuple[Hyper, ...] = (),
-        clip_factor: float = 1.0,
-        weight: float = 0.0,
-    ) -> None:
+    def settle(self, step: int, decision: Decision) -> None:
         """A step is decided: if it committed, the residuals of its compressed gradients replace those before.
 
+        Residuals are of weighted gradients. If it committed as they expected, speculative gathers were right.
+
         Args:
-            step: which.
-            committed: whether it committed.
-            hyper: what it committed with. Unclipped, speculative gathers that expected it were right.
-            clip_factor: what its gradients were multiplied by.
-            weight: of this, the sum of weights that they were divided by; residuals are of weighted gradients.
+            step: by its name in tickets.
+            decision: how it ended.
         """
-        self._feedback.settle(step, committed=committed, clip_factor=clip_factor * (weight or 1.0))
-        self._received.settle(step, hyper if committed and clip_factor == 1.0 else None)
+        committed = decision.outcome is Outcome.COMMIT
+        self._feedback.settle(step, committed=committed, clip_factor=decision.clip_factor * (decision.weight or 1.0))
+        as_expected = decision.applies(decision.hyper) and not decision.untouched
+        self._received.settle(step, decision.hyper if as_expected else None)
 
     def forget_residuals(self) -> None:
         """The parameters were replaced: drop the residuals, and what differences would be added to."""

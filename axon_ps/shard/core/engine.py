@@ -269,14 +269,19 @@ class ShardEngine:
         changed = {n: s for n, s in self.slices.items() if s.trainable and any(s.accumulators[accumulator].present)}
         update = None
         if self.updater is not None:
-            update = self.updater.update(decision.hyper, decision.clip_factor, self.slices.masters())
+            update = self.updater.update(
+                decision.hyper, decision.clip_factor, self.slices.masters(), decision.untouched
+            )
         elif changed:
             raise InternalError("a step commits, but no optimizer was registered")
-        as_expected = decision.clip_factor == 1.0 and self._expected is not None and self._expected[0] == decision.hyper
+        as_expected = self._expected is not None and decision.applies(self._expected[0])
         for owned in self.slices.values():
             if update is not None and owned.number in changed:
                 self.counters["encodings"] += owned.begin_update(
-                    update, decision.version, as_expected=as_expected, accumulator=accumulator
+                    update,
+                    decision.version,
+                    as_expected=as_expected and not owned.master.leaves(decision.untouched),
+                    accumulator=accumulator,
                 )
             else:
                 owned.restart(accumulator)
@@ -331,7 +336,8 @@ class ShardEngine:
             return None
         if step < self.step:
             last = self._last_committed
-            if last is None or (last.step, last.hyper, last.clip_factor) != (step, hypers, 1.0):
+            as_expected = last is not None and last.step == step and last.applies(hypers)
+            if last is None or not as_expected or owned.master.leaves(last.untouched):
                 raise StepAborted(f"step {step} did not commit as expected")
             self.counters["encodings"] += owned.ensure_frames()
             if not owned.wire.frames:

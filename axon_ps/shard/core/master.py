@@ -6,7 +6,7 @@ the new values on the wire is `shard.core.wire_copy`'s; who may call what when i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -30,11 +30,13 @@ class Update:
         kernels: its compiled loops.
         hypers: per parameter group, validated hyperparameters.
         scale: what the gradient is multiplied by.
+        untouched: numbers in the layout of the parameters that stay as they are.
     """
 
     kernels: UpdateRule
     hypers: tuple[Hyper, ...]
     scale: float = 1.0
+    untouched: frozenset[int] = frozenset()
 
 
 class Master:
@@ -63,14 +65,15 @@ class Master:
         self._first_parameter = first_parameter
         self._wire_dtype = wire_dtype
         self._updates_before = [0] * len(unit.parameters)
+        self._groups: Sequence[int] = ()  # of the unit's parameters
         self._ranges: tuple[KernelRange, ...] = ()
 
     # ------------------------------------------------------------------ the optimizer's state
 
     def set_groups(self, group_of: Sequence[int]) -> None:
         """Set the group of each parameter; `group_of` covers the whole layout."""
-        groups = group_of[self._first_parameter : self._first_parameter + len(self._unit.parameters)]
-        self._ranges = kernel_ranges(self._unit, groups, self._updates_before)
+        self._groups = group_of[self._first_parameter : self._first_parameter + len(self._unit.parameters)]
+        self._ranges = kernel_ranges(self._unit, self._groups, self._updates_before)
 
     def set_updates(self, updates: Sequence[int]) -> None:
         """Set how many updates each parameter of the unit has had; `set_groups` must follow.
@@ -117,6 +120,24 @@ class Master:
         """Values and moments were replaced: take what they hold as what was written."""
         self.digests.forget()
         self.digests.record(self.arrays())
+
+    def leaves(self, untouched: Collection[int]) -> bool:
+        """Whether one of the parameters with these numbers in the layout is of this unit."""
+        return any(0 <= number - self._first_parameter < len(self._unit.parameters) for number in untouched)
+
+    def begin_update(self, update: Update) -> None:
+        """Every chunk is about to be updated so: parameters that it leaves alone are in no group meanwhile."""
+        if self.leaves(update.untouched):
+            moved = [-1 if n in update.untouched else g for n, g in enumerate(self._groups, self._first_parameter)]
+            self._ranges = kernel_ranges(self._unit, moved, self._updates_before)
+
+    def end_update(self, update: Update) -> None:
+        """Every chunk was updated so: count it, but of parameters that it has left alone."""
+        self.updates += 1
+        if self.leaves(update.untouched):
+            before = enumerate(self._updates_before, self._first_parameter)
+            self._updates_before = [count - (number in update.untouched) for number, count in before]
+            self._ranges = kernel_ranges(self._unit, self._groups, self._updates_before)
 
     # ------------------------------------------------------------------ arithmetic
 

@@ -355,6 +355,8 @@ class OwnedSlice:
 
     def _begin(self, update: Update | None, version: int, prepared: list[bytes]) -> int:
         self._update, self._next_version = update, version
+        if update is not None:
+            self.master.begin_update(update)
         self.applying, self._serving = True, self.serves
         if self._serving:
             return self.wire.begin_update(prepared, replacing=update is None)
@@ -369,7 +371,7 @@ class OwnedSlice:
         if self._update is None:
             self.copied = self._next_version
         else:
-            self.master.updates += 1
+            self.master.end_update(self._update)
         self.applying = False
         if self.corruptions:
             self.lose_values()

@@ -5,7 +5,7 @@ Refuses a second optimizer: a model has one. The arithmetic is `shard.core.maste
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from axon_ps.errors import InternalError, InvalidRequest, StepAborted
 from axon_ps.optim import registry
@@ -51,7 +51,9 @@ class Updater:
             master.set_groups(self.spec.group_of)
             master.add_moments(self._kernels, self._state_groups)
 
-    def update(self, hypers: Sequence[Hyper], scale: float, masters: Iterable[Master]) -> Update:
+    def update(
+        self, hypers: Sequence[Hyper], scale: float, masters: Iterable[Master], untouched: Collection[int] = ()
+    ) -> Update:
         """What a step that commits does.
 
         Args:
@@ -59,6 +61,7 @@ class Updater:
             scale: the clip factor.
             masters: of trainable slices; get moments that a group needs for the first time (it turned momentum on,
                 say).
+            untouched: numbers of the parameters that stay as they are.
 
         Raises:
             InvalidRequest: a hyperparameter is unknown or out of range.
@@ -74,7 +77,7 @@ class Updater:
                 self._state_groups = (*self._state_groups, *self._hypers)
                 for master in masters:
                     master.add_moments(self._kernels, self._state_groups)
-        return Update(self._kernels, self._hypers, scale)
+        return Update(self._kernels, self._hypers, scale, frozenset(untouched))
 
     def expected(self, hypers: Sequence[Hyper]) -> Update:
         """What a step will do that commits with these hyperparameters, unclipped.

@@ -11,7 +11,7 @@ decision without being sent.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from axon_ps.collectives.work import Awaited
 from axon_ps.coordinator.client.session import CoordinatorClient, Event, JobState, Registered
@@ -200,6 +200,8 @@ class StepClient:
         copy: CopyFrom | None = None,
         commit: Mapping[str, str] | None = None,
         weight: float | None = None,
+        untouched: Iterable[int] = (),
+        withdrawn: bool = False,
     ) -> Decision:
         """Report that this worker pushes nothing else, and wait for the pushes and the decision.
 
@@ -215,6 +217,9 @@ class StepClient:
             commit: values to commit with the step, by name; every worker gives the same.
             weight: what the pushes were multiplied by: the step takes their sum, divided by that of all workers'
                 weights. None = they were multiplied by 1 / number of replicas, as all workers'.
+            untouched: numbers in the layout of trainable parameters that this worker has no gradient of. Those that no
+                worker has one of stay as they are.
+            withdrawn: what was pushed must not count: the step is aborted, for all, without waiting for others' votes.
 
         Returns:
             The decision; an abort when the membership changed meanwhile. By then this worker has received the
@@ -239,6 +244,8 @@ class StepClient:
                     blocked=blocked,
                     commit=dict(commit or {}),
                     weight=weight,
+                    untouched=tuple(sorted(untouched)),
+                    withdrawn=withdrawn,
                     traceparent="" if span is None else span.context.traceparent,
                 )
                 decision = self._decided(ticket, pushes, mine)
@@ -246,13 +253,7 @@ class StepClient:
             if not stepping.acknowledges(decision):  # else that was done when it arrived
                 with job.changed:
                     job.acknowledge()
-            self._shards.settle(
-                ticket.step,
-                committed=decision.outcome is Outcome.COMMIT,
-                hyper=decision.hyper,
-                clip_factor=decision.clip_factor,
-                weight=decision.weight,
-            )
+            self._shards.settle(ticket.step, decision)
             began = time.perf_counter()
             job.wait_until(
                 lambda: True if stepping.may_proceed(ticket.generation) else None, job.timeout_s, stepping.why_waiting

@@ -106,6 +106,8 @@ class Tally:
 
         Owners do not report on a step that takes another model's values; it aborts if a worker pushes gradients.
         """
+        if any(vote.withdrawn for vote in self.votes.values()):
+            return True
         if len(self.votes) + len(self.arrived) < len(workers):
             return False
         if self.copies:
@@ -152,6 +154,8 @@ class Tally:
             )
 
         vote = next(iter(self.votes.values()))
+        if withdrawn := [rank for rank, v in self.votes.items() if v.withdrawn]:
+            return ended(Outcome.ABORT, reason=f"worker {format_ranks(withdrawn)} withdrew its gradients of this step")
         if self.copies and (pushing := [w for w in workers if w not in self.votes]):
             return ended(Outcome.ABORT, reason=_mixed(self.votes, pushing))
         if problem := _disagreement(self.votes) or _problem(vote, optimizer):
@@ -166,6 +170,11 @@ class Tally:
                 commit=vote.commit,
             )
         norm = _norm(chain.from_iterable(self.sums.values()))  # exactly rounded, whoever has which slice
+        trainable = {n for n, group in enumerate(optimizer.group_of) if group >= 0} if optimizer is not None else set()
+        untouched = trainable.intersection(*(v.untouched for v in self.votes.values()))
+        if untouched and untouched == trainable:
+            skipped = ended(Outcome.SKIP, reason="no worker has a gradient of any parameter: no backward reached one")
+            return dataclasses.replace(skipped, commit=vote.commit)
         weights = [v.weight for v in self.votes.values() if v.weight is not None]
         weight = math.fsum(weights)
         if weights and not weight:
@@ -190,6 +199,7 @@ class Tally:
             weight=weight,
             hyper=_merged(vote.hyper, optimizer.groups if optimizer is not None else ()),
             commit=vote.commit,
+            untouched=tuple(sorted(untouched)),
         )
 
 

@@ -238,8 +238,9 @@ class NodeParameters:
         committed_at: Position | None = None
         if (
             decision is not None
-            and decision.outcome is Outcome.COMMIT
-            and (decision.clip_factor, decision.hyper) == (1.0, self.expected)
+            and self.expected is not None
+            and decision.applies(self.expected)
+            and not decision.untouched
         ):
             committed_at = self._view.epoch, decision.version
         with self._pulling:
