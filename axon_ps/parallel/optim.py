@@ -72,18 +72,23 @@ class ServerOptimizer(torch.optim.Optimizer):
         _add_param_group(self, param_group)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients of the parameters, as torch's optimizers do.
+        """Drop the gradients of the model, as torch's optimizers do; to be called in each step, as for those.
 
+        Those that were sent already for the step under way (an error in backward was caught, say) are withdrawn: that
+        step is aborted, also for the other workers, whose result names this one. Go on with the next batch.
         Nothing happens between the micro-batches of an `ElasticLoader`: their gradients are those of one step.
 
         Args:
-            set_to_none: forget them, instead of setting them to zero.
+            set_to_none: forget them, instead of setting them to zero: a parameter whose gradient is zero decays, and
+                its moments move, also where it is not used.
 
         Raises:
-            Misuse: one was sent for the step under way, which cannot be dropped.
+            Misuse: under NO_SHARD, some were on their way to the other workers when backward was broken off.
         """
-        if self._runtime is not None and self._runtime.accumulates:
-            return
+        if self._runtime is not None:
+            self._runtime.zero_grad(set_to_none=set_to_none)
+            if self._runtime.accumulates:
+                return
         _zero_grad(self, set_to_none)
 
     def step(  # type: ignore[override]

@@ -33,10 +33,16 @@ class Round:
         self, members: Sequence[Sequence[int]], start: Callable[[int], Work[Any]], *, overlapped: bool = True
     ) -> None:
         self.missing = {member: position for position, bucket in enumerate(members) for member in bucket}
+        self._count = len(self.missing)
         self._incomplete = [len(bucket) for bucket in members]  # by bucket, how many of its gradients are missing
         self._start = start
         self._overlapped = overlapped
         self._works: list[Work[Any]] = []
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether one of the gradients has come."""
+        return len(self.missing) < self._count
 
     def ready(self, member: int) -> None:
         """A gradient that was missing is in its bucket."""

@@ -2,9 +2,9 @@
 
 Note: [Memory that comes and goes]
     While a unit is unsharded its parameters are views of `flat`. Resharding resizes flat's *storage* to zero bytes;
-    gathering resizes it back and fills it. What autograd saved in forward is either the parameter itself or a view of
-    the same storage, so it is unsharded again when backward reads it, without autograd knowing that it was away. (FSDP2
-    resizes storages for the same reason.)
+    gathering resizes it back and fills it, so that the parameters stay the same objects. What autograd saves of them in
+    forward is no memory but a `SavedParameter`, which gathers the unit again when backward reads it; see
+    `saved_tensors`.
 
     While a unit is resharded, its parameters are NaN expanded to their shape (a view of the emptied storage would
     crash), and of a class that raises when values are read or written; see `sharded_parameter`. So they are between
@@ -25,7 +25,7 @@ Note: [States of a unit]
     SHARDED                 nothing here
     GATHERING               nothing here, values on their way
     SPECULATIVE             nothing here any more, those of an undecided step on their way
-    UNSHARDED               `flat` has values: those of `_values_at`, which may be an older version
+    UNSHARDED               `flat` has values: those of `values_at`, which may be an older version
     UNSHARDED_GATHERING     it has, and newer ones come into a buffer beside it, or into memory that will be mapped
     UNSHARDED_SPECULATIVE   it has, and those of an undecided step come into a buffer beside it (SHARD_GRAD_OP, where
                             what travels must be cast or copied to a GPU)
@@ -44,21 +44,26 @@ Shapes: flat: param_dtype[unit_numel]; buffer: wire[unit_numel].
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 from torch import nn
 
 from axon_ps.collectives import cuda
-from axon_ps.errors import AxonError, InternalError, StepAborted
+from axon_ps.errors import AxonError, InternalError, Misuse, StepAborted
 from axon_ps.parallel.dtypes import scale_into
-from axon_ps.parallel.fsdp.sharded_parameter import become, own_grad, set_own_grad, states_of
+from axon_ps.parallel.fsdp import saved_tensors
+from axon_ps.parallel.fsdp.sharded_parameter import become, own_grad, set_own_data, set_own_grad, states_of
 from axon_ps.parallel.fsdp.sources import ParameterSource, PendingGather
 from axon_ps.parallel.fsdp.steps import Mapped, Position
 from axon_ps.parallel.fsdp.wrap import WrappedUnit, Wrapping
 from axon_ps.types import Hyper
 from axon_ps.worker.steps.ticket import Ticket
+
+if TYPE_CHECKING:
+    from axon_ps.parallel.fsdp.runtime import Runtime
 
 
 class UnitState(enum.Enum):
@@ -110,6 +115,8 @@ class FlatUnit:
         nbytes: memory of `flat`.
         wire: what travels.
         wire_bytes: memory of the unit as it travels.
+        values_at: (epoch, version) of the values in `flat`; None = it has none.
+        runtime: what gathers it when backward reads what was saved of it; None = nothing does yet.
     """
 
     sharded = True
@@ -137,7 +144,8 @@ class FlatUnit:
         self._meter = wrapping.meter
         self._counters = wrapping.counters
         self.state = UnitState.SHARDED
-        self._values_at: Position | None = None  # (epoch, version) of the values in `flat`, while it has any
+        self.values_at: Position | None = None
+        self.runtime: Callable[[], Runtime | None] = lambda: None
         self._pending: PendingGather | None = None  # while something is under way
         self._classes = [states_of(type(p)) for p in self.params] if self.sharded else []
         self._readable: bool | None = None
@@ -151,6 +159,7 @@ class FlatUnit:
         self.stage_device = torch.device("cpu") if wrapping.offload.stages_grads else wrapping.device
         self._staged: list[torch.Tensor | None] = [None] * len(self.params)
         self.repeated = 0  # gathers that were begun again, since what was under way was of no use
+        self._versions: list[int] = []  # autograd's counts of changes in place, when the parameters became readable
 
     @property
     def trainable(self) -> bool:
@@ -181,7 +190,7 @@ class FlatUnit:
     @property
     def is_current(self) -> bool:
         """Whether the values in `flat` are current."""
-        return self._values_at is not None and self._values_at == self.source.wanted(self)
+        return self.values_at is not None and self.values_at == self.source.wanted(self)
 
     @property
     def missing(self) -> bool:
@@ -189,7 +198,7 @@ class FlatUnit:
         return self._is_missing(self.source.wanted(self))
 
     def _is_missing(self, wanted: Position) -> bool:
-        if self._values_at == wanted:
+        if self.values_at == wanted:
             return False
         return not self.state.gathering or self._pending is None or self._pending.at != wanted
 
@@ -263,7 +272,7 @@ class FlatUnit:
                 raise
             if self.source.finish(self, pending, result):
                 self._set_data(self._views)
-                self._values_at = pending.at
+                self.values_at = pending.at
                 self._enter(UnitState.UNSHARDED)
         self._set_readable(True)
 
@@ -281,7 +290,7 @@ class FlatUnit:
             raise InternalError(f"unit {self.unit.name!r} cannot go from {self.state.name} to {state.name}")
         self.state, self._pending = state, pending
         if not state.has_values:
-            self._values_at = None
+            self.values_at = None
 
     def _count(self, *, remote: bool) -> None:
         if not remote:
@@ -289,6 +298,31 @@ class FlatUnit:
             return
         self._counters.gathers += 1
         self._counters.gathered_bytes += self.wire_bytes
+
+    @property
+    def is_readable(self) -> bool:
+        """Whether the parameters have current values, for whoever reads them."""
+        return bool(self._readable) and self.is_current
+
+    def check_unchanged(self) -> None:
+        """Refuse what somebody has written to the parameters: the values are the servers', and it would be lost.
+
+        Raises:
+            Misuse: one was changed in place. The memory is given back, so that nobody reads it.
+        """
+        versions = [p._version for p in self.params]
+        if versions == self._versions or not (self.sharded or self.swapped):
+            return
+        changed = zip(self.unit.parameters, versions, self._versions, strict=True)
+        names = [p.name for p, now, before in changed if now != before]
+        self.abandon()
+        self.free_storage()
+        raise Misuse(
+            f"parameter {names[0]!r} was changed in place while its unit ran (an assignment, clamp_(), "
+            "Embedding(max_norm=...)), and what is written to the memory of a sharded parameter is lost. Make it a "
+            "buffer, give it to ignored_parameters, compute the changed value in forward (torch.nn.utils.parametrize "
+            "before wrapping), or use ShardingStrategy.NO_SHARD; see docs/fsdp.md"
+        )
 
     # ------------------------------------------------------------------ memory
 
@@ -358,10 +392,17 @@ class FlatUnit:
             grads.append(grad if staged is None else staged)
         return grads
 
-    def pack_grads(self, out: torch.Tensor, scale: float) -> None:
+    def drop_staged(self) -> None:
+        """Forget the gradients that were put aside."""
+        self._staged = [None] * len(self.params)
+
+    def pack_grads(self, out: torch.Tensor, scale: float) -> list[bool]:
         """Take the gradients from the parameters: out: T[unit_numel] becomes `scale` times them, 0 where there is none.
 
         Those in device memory are assembled there, so that one copy goes to the host.
+
+        Returns:
+            By parameter, whether there was one.
         """
         grads, memory, packed = self.pop_grads(), cuda.memory(), out
         if not memory.is_on_device(out) and any(g is not None and memory.is_on_device(g) for g in grads):
@@ -371,6 +412,7 @@ class FlatUnit:
                 scale_into(packed[spec.offset : spec.end].view(spec.shape), grad, scale)
             if packed is not out:
                 out.copy_(packed)
+        return [grad is not None for grad in grads]
 
     @property
     def has_grads(self) -> bool:
@@ -387,6 +429,8 @@ class FlatUnit:
     def _set_flat(self, flat: torch.Tensor) -> None:
         self.flat = flat
         self._storage = flat.untyped_storage()
+        if self.sharded or self.swapped:
+            saved_tensors.belongs(self._storage, self)
         self._views = [flat[p.offset : p.end].view(p.shape) for p in self.unit.parameters]
 
     def _free_flat(self) -> None:
@@ -402,14 +446,20 @@ class FlatUnit:
         """Set `data` of the parameters."""
         self._set_readable(True)
         for param, value in zip(self.params, values, strict=True):
-            param.data = value
+            set_own_data(param, value)
 
     def _set_readable(self, readable: bool) -> None:
         """Make the values of the parameters readable, or not; see `sharded_parameter`."""
         if self._readable is not readable:
             self._readable = readable
+            if readable:
+                self._versions = [p._version for p in self.params]
             for param, classes in zip(self.params, self._classes, strict=False):
                 become(param, classes[readable])
+
+
+Slot: TypeAlias = tuple[dict[str, nn.Parameter | None], str, nn.Parameter, str]
+"""Where a module has a parameter: its dict, the key in that, the parameter, and its name in the user's module."""
 
 
 @dataclass(eq=False)
@@ -421,6 +471,7 @@ class ModuleUnit:
         name: name of the module; "" for the root.
         module: the module.
         flats: one or two flat units.
+        slots: where its parameters are.
     """
 
     number: int
@@ -430,6 +481,36 @@ class ModuleUnit:
     depth: int = 0  # forwards of it under way
     uses: int = 0  # forwards with gradients since the last backward
     fired: set[nn.Parameter] = field(default_factory=set)
+    expected: int = 0  # how many parameters will fire: those that require a gradient
+    pushes: list[bool] = field(default_factory=list)  # of its forwards under way, whether saved tensor hooks began
+    held: bool = False  # a graph of a gradient reads its memory without hooks
+    slots: list[Slot] = field(default_factory=list)
+
+    def check_parameters(self) -> None:
+        """Before a forward: refuse what was done to the parameters since the model was wrapped that has no effect.
+
+        Raises:
+            Misuse: one was replaced or removed, or one that was frozen then requires a gradient now.
+        """
+        for holder, key, param, name in self.slots:
+            if holder.get(key) is not param:
+                raise Misuse(
+                    f"parameter {name!r} was replaced since the model was wrapped (an assignment, "
+                    "load_state_dict(assign=True), functional_call, a parametrization), and the shard servers train "
+                    "the one before. Change its values with load_state_dict() of the wrapped model; replace it before "
+                    "wrapping"
+                )
+        self.expected = 0
+        for flat in self.flats:
+            requiring = [p.name for p, own in zip(flat.unit.parameters, flat.params, strict=True) if own.requires_grad]
+            if flat.trainable:
+                self.expected = len(requiring)
+            elif requiring:
+                raise Misuse(
+                    f"parameter {requiring[0]!r} was frozen when the model was wrapped and requires a gradient now: "
+                    "the shard servers do not train it. Wrap the model while it requires one and freeze it afterwards: "
+                    "a parameter without a gradient is left alone by the optimizer"
+                )
 
     @property
     def is_root(self) -> bool:

@@ -209,10 +209,13 @@ class FullyShardedDataParallel(ShardedValues):
 
     def _run_once(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         runtime, precision = self._runtime, self._wrapping.precision
-        hooks.before_root(runtime)
-        if precision.param_dtype is not None and precision.cast_forward_inputs:
-            args, kwargs = _cast((args, kwargs), precision.param_dtype)
-        output = self.module(*args, **kwargs)
+        pushed = hooks.before_root(runtime)
+        try:
+            if precision.param_dtype is not None and precision.cast_forward_inputs:
+                args, kwargs = _cast((args, kwargs), precision.param_dtype)
+            output = self.module(*args, **kwargs)
+        finally:
+            hooks.end_root(pushed)
         if precision.output_dtype is not None:
             output = _cast(output, precision.output_dtype)
         hooks.after_root(runtime, output)
@@ -308,15 +311,10 @@ class FullyShardedDataParallel(ShardedValues):
             self._runtime.syncing = before
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients that wait for `no_sync()` to end; not those of a batch that an `ElasticLoader` has cut.
-
-        Raises:
-            Misuse: gradients were sent for this step, which cannot be dropped.
-        """
-        if self._runtime.accumulates:
-            return
-        self._runtime.drop_unsent()
-        super().zero_grad(set_to_none)
+        """Drop the gradients, as `optimizer.zero_grad()` of one of our optimizers does."""
+        self._runtime.zero_grad(set_to_none=set_to_none)
+        if not self._runtime.accumulates:
+            super().zero_grad(set_to_none)
 
     def clip_grad_norm(self, max_norm: float) -> float | None:
         """Clip the gradients of the coming step to a global L2 norm, as `torch.nn.utils.clip_grad_norm_` does.

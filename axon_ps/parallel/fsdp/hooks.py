@@ -16,8 +16,10 @@ from torch import nn
 
 from axon_ps.host import fork
 from axon_ps.parallel.compile import uncompiled
+from axon_ps.parallel.fsdp import saved_tensors
 from axon_ps.parallel.fsdp.flat_unit import ModuleUnit
-from axon_ps.parallel.fsdp.runtime import Runtime, in_backward
+from axon_ps.parallel.fsdp.runtime import Runtime
+from axon_ps.parallel.fsdp.sharded_parameter import in_backward
 
 
 def tensors_of(value: Any) -> Iterator[torch.Tensor]:
@@ -46,8 +48,8 @@ def attach(runtime: Runtime, wrapper: nn.Module) -> None:
                 unit.module.register_forward_pre_hook(
                     partial(_watch_inputs, runtime, unit), prepend=True, with_kwargs=True
                 )
-            unit.module.register_forward_pre_hook(partial(runtime.before_forward, unit), prepend=True)
-            unit.module.register_forward_hook(partial(_after_forward, runtime, unit))
+            unit.module.register_forward_pre_hook(partial(_before_forward, runtime, unit), prepend=True)
+            unit.module.register_forward_hook(partial(_after_forward, runtime, unit), always_call=True)
         flat = unit.trainable
         for param in flat.params if flat is not None else ():
             hook = param.register_post_accumulate_grad_hook(partial(runtime.grad_ready, unit))  # type: ignore[no-untyped-call]
@@ -66,20 +68,37 @@ def _watch_inputs(
 
 
 @uncompiled
+def _before_forward(runtime: Runtime, unit: ModuleUnit, *_: object) -> None:
+    unit.pushes.append(saved_tensors.push())
+    runtime.before_forward(unit)
+
+
+@uncompiled
 def _after_forward(runtime: Runtime, unit: ModuleUnit, module: nn.Module, args: Any, output: Any) -> None:
+    """Also where forward has raised."""
+    if unit.pushes.pop():
+        saved_tensors.pop()
     watch_outputs(runtime, unit, output)
     runtime.after_forward(unit)
 
 
 @uncompiled
-def before_root(runtime: Runtime) -> None:
-    """The wrapper is about to run the module inside.
+def before_root(runtime: Runtime) -> bool:
+    """The wrapper is about to run the module inside; whether `saved_tensors.pop` must follow.
 
     Raises:
         Misuse: this process is a fork of a worker.
     """
     fork.check()
     runtime.before_forward(runtime.units[0])
+    return saved_tensors.push()
+
+
+@uncompiled
+def end_root(pushed: bool) -> None:
+    """The module inside has run, or has raised."""
+    if pushed:
+        saved_tensors.pop()
 
 
 @uncompiled

@@ -9,9 +9,15 @@ Note: [When a gradient is complete]
     once since the last backward is therefore pushed when all of backward ends, not before.
 
 Note: [When memory may be freed in backward]
-    Once all trainable parameters of a module have fired, every operation that reads them has run. That is not so for
-    frozen parameters beside them (an adapter's gradient is complete while the weights it adapts are still to be read),
-    so a module with frozen parameters is resharded when the gradient of its inputs is there, or when backward ends.
+    Once all trainable parameters of a module have fired, backward is most likely done with them; where parameters of it
+    are frozen (an adapter's gradient is complete while the weights it adapts are still to be read), once the gradient
+    of its inputs is there. The module counts as finished then, and is resharded when backward comes to another one, or
+    ends. That is a guess about when, no more: what is read again is gathered again (`saved_tensors`).
+
+Note: [Backward that is broken off]
+    An error in backward leaves some gradients sent and others not made. Nothing is made of them: `zero_grad()` drops
+    them, and withdraws what was sent, so that the step is aborted for all; until then a step or another backward is
+    refused.
 
 Note: [Memory]
     Under FULL_SHARD the parameters in memory are the root, the unit in use and one more: the next is gathered while
@@ -31,10 +37,11 @@ Note: [One version a step]
 
 from __future__ import annotations
 
+import functools
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Self
+from typing import Any, ParamSpec, Self, TypeVar
 
 import torch
 from torch import nn
@@ -46,7 +53,9 @@ from axon_ps.parallel.compile import uncompiled
 from axon_ps.parallel.fsdp.flat_unit import FlatUnit, ModuleUnit
 from axon_ps.parallel.fsdp.memory import BufferPool, Meter
 from axon_ps.parallel.fsdp.order import GatherOrder
+from axon_ps.parallel.fsdp.saved_tensors import SavedParameter
 from axon_ps.parallel.fsdp.sent_gradients import SentGradients
+from axon_ps.parallel.fsdp.sharded_parameter import in_backward
 from axon_ps.parallel.fsdp.steps import Position, Standing, StepBatch
 from axon_ps.parallel.fsdp.wrap import Wrapping
 from axon_ps.parallel.marks import Marks
@@ -60,6 +69,23 @@ _MAX_FORWARDS = 8
 
 BUFFERS = 2
 """How many of the largest unit the prefetched gathers, and the pushes under way, may hold each."""
+
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def outside_inference(function: Callable[P, T]) -> Callable[P, T]:
+    """Have a function make ordinary tensors, also where the user's code is in inference mode: they outlive it."""
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        if not torch.is_inference_mode_enabled():
+            return function(*args, **kwargs)
+        with torch.inference_mode(False), torch.no_grad():
+            return function(*args, **kwargs)
+
+    return call
 
 
 class Runtime:
@@ -106,6 +132,13 @@ class Runtime:
         self._forwards = 0  # attempts at this forward
         self._has_gradients = False  # whether the step has any
         self._pushed: set[int] = set()  # units whose gradients have left for this step
+        self._zeroed: set[nn.Parameter] = set()  # their gradients are zeros, where torch's would be
+        self._finished: list[ModuleUnit] = []  # with which backward seems to be done
+        self._broken = False  # the last backward was, and `zero_grad` was not called since
+        self._makes_graph = False  # of the backward under way
+        self._unit_of = {flat.index: unit for unit in self.units for flat in unit.flats}
+        for flat in self.flats:
+            flat.runtime = weakref.ref(self)
         self.optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self.expected_hyper: Callable[[], Sequence[Hyper]] | None = None
         self.syncing = True
@@ -217,13 +250,23 @@ class Runtime:
 
     @uncompiled
     def before_forward(self, unit: ModuleUnit, *_: object) -> None:
-        """A module is about to run: unshard it."""
+        """A module is about to run: unshard it.
+
+        Raises:
+            Misuse: its parameters are not those that were wrapped, or a transform of torch.func runs it.
+        """
         recomputing = in_backward()
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            raise Misuse(
+                "a wrapped model cannot run inside torch.func's transforms (grad, vmap, jvp, jacrev): its parameters "
+                "are gathered and its gradients sent by autograd's own backward. Transform a plain copy of the module, "
+                "with the values of model.state_dict()"
+            )
         if unit.is_root and not recomputing:
             self.agree()
             self.prefetched = False
             self._training = torch.is_grad_enabled()
-            self._callback_queued = False
+            self._settle_backward()
             self._orders[not self._training].restart()
             for other in self.units:  # a forward that raised may have left some behind
                 other.depth = 0
@@ -233,6 +276,7 @@ class Runtime:
             if self._training and not (self._has_gradients or self._forwards):
                 self._begin_step()
         if not recomputing:
+            unit.check_parameters()
             unit.depth += 1
             unit.uses += torch.is_grad_enabled()
         self._need(unit)
@@ -246,6 +290,8 @@ class Runtime:
         unit.depth -= 1
         if unit.depth > 0:
             return
+        for flat in unit.flats:
+            flat.check_unchanged()
         if unit.is_root:
             self.marks.end("forward")
         if not self._training:
@@ -299,44 +345,137 @@ class Runtime:
     @uncompiled
     def before_backward(self, unit: ModuleUnit, grad: torch.Tensor) -> None:
         """The gradient of a module's output is there: unshard it again."""
-        if not self._callback_queued:
-            self._callback_queued = True
-            self.marks.begin("backward", in_profile=False)  # autograd's own thread may end it
-            torch.autograd.Variable._execution_engine.queue_callback(self._after_backward)
+        self._begin_backward()
         self._need(unit)
         if not unit.is_root:
             reached(Moment.BACKWARD)
 
+    def gather_for_backward(self, flat: int) -> None:
+        """Backward reads parameters of a flat unit, of this number."""
+        self._begin_backward()
+        self._need(self._unit_of[flat])
+
+    def gather_saved(self, saved: SavedParameter) -> None:
+        """Backward reads what was saved of a unit; see `saved_tensors`.
+
+        Raises:
+            Misuse: a step was made since forward, so that the values are gone.
+        """
+        self._begin_backward()
+        unit = self._unit_of[saved.flat.index]
+        if not saved.flat.is_readable:
+            self._need(unit)
+        if saved.at != saved.flat.values_at and saved.decisions != self.decisions:
+            raise Misuse(
+                f"backward needs unit {saved.flat.unit.name!r} as forward read it, and a step was made since: those "
+                "values are gone (torch's optimizers change them in place, which is an error there, too). Run forward "
+                "again"
+            )
+        unit.held = unit.held or self._makes_graph
+
+    def _begin_backward(self) -> None:
+        """Backward has come here: to be called by whatever it meets first.
+
+        Raises:
+            Misuse: the one before was broken off, and what it left was not dropped.
+        """
+        if self._callback_queued:
+            return
+        if self._broken:
+            raise Misuse(
+                "the backward before was broken off by an error, with a part of its gradients made: call "
+                "optimizer.zero_grad(), which withdraws them, before the next backward"
+            )
+        self._callback_queued = self._training = True
+        self._makes_graph = torch.is_grad_enabled()
+        self.marks.begin("backward", in_profile=False)  # autograd's own thread may end it
+        torch.autograd.Variable._execution_engine.queue_callback(self._after_backward)
+
+    def _settle_backward(self) -> None:
+        """Outside of backward: if the last one was broken off, forget which gradients it had made."""
+        if not self._callback_queued or in_backward():
+            return
+        self._callback_queued = False
+        self._broken = self._broken or self._is_partial
+        for unit in self.units:
+            unit.fired.clear()
+            unit.uses, unit.held = 0, False
+            self._reshard(unit)
+        self._finished.clear()
+        self._orders[True].restart()
+        self.marks.end("backward")
+
+    @property
+    def _is_partial(self) -> bool:
+        """Whether a backward that was broken off now has left gradients that would count."""
+        return self._has_gradients
+
+    def check_backward(self) -> None:
+        """Before a step: refuse gradients of a backward that was broken off.
+
+        Raises:
+            Misuse: it was.
+        """
+        self._settle_backward()
+        if self._broken:
+            raise Misuse(
+                "the last backward was broken off by an error, so that its gradients are a part of what they should "
+                "be: call optimizer.zero_grad(), which withdraws them, and go on with the next batch"
+            )
+
     @uncompiled
     def grad_ready(self, unit: ModuleUnit, param: nn.Parameter) -> None:
-        """A parameter's gradient is complete in this backward; see Note: [When a gradient is complete]."""
+        """A parameter's gradient is complete in this backward; see Note: [When a gradient is complete].
+
+        Raises:
+            Misuse: that of the step before was not dropped.
+        """
+        self._begin_backward()
+        self.sent.check_not_retained(param._axon_home)  # type: ignore[attr-defined]
         unit.fired.add(param)
         self._has_gradients = True
         flat = unit.trainable
         assert flat is not None
-        if len(unit.fired) < len(flat.params):
+        if len(unit.fired) < unit.expected:
             return
-        if not unit.has_frozen and not unit.is_root:
-            self._reshard(unit)
+        if not unit.has_frozen:
+            self._finish(unit)
         if self._pushes_now and unit.uses <= 1:
             self._push(flat)
-            self._gather_speculative(unit, flat)
             unit.fired.clear()
         elif self._stages_now and unit.uses <= 1:
             self._stage(flat)
         self._prefetch()
 
     def inputs_done(self, unit: ModuleUnit) -> None:
-        """The gradients of a module's inputs are there: nothing in backward reads it any more."""
+        """The gradients of a module's inputs are there: backward is done with it, unless it is used again."""
         flat = unit.trainable
-        complete = flat is None or len(unit.fired) in (0, len(flat.params))
-        if not unit.is_root and complete:
-            self._reshard(unit)
-            self._prefetch()
+        if flat is None or len(unit.fired) in (0, unit.expected):
+            self._finish(unit)
+
+    def _finish(self, unit: ModuleUnit) -> None:
+        """Backward is done with a unit; see Note: [When memory may be freed in backward]."""
+        if not unit.is_root and unit not in self._finished:
+            self._finished.append(unit)
+
+    def _free_finished(self, needed: ModuleUnit) -> None:
+        """Backward has come to another unit."""
+        finished, self._finished = self._finished, []
+        for unit in finished:
+            if unit is not needed:
+                self._free(unit)
+
+    def _free(self, unit: ModuleUnit) -> None:
+        """Reshard a unit in backward; behind its push, gather it as the step is expected to leave it."""
+        self._reshard(unit)
+        flat = unit.trainable
+        if flat is not None and flat.index in self._pushed and not unit.held:
+            self._gather_speculative(unit, flat)
 
     def _after_backward(self) -> None:
-        """All of backward is done: push what is left, reshard everything."""
+        """All of backward is done: push what is left, reshard everything but modules whose forward is under way."""
         self._callback_queued = False
+        self._finished.clear()
         for unit in reversed(self.units):
             flat = unit.trainable
             if flat is not None and unit.fired:
@@ -346,14 +485,15 @@ class Runtime:
                     self._stage(flat)
             unit.fired.clear()
             unit.uses = 0
-            self._reshard(unit)
-            if flat is not None and flat.index in self._pushed:
-                self._gather_speculative(unit, flat)
+            unit.held = unit.held and self._makes_graph
+            if not unit.depth:
+                self._free(unit)
         self._orders[True].finish()
         self.marks.end("backward")
 
     # ------------------------------------------------------------------ by hand
 
+    @outside_inference
     def gather_all(self) -> None:
         """Unshard every unit, and block until it is."""
         self.agree()
@@ -381,7 +521,9 @@ class Runtime:
 
     # ------------------------------------------------------------------ memory
 
+    @outside_inference
     def _need(self, unit: ModuleUnit) -> None:
+        self._free_finished(unit)
         self._orders[self._training].visit(unit.number)
         began = time.perf_counter()
         with self.marks.within("gather wait", unit.name):
@@ -392,6 +534,7 @@ class Runtime:
         self.counters.gather_wait_s += time.perf_counter() - began
         self._prefetch()
 
+    @outside_inference
     def _prefetch(self, *, by_hand: bool = False) -> None:
         """Start gathering the next units expected, as far as Note: [Memory] allows."""
         if not (self._eager or by_hand):
@@ -410,8 +553,9 @@ class Runtime:
         return sum(f.reshardable_bytes for u in self.units[1:] for f in u.flats)
 
     def _reshard(self, unit: ModuleUnit) -> None:
-        for flat in unit.flats:
-            flat.reshard()
+        if not unit.held:
+            for flat in unit.flats:
+                flat.reshard()
 
     # ------------------------------------------------------------------ gradients
 
@@ -468,17 +612,44 @@ class Runtime:
         self.sent.add(flat.index, len(flat.params))
         self.grad_meter.add(flat.staged_bytes - before)
 
-    def drop_unsent(self) -> None:
-        """Forget the gradients that were not pushed."""
-        for flat in (f for f in self.flats if f.index not in self._pushed):
+    def zero_grad(self, *, set_to_none: bool) -> None:
+        """Forget the gradients that there are, unless they are of a batch that an `ElasticLoader` has cut.
+
+        Those that were sent for the step under way are withdrawn: the step is aborted, for all workers.
+
+        Args:
+            set_to_none: as of `torch.optim.Optimizer.zero_grad`: if not, they count as zeros in the steps to come.
+
+        Raises:
+            Misuse: some are on their way to other workers, which cannot be withdrawn.
+        """
+        self._settle_backward()
+        if self.accumulates and not self._broken:
+            return
+        zeroed = self._zeroed if set_to_none else self._with_gradients()
+        if self._pushed:
+            self._withdraw()
+        for flat in self.flats:
+            self.grad_meter.add(-flat.staged_bytes)
             flat.pop_grads()
             self.sent.drop(flat.index)
+        self.sent.forget()
+        self._zeroed = set() if set_to_none else zeroed
+        self._broken = self._has_gradients = False
+
+    def _with_gradients(self) -> set[nn.Parameter]:
+        """The parameters that have a gradient, as torch would see them."""
+        return {p for flat in self.flats for p in flat.params if p.grad is not None} | self._zeroed
+
+    def _withdraw(self) -> None:
+        """Have what was sent for the step under way not count."""
+        raise NotImplementedError
 
     def reset(self) -> None:
         """Reshard everything; for code that wants the memory, and at the end."""
         self.prefetched = False
         for unit in self.units:
-            unit.depth = 0
+            unit.depth, unit.held = 0, False
             for flat in unit.flats:
                 flat.discard_speculative()
             self._reshard(unit)
@@ -505,9 +676,3 @@ class Runtime:
             "peak_grad_buffer_bytes": float(self.grad_meter.peak_bytes),
             "peak_memory_bytes": float(self.meter.peak_bytes + self.grad_meter.peak_bytes),
         }
-
-
-def in_backward() -> bool:
-    """Whether autograd is running a backward in this thread (a forward now is a recomputation)."""
-    task: int = torch._C._current_graph_task_id()
-    return task != -1

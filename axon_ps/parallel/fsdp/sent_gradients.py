@@ -46,11 +46,19 @@ class Home:
 class SentGradients:
     """Which gradients of a model have left this worker for the step under way, and what they are to be clipped to.
 
+    Torch leaves a gradient in `param.grad` after the step, and adds the next one to it unless `zero_grad()` is called.
+    The servers cannot add it to one that they have applied, so it counts as retained until then.
+
     Attributes:
         max_norm: global L2 norm to clip to; 0 = do not clip.
     """
 
     def __init__(self) -> None:
+        self._retained: set[Home] = set()
+        self._begin()
+
+    def _begin(self) -> None:
+        """A step begins: nothing has left for it."""
         self.max_norm = 0.0
         self._params: dict[int, int] = {}  # by unit, its number of parameters
         self._norms: list[PendingNorm] = []
@@ -69,6 +77,29 @@ class SentGradients:
         """The gradients of a unit, which waited on the host, are forgotten."""
         self._params.pop(unit, None)
 
+    def retain(self, homes: Iterable[Home]) -> None:
+        """The step is over in which these were applied; torch would have them still."""
+        self._retained.update(homes)
+
+    def forget(self, home: Home | None = None) -> None:
+        """The gradient of a step before is set to None, or those of all parameters."""
+        if home is None:
+            self._retained.clear()
+        else:
+            self._retained.discard(home)
+
+    def check_not_retained(self, home: Home) -> None:
+        """Another gradient of a parameter has come.
+
+        Raises:
+            Misuse: torch would add it to that of a step before.
+        """
+        if home in self._retained:
+            raise Misuse(
+                f"the gradient of {home.name!r} from the step before was not dropped, and torch would add this one to "
+                "it; the shard servers have applied it and forgotten it. Call optimizer.zero_grad() in each step"
+            )
+
     @property
     def count(self) -> int:
         """Parameters whose gradients have left."""
@@ -76,7 +107,7 @@ class SentGradients:
 
     def of(self, param: Any, home: Home) -> SentGradient | None:
         """The placeholder for the gradient of a parameter; None if it has not been sent."""
-        if home.unit not in self._params:
+        if home.unit not in self._params and home not in self._retained:
             return None
         empty = torch.full((), math.nan, dtype=param.dtype, device=param.device).expand(param.shape)
         grad = empty.as_subclass(SentGradient)
@@ -125,7 +156,7 @@ class SentGradients:
         """The step is over: `norm` before clipping; None = unknown. No gradient counts as sent any more."""
         for pending in self._norms:
             pending.resolve(norm)
-        self.__init__()  # type: ignore[misc]  # as new
+        self._begin()
 
     def refuse(self, home: Home, what: str) -> NoReturn:
         """Raise because something was done to a gradient that is not here."""

@@ -19,13 +19,16 @@ Note: [Sending again]
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
+from itertools import accumulate
 from typing import Any, Self
 
 import torch
+from torch import nn
 
 from axon_ps.data.elastic import Place
 from axon_ps.errors import InvalidRequest, Misuse, StepAborted
@@ -43,6 +46,8 @@ from axon_ps.worker.checkpoints import CheckpointInfo
 from axon_ps.worker.steps.client import StepClient
 from axon_ps.worker.steps.ticket import Ticket
 from axon_ps.worker.world import world_of
+
+_logger = logging.getLogger(__name__)
 
 
 class ServerRuntime(Runtime):
@@ -85,6 +90,10 @@ class ServerRuntime(Runtime):
         self._expected: Sequence[Hyper] | None = None  # of this step; see Note: [Speculative gathers]
         self._unclipped = False
         self._retained: dict[int, Any] = {}  # by unit, copies of what was sent; see Note: [Sending again]
+        numbers = accumulate((len(flat.params) for flat in self.flats), initial=0)
+        self._first_parameter = dict(zip((flat.index for flat in self.flats), numbers, strict=False))
+        self._untouched: list[int] = []  # numbers of the parameters that have no gradient in this step
+        self._applied: list[nn.Parameter] = []  # those that have
 
     @property
     def now(self) -> Position:
@@ -109,12 +118,13 @@ class ServerRuntime(Runtime):
     # ------------------------------------------------------------------ gradients
 
     def _push(self, flat: FlatUnit) -> None:
-        """Flatten, scale, cast and send a unit's gradient; a parameter without one counts as zero."""
+        """Flatten, scale, cast and send a unit's gradient; the vote names the parameters that have none."""
         if flat.index in self._pushed:
             raise Misuse(
                 f"a second backward before optimizer.step(): the first one's gradient of unit {flat.unit.name!r} was "
                 "sent already. Step after each backward, with an optimizer of axon_ps.parallel; to accumulate, run all "
-                "backwards but the last one of a step inside model.no_sync()"
+                "backwards but the last one of a step inside model.no_sync(); to drop a gradient that was sent, call "
+                "optimizer.zero_grad()"
             )
         ticket = self._current_ticket()
         began = time.perf_counter()
@@ -128,16 +138,26 @@ class ServerRuntime(Runtime):
         self.grad_meter.add(-flat.staged_bytes)
         with profiled("push", flat.unit.name):
             if weight:
-                flat.pack_grads(buffer, weight / self.grad_scale)
+                given = flat.pack_grads(buffer, weight / self.grad_scale)
             else:  # not 0 times them, which may be no numbers
                 flat.pop_grads()
                 buffer.zero_()
+                given = [False] * len(flat.params)
+        self._note_gradients(flat, given)
         self.counters.pushed_bytes += buffer.nbytes
         self.sent.add(flat.index, len(flat.params))
         if self.resends:
             self._retained[flat.index] = buffer.clone()
         self._pushes.append(self._send(flat.index, buffer, ticket, lambda: self._out.give(buffer)))
         self._pushed.add(flat.index)
+
+    def _note_gradients(self, flat: FlatUnit, given: Iterable[bool]) -> None:
+        """Which parameters of a unit have a gradient in this step."""
+        for number, (param, has) in enumerate(zip(flat.params, given, strict=True), self._first_parameter[flat.index]):
+            if has or param in self._zeroed:
+                self._applied.append(param)
+            else:
+                self._untouched.append(number)
 
     def _send(
         self, unit: int, buffer: torch.Tensor | None, ticket: Ticket, done: Callable[[], None] | None = None
@@ -211,53 +231,76 @@ class ServerRuntime(Runtime):
         if taken := commit.keys() & of_loader.keys():
             raise InvalidRequest(f"the loader commits {min(taken)!r} with this step; give your value another name")
         together = {**commit, **of_loader}
+        self.check_backward()
         began = time.perf_counter()
-        max_norm, norm = self.sent.checked_max_norm(), None
+        max_norm, decision = self.sent.checked_max_norm(), None
         try:
             ticket = self._current_ticket()
             for unit in self.units:
                 flat = unit.trainable
                 if flat is None or flat.index in self._pushed:
                     continue
-                if flat.has_grads:
+                if flat.has_grads or not self._zeroed.isdisjoint(flat.params):
                     self._push(flat)
                     self._gather_speculative(unit, flat)
                 else:
+                    self._note_gradients(flat, [False] * len(flat.params))
                     self._pushes.append(self._send(flat.index, None, ticket))
                     self._pushed.add(flat.index)
                     self._retained[flat.index] = None
-            vote = partial(self._steps.vote, max_norm=max_norm, hyper=hyper, commit=together)
+            vote = partial(self._steps.vote, max_norm=max_norm, hyper=hyper, commit=together, untouched=self._untouched)
             with profiled("vote"):
                 decision = vote(ticket, self._pushes)
             for _ in range(self.resends if self.batch is None else 0):  # a loader gives its batches again by itself
                 if decision.outcome is not Outcome.ABORT:
                     break
-                self._settle_speculative(as_expected=False)
+                self._settle_speculative(None)
                 self.on_abort()
                 self._steps.view.job.wait_complete()
                 before, ticket = ticket, self._steps.ticket(self._began)
                 decision = vote(ticket, self._send_again(before, ticket))
-            norm = decision.grad_norm
             if decision.outcome is Outcome.ABORT:
                 self._steps.view.job.wait_complete()
-        except BaseException:
-            self._settle_speculative(as_expected=False)
-            raise
         finally:
             self._unclipped = max_norm == 0.0
-            self.sent.decided(norm)
-            self._ticket, self._began, self._has_gradients = None, self._steps.view.latest, False
-            self._pushes, self._pushed = [], set()
-            self._retained.clear()
-            self.batch, self.decisions = None, self.decisions + 1
+            self._settle_speculative(decision)
+            self._end_step(decision)
             self.counters.step_wait_s += time.perf_counter() - began
-        committed = decision.outcome is Outcome.COMMIT
-        as_expected = committed and decision.clip_factor == 1.0 and decision.hyper == self._expected
-        self._settle_speculative(as_expected=as_expected)
         self._training = True
+        for unit in (u for u in self.units if u.depth):  # a forward makes its steps itself, and reads on
+            self._need(unit)
         result = self._decided(decision, decision.grad_norm)
         reached(Moment.BETWEEN_STEPS, decision.version)
         return result
+
+    def _end_step(self, decision: Decision | None) -> None:
+        """A step is over; None = nobody knows how it was decided."""
+        self.sent.decided(None if decision is None else decision.grad_norm)
+        if decision is not None and decision.outcome is not Outcome.ABORT:
+            self.sent.retain(param._axon_home for param in self._applied)  # type: ignore[attr-defined]
+        self._ticket, self._began, self._has_gradients = None, self._steps.view.latest, False
+        self._read = self.now
+        self._pushes, self._pushed = [], set()
+        self._untouched, self._applied = [], []
+        self._retained.clear()
+        self.batch, self.decisions = None, self.decisions + 1
+
+    def _withdraw(self) -> None:
+        """See `Runtime._withdraw`."""
+        began, decision = time.perf_counter(), None
+        try:
+            decision = self._steps.vote(self._current_ticket(), self._pushes, max_norm=0.0, hyper=(), withdrawn=True)
+            _logger.warning(
+                "the gradients that were sent for step %s were withdrawn by zero_grad(): it was aborted (%s)",
+                decision.step,
+                decision.reason,
+            )
+            self._steps.view.job.wait_complete()
+        finally:
+            self._settle_speculative(None)
+            self._end_step(decision)
+            self.counters.step_wait_s += time.perf_counter() - began
+        self._decided(decision, 0.0)
 
     def _send_again(self, before: Ticket, ticket: Ticket) -> list[Pending]:
         """Send what was retained, for another attempt at the step; see Note: [Sending again]."""
@@ -293,9 +336,13 @@ class ServerRuntime(Runtime):
         result = StepResult(committed=committed, version=decision.version, grad_norm=norm, reason=decision.reason)
         return self.counters.counted(result)
 
-    def _settle_speculative(self, *, as_expected: bool) -> None:
+    def _settle_speculative(self, decision: Decision | None) -> None:
+        """Retain what was gathered of the step if it was decided so; None = it is gathered again."""
+        as_expected = decision is not None and self._expected is not None and decision.applies(self._expected)
+        untouched = set() if decision is None else set(decision.untouched)
         for flat in self.flats:
-            if as_expected:
+            first = self._first_parameter[flat.index]
+            if as_expected and untouched.isdisjoint(range(first, first + len(flat.params))):
                 flat.commit_speculative()
             else:
                 flat.discard_speculative()

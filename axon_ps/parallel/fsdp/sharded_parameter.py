@@ -44,6 +44,8 @@ class _Sharded:
             detached = _disabled_torch_function_impl(func, types, args, kwargs or {}).as_subclass(ShardedValue)
             detached._axon_home = getattr(args[0], "_axon_home", None)
             return detached
+        if in_backward() and _gathered_for_backward(args):
+            return _disabled_torch_function_impl(func, types, args, kwargs or {})
         _refuse_read(func, (*args, *(kwargs or {}).values()))
 
     def __repr__(self, *, tensor_contents: Any = None) -> Any:
@@ -59,8 +61,8 @@ class ShardedValue(_Sharded, Tensor):  # type: ignore[misc]
     """A sharded parameter, detached."""
 
 
-class _GradOfSharded:
-    """`param.grad` of a parameter whose gradient may have been sent."""
+class _OfServers:
+    """`param.grad` and `param.data` where the gradient may have been sent, and the values are the servers'."""
 
     _axon_home: Home
 
@@ -73,13 +75,27 @@ class _GradOfSharded:
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
-        if (home := getattr(self, "_axon_home", None)) is not None and home.unit in home.sent:
-            home.sent.refuse(home, "setting param.grad" if value is not None else "dropping it (zero_grad)")
+        if (home := getattr(self, "_axon_home", None)) is not None:
+            if home.unit in home.sent:
+                home.sent.refuse(home, "setting param.grad" if value is not None else "setting param.grad to None")
+            home.sent.forget(home)
         set_own_grad(self, value)
 
     @grad.deleter
     def grad(self) -> None:
         _GRAD.__delete__(self)
+
+    @property
+    def data(self) -> Tensor:
+        """The values, as of `detach()`: autograd counts what is written to them."""
+        return Tensor.detach(self)  # type: ignore[arg-type]
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        raise Misuse(
+            f"the values of parameter {self._axon_home.name!r} are on the shard servers, so other memory cannot be set "
+            "as its data; change them with load_state_dict() of the wrapped model"
+        )
 
 
 States: TypeAlias = tuple[type[nn.Parameter], type[nn.Parameter]]
@@ -92,10 +108,10 @@ def states_of(plain: type[nn.Parameter]) -> States:
     Args:
         plain: the class it was made with; one of the two gives the same two.
     """
-    if issubclass(plain, _GradOfSharded):
-        plain = plain.__mro__[plain.__mro__.index(_GradOfSharded) + 1]
-    sharded = type(f"Sharded{plain.__name__}", (_Sharded, _GradOfSharded, plain), {})
-    unsharded = type(f"Unsharded{plain.__name__}", (_GradOfSharded, plain), {})
+    if issubclass(plain, _OfServers):
+        plain = plain.__mro__[plain.__mro__.index(_OfServers) + 1]
+    sharded = type(f"Sharded{plain.__name__}", (_Sharded, _OfServers, plain), {})
+    unsharded = type(f"Unsharded{plain.__name__}", (_OfServers, plain), {})
     return sharded, unsharded
 
 
@@ -124,6 +140,32 @@ def set_own_grad(param: Any, grad: Tensor | None) -> None:
     _disabled_torch_function_impl(_SET_GRAD, (), (param, grad), {})
 
 
+def in_backward() -> bool:
+    """Whether autograd is running a backward in this thread (a forward now is a recomputation)."""
+    task: int = torch._C._current_graph_task_id()
+    return task != -1
+
+
+def _gathered_for_backward(args: tuple[Any, ...]) -> bool:
+    """Gather the units of sharded parameters that backward reads by name; whether all that it reads have values then.
+
+    An activation checkpoint inside a unit recomputes with the parameters themselves, and so does an autograd function
+    that has put one aside.
+    """
+    tensors = [a for arg in args for a in (arg if isinstance(arg, (list, tuple)) else (arg,))]
+    for param in (t for t in tensors if isinstance(t, _OfServers)):
+        home = param._axon_home
+        model: Any = home.model()
+        if model is not None:
+            model.runtime.gather_for_backward(home.unit)
+    return not any(isinstance(t, _Sharded) for t in tensors)
+
+
+def set_own_data(param: Any, values: Tensor) -> None:
+    """Let the memory of a parameter be another."""
+    _disabled_torch_function_impl(_DATA.__set__, (), (param, values), {})
+
+
 def _refuse_read(func: Any, args: Sequence[Any]) -> NoReturn:
     homes = (
         getattr(a, "_axon_home", None) for arg in args for a in (arg if isinstance(arg, (list, tuple)) else (arg,))
@@ -137,4 +179,4 @@ def _refuse_read(func: Any, args: Sequence[Any]) -> NoReturn:
     )
 
 
-__all__ = ["ShardedValue", "States", "become", "own_grad", "set_own_grad", "states_of"]
+__all__ = ["ShardedValue", "States", "become", "own_grad", "set_own_data", "set_own_grad", "states_of"]

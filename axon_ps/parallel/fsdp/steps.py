@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
@@ -147,6 +147,8 @@ class Steps(Protocol):
         max_norm: float,
         hyper: Sequence[Hyper],
         commit: Mapping[str, str] | None = None,
+        untouched: Iterable[int] = (),
+        withdrawn: bool = False,
     ) -> Decision:
         """Vote: all gradients were pushed, and these values are to be committed with them; wait for the decision."""
 

@@ -24,7 +24,8 @@ Note: [On GPUs]
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 
 import torch
 
@@ -173,6 +174,8 @@ class NodeSteps:
         max_norm: float,
         hyper: Sequence[Hyper],
         commit: Mapping[str, str] | None = None,
+        untouched: Iterable[int] = (),
+        withdrawn: bool = False,
     ) -> Decision:
         """As `StepClient.vote`, once all workers of the node are found to have done the same.
 
@@ -182,7 +185,8 @@ class NodeSteps:
         assert isinstance(ticket, NodeTicket)
         decision = None
         try:
-            decision = self._vote(ticket, pushes, max_norm=max_norm, hyper=hyper, commit=commit)
+            vote = partial(self._steps.vote, max_norm=max_norm, hyper=hyper, commit=commit, untouched=untouched)
+            decision = self._vote(ticket, pushes, vote, withdrawn=withdrawn)
         finally:
             self.parameters.settle(decision)
         if decision.outcome is Outcome.COMMIT:
@@ -194,21 +198,20 @@ class NodeSteps:
         self,
         ticket: NodeTicket,
         pushes: Sequence[Awaited],
+        vote: Callable[..., Decision],
         *,
-        max_norm: float,
-        hyper: Sequence[Hyper],
-        commit: Mapping[str, str] | None,
+        withdrawn: bool,
     ) -> Decision:
         rows = self._calls.exchange([self._calls.take_digest()])
         if rows is None:
             void = ticket.shared.void(f"the node's groups ended: {self._calls.group_error}")
-            return self._steps.vote(void, (), max_norm=max_norm, hyper=hyper)
+            return vote(void, ())
         if len({int(row[0]) for row in rows}) > 1:
             raise Disagreement(
                 "the workers of this node used different units, or in another order, in this step; under HYBRID_SHARD "
                 "they must run the same modules in the same order, since each of them has a shard of every unit"
             )
-        return self._steps.vote(ticket.shared, pushes, max_norm=max_norm, hyper=hyper, commit=commit)
+        return vote(ticket.shared, pushes, withdrawn=withdrawn)
 
     def copy_from(self, source: StepClient, weight: float) -> Decision:
         """As `StepClient.copy_from`: every worker of the node votes for it."""

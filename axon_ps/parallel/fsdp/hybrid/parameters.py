@@ -25,7 +25,7 @@ from axon_ps.parallel.fsdp.steps import Position, position_of
 from axon_ps.parallel.work import QueuedWork
 from axon_ps.sharding.job import JobSpec
 from axon_ps.sharding.partitions import partition_bounds
-from axon_ps.types import Array, Decision, DType, Hyper, Outcome
+from axon_ps.types import Array, Decision, DType, Hyper
 from axon_ps.worker.steps.parameters import Parameters
 
 

@@ -94,7 +94,7 @@ class ReplicatedUnit(FlatUnit):
             self.allocate()
             self.master = self.flat
             self._set_data(self._views)
-            self.state, self._values_at = UnitState.UNSHARDED, _ALWAYS
+            self.state, self.values_at = UnitState.UNSHARDED, _ALWAYS
 
     def unshard(self) -> None:
         """Copy the masters for use, if the module computes with a copy; gradients of the masters are put aside."""
@@ -177,6 +177,27 @@ class ReplicatedRuntime(Runtime):
         work: Work[Any] = self._group.all_reduce(buffer, async_op=True)
         return work
 
+    def zero_grad(self, *, set_to_none: bool) -> None:
+        """See `Runtime.zero_grad`; gradients are in `param.grad`, where torch drops them."""
+        self._settle_backward()
+        if self.accumulates and not self._broken:
+            return
+        if self._broken:
+            raise Misuse(
+                "the last backward was broken off by an error while gradients were on their way to the other workers, "
+                "and under NO_SHARD they cannot be withdrawn: build the model again, on every worker"
+            )
+        for flat in self.flats:
+            self.grad_meter.add(-flat.staged_bytes)
+            flat.drop_staged()
+            self.sent.drop(flat.index)
+        self._has_gradients = False
+
+    @property
+    def _is_partial(self) -> bool:
+        """See `Runtime._is_partial`."""
+        return self._round.has_begun
+
     def _after_backward(self) -> None:
         super()._after_backward()
         if self.syncing:
@@ -237,8 +258,6 @@ class ReplicatedRuntime(Runtime):
         if not math.isfinite(norm):
             return self._made(norm, why_not="the gradients are not finite")
         self._optimizer.apply(hyper)
-        for p in (p for f in self._trained for p in f.params):
-            p.grad = None
         return self._made(norm)
 
     def _made(self, norm: float, why_not: str = "") -> StepResult:

@@ -1,0 +1,137 @@
+"""What autograd saves of a unit's parameters: gathered again when backward reads it, not held.
+
+Note: [Saved parameters]
+    While a wrapped module's forward runs, PyTorch's saved tensor hooks are these. A tensor that shares the memory of a
+    unit is not saved itself: a `SavedParameter` says where it lies in the unit, and backward gathers the unit when it
+    reads it. So it does not matter by which way backward reaches a unit (its outputs, an attribute, an object that
+    forward returned, a gradient of a gradient), how often, or what was freed meanwhile: no freed memory is read. All
+    else is saved as it is, with the check for changes in place that autograd makes where there are no hooks.
+
+    Hooks of others (activation checkpoints, `save_on_cpu`) that are below these on PyTorch's stack get what these let
+    through. A backward that makes a graph (`create_graph=True`) saves what it reads without hooks, so the units that it
+    reads are held until a backward that makes none has ended.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from torch._C import _autograd
+
+if TYPE_CHECKING:
+    from axon_ps.parallel.fsdp.flat_unit import FlatUnit
+    from axon_ps.parallel.fsdp.runtime import Runtime
+
+_UNIT: Final = "_axon_unit"
+
+
+class SavedParameter:
+    """A view of a unit's memory, which is made again when it is read.
+
+    Attributes:
+        flat: the unit.
+        at: (epoch, version) of its values.
+        decisions: how many steps had ended.
+    """
+
+    __slots__ = ("_dtype", "_offset", "_runtime", "_size", "_stride", "at", "decisions", "flat")
+
+    def __init__(self, flat: FlatUnit, runtime: Runtime, tensor: torch.Tensor) -> None:
+        self.flat = flat
+        self.at = flat.values_at
+        self.decisions = runtime.decisions
+        self._runtime = runtime
+        self._dtype = tensor.dtype
+        self._size, self._stride, self._offset = tensor.size(), tensor.stride(), tensor.storage_offset()
+
+    def read(self) -> torch.Tensor:
+        """It, once the unit is gathered."""
+        self._runtime.gather_saved(self)
+        memory = self.flat.flat
+        with torch.no_grad():
+            same = memory if memory.dtype == self._dtype else memory.view(self._dtype)
+            return same.as_strided(self._size, self._stride, self._offset)
+
+
+def belongs(storage: torch.UntypedStorage, flat: FlatUnit) -> None:
+    """Let a storage be known as the memory of a unit."""
+    setattr(storage, _UNIT, weakref.ref(flat))  # the garbage collector does not see a storage's attributes
+
+
+def push() -> bool:
+    """Begin, on this thread; whether it has not begun yet, so that `pop` must follow."""
+    top = _autograd._top_saved_tensors_default_hooks(True)
+    if not top:
+        _autograd._push_saved_tensors_default_hooks(_pack, _unpack)
+        return True
+    if top[1] is _unpack:
+        return False
+    below = _Below(*top)
+    _autograd._push_saved_tensors_default_hooks(below.pack, _unpack)
+    return True
+
+
+def pop() -> None:
+    """End what `push` has begun."""
+    _autograd._pop_saved_tensors_default_hooks()
+
+
+def _parameter(tensor: torch.Tensor) -> SavedParameter | None:
+    """What to save in place of a tensor that shares a unit's memory; None for any other."""
+    try:
+        found: Any = getattr(tensor.untyped_storage(), _UNIT, None)
+    except (NotImplementedError, RuntimeError):  # sparse: it has no storage
+        return None
+    if found is None:
+        return None
+    flat: FlatUnit | None = found()
+    runtime = None if flat is None else flat.runtime()
+    return None if flat is None or runtime is None else SavedParameter(flat, runtime, tensor)
+
+
+def _pack(tensor: torch.Tensor) -> Any:
+    return _parameter(tensor) or (tensor, tensor._version)
+
+
+def _unpack(saved: Any) -> torch.Tensor:
+    if type(saved) is SavedParameter:
+        return saved.read()
+    if type(saved) is _PackedBelow:
+        return saved.unpack(saved.packed)
+    tensor, version = saved
+    if tensor._version != version:
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace operation: "
+            f"{tensor.dtype} {list(tensor.shape)} is at version {tensor._version}; expected version {version} instead"
+        )
+    found: torch.Tensor = tensor
+    return found
+
+
+class _PackedBelow:
+    """What the hooks below have made of a tensor, and what undoes it."""
+
+    __slots__ = ("packed", "unpack")
+
+    def __init__(self, packed: Any, unpack: Callable[[Any], torch.Tensor]) -> None:
+        self.packed = packed
+        self.unpack = unpack
+
+
+class _Below:
+    """The hooks of others that were the newest before these."""
+
+    __slots__ = ("_pack", "_unpack")
+
+    def __init__(self, pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], torch.Tensor]) -> None:
+        self._pack = pack
+        self._unpack = unpack
+
+    def pack(self, tensor: torch.Tensor) -> Any:
+        return _parameter(tensor) or _PackedBelow(self._pack(tensor), self._unpack)
+
+
+__all__ = ["SavedParameter", "belongs", "pop", "push"]
