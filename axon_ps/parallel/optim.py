@@ -85,11 +85,8 @@ class ServerOptimizer(torch.optim.Optimizer):
         Raises:
             Misuse: under NO_SHARD, some were on their way to the other workers when backward was broken off.
         """
-        if self._runtime is not None:
-            self._runtime.zero_grad(set_to_none=set_to_none)
-            if self._runtime.accumulates:
-                return
-        _zero_grad(self, set_to_none)
+        if self._runtime is None or self._runtime.zero_grad(set_to_none=set_to_none):
+            _zero_grad(self, set_to_none)
 
     def step(  # type: ignore[override]
         self, closure: Callable[[], float] | None = None, *, commit: Mapping[str, Any] | None = None

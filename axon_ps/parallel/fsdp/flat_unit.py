@@ -50,6 +50,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from axon_ps.collectives import cuda
 from axon_ps.errors import AxonError, InternalError, Misuse, StepAborted
@@ -472,6 +473,8 @@ class ModuleUnit:
         module: the module.
         flats: one or two flat units.
         slots: where its parameters are.
+        grad_ready: what is called when the gradient of a parameter is there.
+        grad_hooks: what calls it, by parameter.
     """
 
     number: int
@@ -485,9 +488,24 @@ class ModuleUnit:
     pushes: list[bool] = field(default_factory=list)  # of its forwards under way, whether saved tensor hooks began
     held: bool = False  # a graph of a gradient reads its memory without hooks
     slots: list[Slot] = field(default_factory=list)
+    grad_ready: Callable[[nn.Parameter], object] = lambda param: None
+    grad_hooks: dict[nn.Parameter, RemovableHandle] = field(default_factory=dict)
+
+    def watch_gradients(self, grad_ready: Callable[[nn.Parameter], object]) -> None:
+        """Call `grad_ready` when autograd has made the gradient of a trainable parameter."""
+        self.grad_ready = grad_ready
+        for param in () if self.trainable is None else self.trainable.params:
+            self.grad_hooks[param] = param.register_post_accumulate_grad_hook(grad_ready)  # type: ignore[no-untyped-call]
+
+    def end_watching(self) -> None:
+        """The model is no more."""
+        for hook in self.grad_hooks.values():
+            hook.remove()
 
     def check_parameters(self) -> None:
         """Before a forward: refuse what was done to the parameters since the model was wrapped that has no effect.
+
+        Hooks that the user has registered since are moved before `grad_ready`, which may send the gradient.
 
         Raises:
             Misuse: one was replaced or removed, or one that was frozen then requires a gradient now.
@@ -500,6 +518,10 @@ class ModuleUnit:
                     "the one before. Change its values with load_state_dict() of the wrapped model; replace it before "
                     "wrapping"
                 )
+        for param, hook in self.grad_hooks.items():
+            if next(reversed(param._post_accumulate_grad_hooks)) != hook.id:  # type: ignore[attr-defined]
+                hook.remove()
+                self.grad_hooks[param] = param.register_post_accumulate_grad_hook(self.grad_ready)  # type: ignore[no-untyped-call]
         self.expected = 0
         for flat in self.flats:
             requiring = [p.name for p, own in zip(flat.unit.parameters, flat.params, strict=True) if own.requires_grad]

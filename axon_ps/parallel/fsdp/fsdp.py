@@ -312,8 +312,7 @@ class FullyShardedDataParallel(ShardedValues):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients, as `optimizer.zero_grad()` of one of our optimizers does."""
-        self._runtime.zero_grad(set_to_none=set_to_none)
-        if not self._runtime.accumulates:
+        if self._runtime.zero_grad(set_to_none=set_to_none):
             super().zero_grad(set_to_none)
 
     def clip_grad_norm(self, max_norm: float) -> float | None:

@@ -7,6 +7,7 @@ runs in Python, what computes with them is compiled.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
@@ -50,10 +51,8 @@ def attach(runtime: Runtime, wrapper: nn.Module) -> None:
                 )
             unit.module.register_forward_pre_hook(partial(_before_forward, runtime, unit), prepend=True)
             unit.module.register_forward_hook(partial(_after_forward, runtime, unit), always_call=True)
-        flat = unit.trainable
-        for param in flat.params if flat is not None else ():
-            hook = param.register_post_accumulate_grad_hook(partial(runtime.grad_ready, unit))  # type: ignore[no-untyped-call]
-            fork.finalize(wrapper, hook.remove)
+        unit.watch_gradients(partial(runtime.grad_ready, unit))
+        fork.finalize(wrapper, unit.end_watching)
 
 
 @uncompiled
@@ -63,8 +62,14 @@ def _watch_inputs(
     """Have a unit with frozen parameters resharded when the gradients of its inputs are there."""
     if torch.is_grad_enabled() and not in_backward():
         inputs = [t for t in tensors_of((args, kwargs)) if t.requires_grad]
-        if inputs:
-            torch.autograd.graph.register_multi_grad_hook(inputs, lambda _: runtime.inputs_done(unit), mode="all")
+        missing = itertools.cycle(range(len(inputs) - 1, -1, -1))  # a graph that is retained is gone through again
+
+        def come(_: torch.Tensor) -> None:
+            if not next(missing):
+                runtime.inputs_done(unit)
+
+        for tensor in inputs:
+            tensor.register_hook(come)
 
 
 @uncompiled

@@ -276,10 +276,11 @@ class Runtime:
             if self._training and not (self._has_gradients or self._forwards):
                 self._begin_step()
         if not recomputing:
-            unit.check_parameters()
             unit.depth += 1
             unit.uses += torch.is_grad_enabled()
         self._need(unit)
+        if not recomputing:
+            unit.check_parameters()
         if not (unit.is_root or recomputing):
             reached(Moment.FORWARD)
 
@@ -612,7 +613,7 @@ class Runtime:
         self.sent.add(flat.index, len(flat.params))
         self.grad_meter.add(flat.staged_bytes - before)
 
-    def zero_grad(self, *, set_to_none: bool) -> None:
+    def zero_grad(self, *, set_to_none: bool) -> bool:
         """Forget the gradients that there are, unless they are of a batch that an `ElasticLoader` has cut.
 
         Those that were sent for the step under way are withdrawn: the step is aborted, for all workers.
@@ -620,12 +621,15 @@ class Runtime:
         Args:
             set_to_none: as of `torch.optim.Optimizer.zero_grad`: if not, they count as zeros in the steps to come.
 
+        Returns:
+            Whether they are forgotten.
+
         Raises:
             Misuse: some are on their way to other workers, which cannot be withdrawn.
         """
         self._settle_backward()
-        if self.accumulates and not self._broken:
-            return
+        if self._sums_batches:
+            return False
         zeroed = self._zeroed if set_to_none else self._with_gradients()
         if self._pushed:
             self._withdraw()
@@ -636,6 +640,12 @@ class Runtime:
         self.sent.forget()
         self._zeroed = set() if set_to_none else zeroed
         self._broken = self._has_gradients = False
+        return True
+
+    @property
+    def _sums_batches(self) -> bool:
+        """Whether there are gradients of earlier micro-batches of the step."""
+        return self.accumulates and self._has_gradients and not self._broken
 
     def _with_gradients(self) -> set[nn.Parameter]:
         """The parameters that have a gradient, as torch would see them."""

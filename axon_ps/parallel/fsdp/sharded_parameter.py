@@ -92,10 +92,7 @@ class _OfServers:
 
     @data.setter
     def data(self, value: Tensor) -> None:
-        raise Misuse(
-            f"the values of parameter {self._axon_home.name!r} are on the shard servers, so other memory cannot be set "
-            "as its data; change them with load_state_dict() of the wrapped model"
-        )
+        _refuse_read(_DATA.__set__, (self,))
 
 
 States: TypeAlias = tuple[type[nn.Parameter], type[nn.Parameter]]

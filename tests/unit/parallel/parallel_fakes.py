@@ -14,6 +14,7 @@ import torch
 
 from axon_ps.collectives.process_group import ProcessGroup
 from axon_ps.coordinator.client.session import Registered
+from axon_ps.errors import StepAborted
 from axon_ps.sharding.job import JobSpec
 from axon_ps.types import Array, Decision, DType, Hyper, Member, Membership, OptimizerSpec, Outcome, Role
 from axon_ps.worker.models import Names
@@ -115,7 +116,12 @@ class FakeSteps:
         self.log.append(("speculative", unit))
         _tensor(out).fill_(float("nan"))
         grad = self.grads[unit]
-        assert grad is not None
+        if grad is None:
+
+            def refuse() -> None:
+                raise StepAborted("no replica has a gradient for it")
+
+            return FakeWork(refuse)
         updated = self.values[unit] - hyper[0]["lr"] * grad
         return FakeWork(lambda: _tensor(out).copy_(updated))
 
@@ -171,13 +177,15 @@ class FakeSteps:
         hyper: Sequence[Hyper],
         commit: Mapping[str, str] | None = None,
         weight: float | None = None,
+        untouched: Iterable[int] = (),
+        withdrawn: bool = False,
     ) -> Decision:
         for work in pushes:
             work.wait()
         self.max_norms.append(max_norm)
         grads, self.grads = self.grads, {}
         norm = float(sum(float((g.double() ** 2).sum()) for g in grads.values() if g is not None) ** 0.5)
-        outcome = Outcome.ABORT if ticket.is_void else self.outcome
+        outcome = Outcome.ABORT if ticket.is_void or withdrawn else self.outcome
         if outcome is Outcome.COMMIT:
             for unit, grad in grads.items():
                 if grad is not None:
@@ -193,6 +201,7 @@ class FakeSteps:
             clip_factor=self.clip_factor,
             hyper=tuple(hyper),
             reason=ticket.why_void,
+            untouched=tuple(untouched),
         )
 
     @property

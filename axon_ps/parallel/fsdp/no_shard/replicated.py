@@ -5,8 +5,8 @@ module computes with, unless it computes in another dtype or on another device t
 copied for its forward and for its backward, and between uses `param.data` is the master.
 
 The buckets in which gradients are reduced (`parallel.rounds`) are the units, the last of the model first. One more
-element per unit counts the workers that have a gradient of it: when none has, its gradients stay None, and an optimizer
-skips it, as in plain torch.
+element per parameter counts the workers that have a gradient of it: when none has, its gradient stays None, and an
+optimizer skips it, as in plain torch.
 
 Invariant: after a backward outside `no_sync()`, `param.grad` is the average over the workers, of the same bits on all.
 """
@@ -114,10 +114,17 @@ class ReplicatedUnit(FlatUnit):
         for i, param in enumerate(self.params):
             param.grad, self._master_grads[i] = self._master_grads[i], None
 
-    def set_grads(self, average: torch.Tensor) -> None:
-        """Set the gradients to views of `average`, wire[unit_numel], in the masters' dtype, plus those there were."""
-        average = average.to(self.master.device, self.master.dtype)
-        for spec, param in zip(self.unit.parameters, self.params, strict=True):
+    def set_grads(self, reduced: torch.Tensor) -> None:
+        """Set the gradients to what was reduced, in the masters' dtype, plus those there were.
+
+        Args:
+            reduced: wire[unit_numel + parameters]: the average, and how many workers have a gradient of each.
+        """
+        average = reduced[: self.unit.numel].to(self.master.device, self.master.dtype)
+        counts = reduced[self.unit.numel :].tolist()
+        for spec, param, count in zip(self.unit.parameters, self.params, counts, strict=True):
+            if not count:
+                continue
             grad = average[spec.offset : spec.end].view(spec.shape)
             param.grad = grad if param.grad is None else param.grad + grad
 
@@ -140,6 +147,7 @@ class ReplicatedRuntime(Runtime):
         self._version = 0
         self._optimizer: LocalOptimizer | None = None
         self._clipped_norm: float | None = None
+        self._averaged = False  # `param.grad` are averages
 
     @property
     def version(self) -> int:
@@ -169,19 +177,33 @@ class ReplicatedRuntime(Runtime):
     def _reduce(self, position: int) -> Work[Any]:
         flat = self._trained[position]
         wire = TORCH_DTYPES[self._wrapping.spec.precision.grad]
-        buffer = torch.empty(flat.unit.numel + 1, dtype=wire, device=flat.flat.device)
-        buffer[-1] = float(flat.has_grads)
-        flat.pack_grads(buffer[:-1], 1.0 / (self._group.world_size * self.grad_scale))
+        numel = flat.unit.numel
+        buffer = torch.empty(numel + len(flat.params), dtype=wire, device=flat.flat.device)
+        given = flat.pack_grads(buffer[:numel], 1.0 / (self._group.world_size * self.grad_scale))
+        buffer[numel:] = torch.tensor(given, dtype=wire)
         self.counters.pushed_bytes += buffer.nbytes
         self.grad_meter.add(buffer.nbytes)
         work: Work[Any] = self._group.all_reduce(buffer, async_op=True)
         return work
 
-    def zero_grad(self, *, set_to_none: bool) -> None:
+    def _begin_backward(self) -> None:
+        if not self._callback_queued and self.grad_scale != 1.0 and self._averaged and self.has_grads:
+            raise Misuse(
+                "the gradients of the step before were not dropped, and the scaled ones of this backward would be "
+                "added to them: call optimizer.zero_grad() in each step"
+            )
+        super()._begin_backward()
+
+    @property
+    def has_grads(self) -> bool:
+        """Whether a parameter has a gradient."""
+        return any(flat.has_grads for flat in self._trained)
+
+    def zero_grad(self, *, set_to_none: bool) -> bool:
         """See `Runtime.zero_grad`; gradients are in `param.grad`, where torch drops them."""
         self._settle_backward()
-        if self.accumulates and not self._broken:
-            return
+        if self._sums_batches:
+            return False
         if self._broken:
             raise Misuse(
                 "the last backward was broken off by an error while gradients were on their way to the other workers, "
@@ -191,7 +213,8 @@ class ReplicatedRuntime(Runtime):
             self.grad_meter.add(-flat.staged_bytes)
             flat.drop_staged()
             self.sent.drop(flat.index)
-        self._has_gradients = False
+        self._has_gradients = self._averaged = False
+        return True
 
     @property
     def _is_partial(self) -> bool:
@@ -209,13 +232,13 @@ class ReplicatedRuntime(Runtime):
             self._round.ready(index)
         finished, self._round = self._round, self._new_round()
         for flat, buffer in zip(self._trained, finished.results(), strict=True):
-            if float(buffer[-1]):
-                flat.set_grads(buffer[:-1])
+            flat.set_grads(buffer)
             self.grad_meter.add(-buffer.nbytes)
+        self._averaged = True
 
     def push_accumulated(self) -> None:
         """Average the gradients accumulated inside `no_sync()`."""
-        if any(f.has_grads for f in self._trained):
+        if self.has_grads:
             self._average()
 
     def refresh(self) -> None:
@@ -258,10 +281,12 @@ class ReplicatedRuntime(Runtime):
         if not math.isfinite(norm):
             return self._made(norm, why_not="the gradients are not finite")
         self._optimizer.apply(hyper)
+        self._has_gradients = False
         return self._made(norm)
 
     def _made(self, norm: float, why_not: str = "") -> StepResult:
         self._version += not why_not
+        self._read = self.now
         result = StepResult(committed=not why_not, version=self._version, grad_norm=norm, reason=why_not)
         return self.counters.counted(result)
 
