@@ -1,9 +1,18 @@
 """The registration of a model: layout, optimizer, and which servers hold the parameters. Pure.
 
 The first worker defines them, every other must agree. The first values come from exactly one worker (the *uploader*),
-or from a checkpoint. From then on a shard server holds slices in the incarnation in which it got them. When it is lost,
-the other holders of a slice go on with it (`sharding.placement`). Of a slice that nobody else holds it stays the
-holder: it may come back; another incarnation has nothing, and the job waits until a checkpoint is restored.
+that of lowest rank, or from a checkpoint. From then on a shard server holds slices in the incarnation in which it got
+them. When it is lost, the other holders of a slice go on with it (`sharding.placement`). Of a slice that nobody else
+holds it stays the holder: it may come back; another incarnation has nothing, and the job waits until a checkpoint is
+restored.
+
+Note: [Whose values are first]
+    Every worker has a module, whose values may differ from the others': one has loaded weights, or seeds differ. Those
+    of the lowest rank count, as in torch's DDP and in FSDP's `sync_module_states`, whichever worker registers first; so
+    a worker that registers before it only waits. If the uploader dies, the generation changes, the others register
+    again, and the lowest rank among them uploads. While it lives no other replaces it, since the servers may have some
+    of its values. In a job that begins again a worker that has trained has no first values any more: there the lowest
+    rank counts among those that wait for them.
 
 Note: [A connection that broke]
     A server counts as lost when its connection breaks, since that is how a death is noticed soonest. It may live, and
@@ -60,6 +69,8 @@ class Registration:
         self.parameters = parameters
         self.num_shards = num_shards
         self._copying_since: dict[tuple[int, int], int] = {}  # by slice and server: number of the placement
+        self.waiting: set[str] = set()
+        """Incarnations of workers that registered the layout while it had no values, and wait for first ones."""
         self.owners: tuple[int, ...] = ()
         """Shard servers that hold trainable slices: those a step waits for."""
         self.no_room: dict[int, str] = {}  # by rank, why a shard server cannot hold what it is to hold
@@ -313,14 +324,19 @@ class Registration:
         """Why no step can be made although all members are there, and what to do, as text; empty when it can."""
         return f"{loss}; {RESTORE_HINT}" if (loss := self.loss(shards)) else ""
 
-    def claim_upload(self, incarnation: str, uploader_lives: bool) -> bool:
-        """Whether the caller has to upload the first values."""
+    def claim_upload(self, incarnation: str, workers: Sequence[Member]) -> bool:
+        """Whether the caller has to upload the first values; `workers` are all that are there, by rank.
+
+        See Note: [Whose values are first].
+        """
         p = self.parameters
         begins_again = p.restore is not None and p.restore.uri == FIRST_VALUES
         if p.initialized or (p.epoch > 0 and not begins_again):
             return False
-        if not p.uploader or not uploader_lives:
-            p.uploader = incarnation
+        there = [w.incarnation for w in workers]
+        self.waiting.intersection_update(there)
+        if p.uploader not in there:
+            p.uploader = next((w for w in there if w in self.waiting or not begins_again), "")
         return p.uploader == incarnation
 
     def begin_restore(

@@ -128,5 +128,7 @@ class Registrations:
         room.check({model.number: (model, placement)}, what, spec, optimizer)
 
     def _claim_upload(self, model: Model, entry: RosterEntry) -> bool:
-        uploader = self._assembly.roster.get(model.registration.parameters.uploader)
-        return model.registration.claim_upload(entry.member.incarnation, uploader is not None)
+        a, r = self._assembly, model.registration
+        if not model.state(a.shards()).initialized:
+            r.waiting.add(entry.member.incarnation)
+        return r.claim_upload(entry.member.incarnation, [other.member for other in a.roster.of_role(Role.WORKER)])

@@ -123,17 +123,12 @@ class Fragment:
         self.anchor = self._new_values()
 
     def register(self, module: nn.Module, hyper: Hyper) -> None:
-        """Register it with the job; the first worker's values become the servers'.
+        """Register it with the job; the values of the worker of lowest rank become the servers'.
 
         Raises:
             LayoutMismatch: another worker registered it otherwise.
         """
-        initialized = False
-        while not initialized:
-            self.steps, registered = self._world.models.register(self.spec, self.name)
-            if registered.upload:
-                materialize.upload(module, self.units, self.steps, None)
-            initialized = self.steps.view.wait_initialized(registered)
+        self.steps = materialize.register(self._world, self.spec, self.name, module, self.units, None)
         group_of = tuple(0 if self.units[unit].unit.trainable else -1 for unit, _ in self.spec.layout.parameters())
         self.steps.register_optimizer(OptimizerSpec(name="sgd", groups=(hyper,), group_of=group_of))
 

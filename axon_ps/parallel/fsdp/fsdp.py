@@ -55,8 +55,9 @@ class FullyShardedDataParallel(ShardedValues):
     local.
 
     Args:
-        module: the user's module, on the CPU, a GPU or the meta device. Its first values come from the worker of
-            lowest rank that registers first; those of the others are dropped.
+        module: the user's module, on the CPU, a GPU or the meta device. First values are those of the worker of lowest
+            rank (in a job that resumes, those of the checkpoint); the others' are dropped, with a warning if they
+            differ.
         group: the workers that train it: a world, or its default group; None = the current world. Under NO_SHARD it may
             be any group of the world.
         sharding_strategy: what stays in a worker's memory between uses.
@@ -161,7 +162,8 @@ class FullyShardedDataParallel(ShardedValues):
         if wrapping.replicated:
             values = build.broadcast_values(wrapping, module, wrapped_units, init)
         else:
-            self._register(module, wrapped_units, init)
+            world = world_of(self.process_group)
+            self._steps = materialize.register(world, self.spec, self.name, module, wrapped_units, init)
         materialize.make_buffers(module, init, wrapping.device)
         self._buffer_dtypes = materialize.cast_buffers(module, wrapping.precision.buffer_dtype)
         wrapped_units = materialize.replace_meta(module, wrapped_units)
@@ -175,15 +177,6 @@ class FullyShardedDataParallel(ShardedValues):
         self._tag_parameters()
         self._hook_state_dicts()
         hooks.attach(self._runtime, self)
-
-    def _register(self, module: nn.Module, wrapped_units: build.WrappedUnits, init: build.Init) -> None:
-        """Give the job the model's layout, and the servers first values if this worker is to upload them."""
-        initialized = False
-        while not initialized:
-            self._steps, registered = world_of(self.process_group).models.register(self.spec, self.name)
-            if registered.upload:
-                materialize.upload(module, wrapped_units, self._steps, init)
-            initialized = self._steps.view.wait_initialized(registered)
 
     def _tag_parameters(self) -> None:
         for flat in self._runtime.flats:

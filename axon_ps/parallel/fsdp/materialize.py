@@ -1,16 +1,96 @@
-"""First values: from the user's module to the shard servers, one unit at a time, also when it is on the meta device."""
+"""First values: from the user's module to the shard servers, one unit at a time, also when it is on the meta device.
+
+Those of the worker of lowest rank count, and the others' are dropped. A worker whose own differed says so: it compares
+a digest of its values with that of the worker that uploaded, which is in the job's key-value store.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import hashlib
+import json
+import logging
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
 
 from axon_ps.errors import InvalidRequest
 from axon_ps.parallel.fsdp.wrap import WrappedUnit
+from axon_ps.sharding.job import JobSpec
 from axon_ps.types import Array
 from axon_ps.worker.steps.client import StepClient
+from axon_ps.worker.world import World
+
+_KEY = "axon_ps/first_values/{}"
+"""Key of the digest of a model's first values, by its number."""
+
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""By the bytes of an element, the integers that its bits are added up as."""
+
+_logger = logging.getLogger(__name__)
+
+
+def register(
+    world: World,
+    spec: JobSpec,
+    name: str,
+    module: nn.Module,
+    wrapped_units: tuple[WrappedUnit, ...],
+    init: Callable[[nn.Module], None] | None,
+) -> StepClient:
+    """Give the job a model's layout, and the servers first values if this worker is to upload them.
+
+    Args:
+        world: the worker.
+        spec: the layout.
+        name: of the model in the job.
+        module, wrapped_units, init: as for `upload`.
+
+    Returns:
+        This worker's part in the model's steps.
+
+    Raises:
+        LayoutMismatch: another worker has registered another layout by that name.
+        Timeout: the servers got no values; usually because the worker of lowest rank does not wrap the model.
+    """
+    initialized = uploaded = False
+    while not initialized:
+        steps, registered = world.models.register(spec, name)
+        if registered.upload:
+            uploaded = True
+            if world.world_size > 1:
+                own = {"rank": world.rank, "digest": digest(wrapped_units)}
+                world.kv_put(_KEY.format(steps.view.model), json.dumps(own).encode())
+            upload(module, wrapped_units, steps, init)
+        initialized = steps.view.wait_initialized(registered)
+    if not uploaded and world.world_size > 1 and steps.view.latest == (0, 0):
+        _compare(world.rank, name, digest(wrapped_units), world.kv_get(_KEY.format(steps.view.model)))
+    return steps
+
+
+def digest(wrapped_units: Sequence[WrappedUnit]) -> str:
+    """A digest of all values, equal on any device; empty where parameters on the meta device have none."""
+    total = hashlib.sha256()
+    for wrapped in wrapped_units:
+        for spec, param in zip(wrapped.unit.parameters, wrapped.params, strict=True):
+            if param.is_meta:
+                return ""
+            bits = param.detach().contiguous().view(_BITS[param.element_size()]) if param.numel() else param.detach()
+            total.update(f"{spec.name} {int(bits.sum(dtype=torch.int64))}\n".encode())
+    return total.hexdigest()
+
+
+def _compare(rank: int, name: str, own: str, stored: bytes | None) -> None:
+    """Warn if this worker's own values are others than those that the model begins with."""
+    uploaded = json.loads(stored or b"{}")
+    if own and uploaded.get("digest") and own != uploaded["digest"]:
+        _logger.warning(
+            "the values that rank %d has given model %r are not used: they differ from those of rank %s, which every "
+            "model begins with; load weights on that rank, or seed every rank alike",
+            rank,
+            name,
+            uploaded["rank"],
+        )
 
 
 def upload(

@@ -257,6 +257,9 @@ class ModelView:
         return self.job.wait_until(
             known,
             self.job.timeout_s,
-            lambda: "the shard servers still lack first values from the rank that uploads them",
+            lambda: (
+                f"the shard servers still lack first values of model {self.name!r}, which rank "
+                f"{min((w.rank for w in self.membership.workers), default=0)} gives them when it wraps it,"
+            ),
             reminds=True,
         )

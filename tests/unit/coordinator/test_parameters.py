@@ -164,7 +164,7 @@ def test_only_worker_members_register() -> None:
         d.register(w)
 
 
-def test_the_next_to_register_uploads_when_the_uploader_dies_before_the_job_is_initialized() -> None:
+def test_the_next_lowest_rank_uploads_when_the_uploader_dies_before_the_job_is_initialized() -> None:
     d = Driver(world_size=3)
     shard = d.shard()
     a, b, c = (d.worker() for _ in range(3))
@@ -176,9 +176,9 @@ def test_the_next_to_register_uploads_when_the_uploader_dies_before_the_job_is_i
         p.join()
     assert not d.register(c).upload
     a.lose()
-    assert not d.register(c, None).upload, "an optimizer alone is no offer to upload"
-    assert d.register(c).upload
-    assert not d.register(b).upload
+    assert not d.register(b, None).upload, "an optimizer alone is no offer to upload"
+    assert d.register(b).upload
+    assert not d.register(c).upload
     shard.initialized()
     c.lose()
     assert not d.register(b).upload

@@ -152,6 +152,7 @@ class Restores:
         if r.initialized_by(entry.member, version, epoch, model.version):
             if r.all_loaded(a.shards()):
                 order, r.parameters.restore, r.parameters.initialized = r.parameters.restore, None, True
+                r.waiting.clear()
                 a.announce(model)
                 if order is not None and not self._loading():
                     self._answer(CheckpointReply(uri=order.uri, version=order.version))
