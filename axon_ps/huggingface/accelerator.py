@@ -24,6 +24,7 @@ from torch import nn
 from axon_ps.errors import InvalidRequest
 from axon_ps.parallel.dtypes import MixedPrecision
 from axon_ps.parallel.from_torch import MovedOptimizer, load_servers, moved, save_servers
+from axon_ps.parallel.fsdp.arguments import strategy_of
 from axon_ps.parallel.fsdp.fsdp import FullyShardedDataParallel
 from axon_ps.parallel.fsdp.strategy import CPUOffload, ShardingStrategy
 from axon_ps.worker.world import World
@@ -50,15 +51,15 @@ class ServerPlugin:
         intra_node_size: HYBRID_SHARD: the workers of a node; None = as many as this node has.
     """
 
-    sharding_strategy: ShardingStrategy = ShardingStrategy.FULL_SHARD
-    unit_types: Collection[type[nn.Module]] = ()
-    auto_wrap_policy: Callable[[nn.Module], bool] | None = None
-    cpu_offload: CPUOffload = CPUOffload.NONE
+    sharding_strategy: ShardingStrategy | str = ShardingStrategy.FULL_SHARD
+    unit_types: Collection[type[nn.Module]] | type[nn.Module] = ()
+    auto_wrap_policy: Callable[..., bool] | None = None
+    cpu_offload: CPUOffload | bool | str = CPUOffload.NONE
     mixed_precision: MixedPrecision | torch.dtype | bool | None = None
     intra_node_size: int | None = None
 
     def __post_init__(self) -> None:
-        if self.sharding_strategy is ShardingStrategy.NO_SHARD:
+        if strategy_of(self.sharding_strategy) is ShardingStrategy.NO_SHARD:
             raise InvalidRequest(
                 "ServerPlugin(sharding_strategy=NO_SHARD) would put nothing on the servers; use accelerate's own "
                 "Accelerator after torch.distributed.init_process_group('axon'), which is DDP over axon"

@@ -29,6 +29,7 @@ from axon_ps.lightning import position as positions
 from axon_ps.lightning.over_backend import DDPOverAxon
 from axon_ps.parallel.dtypes import MixedPrecision
 from axon_ps.parallel.from_torch import MovedOptimizer, load_buffers, load_servers, moved, save_servers
+from axon_ps.parallel.fsdp.arguments import strategy_of
 from axon_ps.parallel.fsdp.fsdp import FullyShardedDataParallel
 from axon_ps.parallel.fsdp.strategy import CPUOffload, ShardingStrategy
 
@@ -59,15 +60,15 @@ class AxonStrategy(DDPOverAxon):
 
     def __init__(
         self,
-        sharding_strategy: ShardingStrategy = ShardingStrategy.FULL_SHARD,
-        unit_types: Collection[type[nn.Module]] = (),
-        auto_wrap_policy: Callable[[nn.Module], bool] | None = None,
-        cpu_offload: CPUOffload = CPUOffload.NONE,
+        sharding_strategy: ShardingStrategy | str = ShardingStrategy.FULL_SHARD,
+        unit_types: Collection[type[nn.Module]] | type[nn.Module] = (),
+        auto_wrap_policy: Callable[..., bool] | None = None,
+        cpu_offload: CPUOffload | bool | str = CPUOffload.NONE,
         mixed_precision: MixedPrecision | torch.dtype | bool | None = None,
         save_parameters: bool = True,
         **options: Any,
     ) -> None:
-        if sharding_strategy is ShardingStrategy.NO_SHARD:
+        if strategy_of(sharding_strategy) is ShardingStrategy.NO_SHARD:
             raise InvalidRequest(
                 "AxonStrategy(sharding_strategy=NO_SHARD) would put nothing on the servers; use strategy='axon_ddp'"
             )

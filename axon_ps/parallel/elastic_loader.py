@@ -97,6 +97,11 @@ class ElasticLoader:
     ) -> None:
         if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
             raise InvalidRequest("the data set has no length, so its samples cannot be dealt; give one that has")
+        if not isinstance(model, FullyShardedDataParallel):
+            raise InvalidRequest(
+                f"model is a {type(model).__name__}; the position is committed with the steps of a model that is "
+                "wrapped in FullyShardedDataParallel: wrap it first, or use DistributedSampler"
+            )
         if model.strategy is ShardingStrategy.NO_SHARD or model.spec.policy.asynchronous:
             what = "NO_SHARD" if model.strategy is ShardingStrategy.NO_SHARD else str(model.spec.policy)
             raise InvalidRequest(

@@ -43,7 +43,7 @@ from axon_ps.host import fork
 from axon_ps.observe.metrics.sources import register
 from axon_ps.parallel.diloco.fragment import UNKNOWN, Ended, Fragment, Push
 from axon_ps.parallel.dtypes import MixedPrecision
-from axon_ps.parallel.fsdp import wrap
+from axon_ps.parallel.fsdp import arguments, wrap
 from axon_ps.parallel.fsdp.memory import BufferPool, Meter
 from axon_ps.parallel.work import QueuedWork
 from axon_ps.sharding.job import JobSpec
@@ -163,7 +163,7 @@ class DiLoCo:
             "inner_steps": 0.0, "inner_steps_committed": 0.0, "outer_steps_committed": 0.0,
             "outer_steps_not_committed": 0.0, "outer_steps_due": 0.0, "pulls": 0.0, "rebases": 0.0,
         }  # fmt: skip
-        kinds = tuple(unit_types)
+        kinds = arguments.understood("unit_types", unit_types)
         divided = _divided(wrap.partition(model, lambda child: isinstance(child, kinds)), fragments)
         pinned = any(p.device.type == "cuda" for p in model.parameters())
         specs = [

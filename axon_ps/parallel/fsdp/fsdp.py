@@ -21,7 +21,7 @@ from axon_ps.collectives.process_group import ProcessGroup
 from axon_ps.errors import InvalidRequest, Misuse
 from axon_ps.observe.metrics.sources import register
 from axon_ps.parallel.dtypes import TORCH_DTYPES, MixedPrecision
-from axon_ps.parallel.fsdp import build, hooks, materialize, stats, wrap
+from axon_ps.parallel.fsdp import arguments, build, hooks, materialize, stats, wrap
 from axon_ps.parallel.fsdp.runtime import Runtime
 from axon_ps.parallel.fsdp.sent_gradients import Home, PendingNorm
 from axon_ps.parallel.fsdp.stats import FSDPMemoryStats, MemoryStats, UnitBytes
@@ -37,7 +37,7 @@ from axon_ps.parallel.fsdp.wrap import Wrapping
 from axon_ps.sharding.job import JobSpec
 from axon_ps.sharding.partitions import even_options
 from axon_ps.sharding.plan import PlanOptions, default_options
-from axon_ps.sharding.policy import Policy, Synchronous
+from axon_ps.sharding.policy import Policy
 from axon_ps.types import StepResult
 from axon_ps.worker.world import World, world_of
 
@@ -60,11 +60,14 @@ class FullyShardedDataParallel(ShardedValues):
             differ.
         group: the workers that train it: a world, or its default group; None = the current world. Under NO_SHARD it may
             be any group of the world.
-        sharding_strategy: what stays in a worker's memory between uses.
-        cpu_offload: what of it is in host memory.
-        mixed_precision: dtypes of compute and wire; a dtype for `MixedPrecision(param_dtype=...)`, True for bfloat16.
-        unit_types: module classes that become units.
-        auto_wrap_policy: whether a module becomes a unit; instead of `unit_types`.
+        sharding_strategy: what stays in a worker's memory between uses. Its name and torch's `ShardingStrategy` are
+            taken, too.
+        cpu_offload: what of it is in host memory; torch's `CPUOffload` is taken, too, and True for FULL.
+        mixed_precision: dtypes of compute and wire; a dtype for `MixedPrecision(param_dtype=...)`, True for bfloat16,
+            or torch's `MixedPrecision`.
+        unit_types: module classes that become units, or one class.
+        auto_wrap_policy: whether a module becomes a unit; instead of `unit_types`. Torch's `ModuleWrapPolicy` and
+            `transformer_auto_wrap_policy` are taken, too.
         ignored_parameters: parameters that stay what they are: each worker's own, averaged by nobody.
         intra_node_size: HYBRID_SHARD: the workers of a node, G; None = as many as this node has.
         prefetch: gather the next units before they are needed; else only `prefetch_forward_params()` does.
@@ -93,11 +96,11 @@ class FullyShardedDataParallel(ShardedValues):
         module: nn.Module,
         group: ProcessGroup | World | None = None,
         *,
-        sharding_strategy: ShardingStrategy = ShardingStrategy.FULL_SHARD,
-        cpu_offload: CPUOffload = CPUOffload.NONE,
+        sharding_strategy: ShardingStrategy | str = ShardingStrategy.FULL_SHARD,
+        cpu_offload: CPUOffload | bool | str = CPUOffload.NONE,
         mixed_precision: MixedPrecision | torch.dtype | bool | None = None,
-        unit_types: Collection[type[nn.Module]] = (),
-        auto_wrap_policy: Callable[[nn.Module], bool] | None = None,
+        unit_types: Collection[type[nn.Module]] | type[nn.Module] = (),
+        auto_wrap_policy: Callable[..., bool] | None = None,
         ignored_parameters: Iterable[nn.Parameter] = (),
         intra_node_size: int | None = None,
         prefetch: bool = True,
@@ -108,20 +111,33 @@ class FullyShardedDataParallel(ShardedValues):
         name: str | None = None,
     ) -> None:
         super().__init__()
-        group = current_group(group)
-        if unit_types and auto_wrap_policy is not None:
-            raise InvalidRequest("both unit_types and auto_wrap_policy were given; pass one of them")
+        given = arguments.checked(
+            module=module,
+            sharding_strategy=sharding_strategy,
+            cpu_offload=cpu_offload,
+            mixed_precision=mixed_precision,
+            unit_types=unit_types,
+            auto_wrap_policy=auto_wrap_policy,
+            ignored_parameters=ignored_parameters,
+            intra_node_size=intra_node_size,
+            prefetch=prefetch,
+            param_init_fn=param_init_fn,
+            plan_options=plan_options,
+            device=device,
+            policy=policy,
+            name=name,
+        )
+        strategy, mixed, group = given.sharding_strategy, given.mixed_precision, current_group(group)
         if not group.is_world and len(group.ranks) != world_of(group).world_size:  # it may change at any moment
-            check_sub_group(len(group.ranks), world_of(group).world_size, sharding_strategy)
+            check_sub_group(len(group.ranks), world_of(group).world_size, strategy)
         world = world_of(group)
-        replicated = sharding_strategy is ShardingStrategy.NO_SHARD
-        policy = checked_policy(policy or Synchronous(), sharding_strategy, cpu_offload)
-        node_size = checked_node_size(intra_node_size, sharding_strategy, world.membership.workers)
-        kinds = tuple(unit_types)
-        is_unit = auto_wrap_policy or (lambda child: isinstance(child, kinds))
-        wrapped_units = wrap.partition(module, is_unit, tuple(ignored_parameters))
+        replicated = strategy is ShardingStrategy.NO_SHARD
+        policy = checked_policy(given.policy, strategy, given.cpu_offload)
+        node_size = checked_node_size(given.intra_node_size, strategy, world.membership.workers)
+        is_unit = given.auto_wrap_policy or (lambda child: isinstance(child, given.unit_types))
+        wrapped_units = wrap.partition(module, is_unit, given.ignored_parameters)
         built = TORCH_DTYPES[wrapped_units[0].unit.parameters[0].dtype]
-        layout, mixed = wrap.layout_of(wrapped_units), MixedPrecision.of(mixed_precision)
+        layout = wrap.layout_of(wrapped_units)
         precision = mixed.wire(built)
         if replicated and (precision.param_compression or precision.grad_compression):
             raise InvalidRequest(
@@ -132,7 +148,7 @@ class FullyShardedDataParallel(ShardedValues):
             layout=layout,
             precision=precision,
             options=plan_options or even_options(layout, world.num_shards, node_size, default_options(precision)),
-            replica_is_node=sharding_strategy is ShardingStrategy.HYBRID_SHARD,
+            replica_is_node=strategy is ShardingStrategy.HYBRID_SHARD,
             policy=policy,
             model=type(module).__qualname__,
         )
@@ -141,12 +157,12 @@ class FullyShardedDataParallel(ShardedValues):
                 name = stack.enter_context(world.models.names.claiming(name, spec.described))
             self._wrapping = Wrapping(
                 group=group,
-                strategy=sharding_strategy,
-                offload=cpu_offload,
+                strategy=strategy,
+                offload=given.cpu_offload,
                 precision=mixed,
                 spec=spec,
                 name=name or "",
-                device=torch.device(device) if device is not None else _device_of(wrapped_units),
+                device=given.device or _device_of(wrapped_units),
                 built=built,
                 node_size=node_size,
                 prefetch=prefetch,
