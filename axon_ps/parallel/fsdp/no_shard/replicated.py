@@ -71,8 +71,11 @@ class ReplicatedUnit(FlatUnit):
     Args:
         rest: as for `FlatUnit`.
 
-    Attributes:
-        master: built_dtype[unit_numel]; what the optimizer moves.
+    Note: [Values that the user sets]
+        Parameters are views of the masters, so what is written into one in place is in the master. `param.data = t`
+        (`vector_to_parameters` does so) gives a parameter memory of its own. Before anything reads or moves the values
+        they are copied into the master, and the parameter is its view again: optimizer, `state_dict` and forward always
+        have the same.
     """
 
     sharded = False
@@ -82,22 +85,50 @@ class ReplicatedUnit(FlatUnit):
         master_device = device if wrapping.offload is CPUOffload.NONE else torch.device("cpu")
         built = TORCH_DTYPES[unit.parameters[0].dtype]
         self.swapped = built != wrapping.compute_of(unit) or master_device.type != device.type
-        self.master = torch.zeros(unit.numel if self.swapped else 0, dtype=built, device=master_device)
-        super().__init__(index, wrapped, LocalSource(self.master), wrapping, resident=not self.swapped)
+        self._master = torch.zeros(unit.numel if self.swapped else 0, dtype=built, device=master_device)
+        super().__init__(index, wrapped, LocalSource(self._master), wrapping, resident=not self.swapped)
         self.stage_device = master_device
         self._master_grads: list[torch.Tensor | None] = [None] * len(self.params)
         if self.swapped:
-            wrapping.meter.add(self.master.nbytes)
-            self._sharded_data = [self.master[p.offset : p.end].view(p.shape) for p in self.unit.parameters]
+            wrapping.meter.add(self._master.nbytes)
+            self._sharded_data = [self._master[p.offset : p.end].view(p.shape) for p in self.unit.parameters]
             self._set_data(self._sharded_data)
         else:
             self.allocate()
-            self.master = self.flat
+            self._master = self.flat
             self._set_data(self._views)
             self.state, self.values_at = UnitState.UNSHARDED, _ALWAYS
 
+    @property
+    def master(self) -> torch.Tensor:
+        """built_dtype[unit_numel]; what the optimizer moves. See Note: [Values that the user sets]."""
+        self.adopt()
+        return self._master
+
+    def adopt(self) -> None:
+        """Take over the values of parameters that have memory of their own.
+
+        Raises:
+            InvalidRequest: a parameter was given a tensor of another shape, dtype or device.
+        """
+        views = self._views if self.state.has_values else self._sharded_data
+        for spec, param, view in zip(self.unit.parameters, self.params, views, strict=True):
+            if param.data_ptr() == view.data_ptr() and param.shape == view.shape and param.stride() == view.stride():
+                continue
+            given = param.data
+            if (given.shape, given.dtype, given.device) != (view.shape, view.dtype, view.device):
+                raise InvalidRequest(
+                    f"the data of parameter {spec.name!r} was set to {given.dtype}{list(given.shape)} on "
+                    f"{given.device}; a wrapped parameter stays {view.dtype}{list(view.shape)} on {view.device}"
+                )
+            view.copy_(given)
+            if self.swapped and self.state.has_values:
+                self._master[spec.offset : spec.end].view(spec.shape).copy_(given)
+            param.data = view
+
     def unshard(self) -> None:
         """Copy the masters for use, if the module computes with a copy; gradients of the masters are put aside."""
+        self.adopt()
         if self.is_current:
             return
         for i, param in enumerate(self.params):
@@ -106,6 +137,7 @@ class ReplicatedUnit(FlatUnit):
 
     def reshard(self) -> None:
         """Free the copy."""
+        self.adopt()
         if self.resident or not self.state.has_values:
             self.abandon()
             return
