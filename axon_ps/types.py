@@ -6,7 +6,7 @@ import dataclasses
 import enum
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -75,6 +75,10 @@ class DType(enum.Enum):
 
 NUMBERS = tuple(dtype for dtype in DType if dtype is not DType.INT8_BLOCK)
 """The dtypes that tensors can have."""
+
+
+BUFFERS: Final = "buffers/"
+"""The beginning of the key of a model's buffers among what is attached to checkpoints; its name follows."""
 
 
 class BackendName(enum.StrEnum):

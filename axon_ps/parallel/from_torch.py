@@ -2,7 +2,7 @@
 
 A framework's program makes `torch.optim.AdamW(model.parameters())` before it hands model and optimizer over. Here that
 becomes a server optimizer with the same groups and hyperparameters, and the scheduler's optimizer becomes that one.
-Buffers, which no shard server has, are saved and loaded beside the servers' checkpoint.
+Buffers are in the servers' checkpoint; those of an older one, which had none, lie beside it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import nn
 
 from axon_ps.errors import StepAborted
@@ -122,7 +122,7 @@ def moved(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 
 
 def save_servers(model: FullyShardedDataParallel, directory: str | os.PathLike[str]) -> None:
-    """Have the servers write a checkpoint into a directory, and the first worker its buffers; every worker calls it.
+    """Have the servers write a checkpoint into a directory; every worker calls it.
 
     Args:
         model: a wrapped model; all models of the job are in the checkpoint.
@@ -132,10 +132,7 @@ def save_servers(model: FullyShardedDataParallel, directory: str | os.PathLike[s
         CheckpointError: it could not be written.
     """
     directory = Path(directory).absolute()  # the servers have another working directory
-    written = model.save_checkpoint(str(directory))
-    buffers = dict(_buffers(model))
-    if written is not None and buffers:
-        save_file({name: b.detach().cpu().contiguous() for name, b in buffers.items()}, directory / BUFFERS_FILE)
+    model.save_checkpoint(str(directory))
 
 
 def load_servers(model: FullyShardedDataParallel, directory: str | os.PathLike[str]) -> None:

@@ -6,13 +6,15 @@ Values are read and written a few MiB at a time, so the memory needed does not g
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import logging
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
+from safetensors import SafetensorError, deserialize
 
-from axon_ps.errors import InvalidRequest
+from axon_ps.errors import CheckpointCorrupt, InvalidRequest
 from axon_ps.observe.work import Work
 from axon_ps.sharding.layout import Parameter
 from axon_ps.storage.checkpoint import (
@@ -22,17 +24,19 @@ from axon_ps.storage.checkpoint import (
     open_file,
 )
 from axon_ps.storage.files import FileStore, open_store
-from axon_ps.storage.manifest import Manifest, verify
-from axon_ps.types import WIRE_DTYPES, Array, DType
+from axon_ps.storage.manifest import Manifest, read_attached, verify
+from axon_ps.types import BUFFERS, NUMBERS, WIRE_DTYPES, Array, DType
 
 BLOCK_NUMEL = 1 << 20
 """Elements converted at a time."""
+
+_logger = logging.getLogger(__name__)
 
 
 def export_model(
     uri: str, target: str, dtype: DType | None = None, *, model: str = "", work: Work | None = None
 ) -> int:
-    """Write the parameters of a checkpoint as one `model.safetensors`.
+    """Write the parameters and buffers of a checkpoint as one `model.safetensors`.
 
     Args:
         uri: the checkpoint, or a directory of checkpoints (the newest complete one is taken).
@@ -60,17 +64,19 @@ def export_model(
 
 @dataclass(frozen=True, kw_only=True)
 class Export:
-    """A parameter of a checkpoint, and the tensor that it becomes.
+    """A parameter or buffer of a checkpoint, and the tensor that it becomes.
 
     Attributes:
-        unit: number of its unit.
-        parameter: its place in the unit.
+        unit: number of a parameter's unit.
+        parameter: its place in the unit; None = it is a buffer.
         tensor: name, dtype and shape in the file.
+        values: those of a buffer, in storage dtype.
     """
 
     unit: int
-    parameter: Parameter
+    parameter: Parameter | None
     tensor: TensorSpec
+    values: Array | None = field(default=None, compare=False, repr=False)
 
 
 def check_dtype(dtype: DType | None) -> None:
@@ -84,7 +90,7 @@ def check_dtype(dtype: DType | None) -> None:
 
 
 def exports_of(manifest: Manifest, dtype: DType | None, prefix: str = "") -> list[Export]:
-    """What a model is exported as; of several names of a tied parameter the first.
+    """What a model is exported as: parameters, of several names of a tied one the first, and buffers.
 
     Args:
         manifest: the model's section.
@@ -106,7 +112,34 @@ def exports_of(manifest: Manifest, dtype: DType | None, prefix: str = "") -> lis
     if not found:
         names = [p.name for _, p in manifest.layout.parameters()]
         raise InvalidRequest(f"no parameter's name begins with {prefix!r}; the first ones are {', '.join(names[:3])}")
-    return found
+    return [*found, *_buffers(manifest, dtype, prefix, {export.tensor.name for export in found})]
+
+
+def _buffers(manifest: Manifest, dtype: DType | None, prefix: str, taken: Collection[str]) -> Iterator[Export]:
+    """The buffers that a checkpoint has: those of f32 in `dtype`, others as they are."""
+    key = f"{BUFFERS}{manifest.name}"
+    if key not in manifest.attached:
+        return
+    content = read_attached(manifest, (key,))[key]
+    try:
+        tensors = deserialize(content)
+    except SafetensorError as error:
+        raise CheckpointCorrupt(f"the buffers of {manifest.uri} are damaged: {error}") from error
+    for name, tensor in tensors:
+        kept = next((d for d in NUMBERS if d.value.upper() == tensor["dtype"]), None)
+        if not name.startswith(prefix) or name.removeprefix(prefix) in taken:
+            continue
+        if kept is None:
+            _logger.warning("buffer %r is not exported: there is no way to write its dtype, %s", name, tensor["dtype"])
+            continue
+        values: Array = np.frombuffer(bytes(tensor["data"]), kept.numpy)
+        written = dtype if dtype is not None and kept is DType.F32 else kept
+        yield Export(
+            unit=-1,
+            parameter=None,
+            tensor=TensorSpec(name=name.removeprefix(prefix), dtype=written, shape=tuple(tensor["shape"])),
+            values=_converted(values, written) if kept is DType.F32 else values,
+        )
 
 
 def write_exports(
@@ -128,6 +161,10 @@ def write_exports(
         for name, exports in files.items():
             with create_file(store, name, [e.tensor for e in exports], {"format": "pt"}, work=work) as writer:
                 for export in exports:
+                    if export.parameter is None:
+                        assert export.values is not None
+                        writer.write(export.tensor.name, export.values)
+                        continue
                     for values in _values(manifest, readers, export.unit, export.parameter):
                         writer.write(export.tensor.name, _converted(values, export.tensor.dtype))
             sizes[name] = writer.entry(name).bytes

@@ -14,6 +14,7 @@ import contextlib
 import dataclasses
 import hashlib
 import json
+import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -29,7 +30,7 @@ from axon_ps.sharding.plan import Plan, PlanOptions, Slice, make_plan
 from axon_ps.storage.checkpoint import FileEntry, check_file, check_size
 from axon_ps.storage.files import FileStore, open_store
 from axon_ps.storage.signature import check_signature, key_in_use
-from axon_ps.types import OptimizerSpec
+from axon_ps.types import BUFFERS, OptimizerSpec
 from axon_ps.wire import codec
 from axon_ps.wire.v1 import checkpoint_pb2
 
@@ -39,6 +40,12 @@ FORMAT_VERSION = 4
 MANIFEST_NAME = "manifest.json"
 FILE_PREFIX = "shard-"
 """The prefix of every file that a shard server writes."""
+
+ATTACHED_PREFIX = "attached-"
+"""The prefix of every file that has something small of the workers: see `Manifest.attached`."""
+
+MAX_ATTACHED_BYTES = 256 << 20
+"""Largest of them."""
 
 _MAX_BYTES = 256 << 20
 _NO_HASH = b"0" * 64
@@ -64,6 +71,8 @@ class Manifest:
         uri: the URI it was read from; not part of the file.
         others: the other models, without others themselves.
         committed: the values that were committed with its steps up to this version, by name.
+        attached: by key, small files of the workers, whatever their models: `BUFFERS` and a model's name is the key of
+            a safetensors file of its buffers. Every section has all of them.
         sha256: the hash that the file has of itself, in hex; empty before it is written, and in old ones.
         signature: of that, in hex; empty = it is not signed. See `storage.signature`.
     """
@@ -82,6 +91,7 @@ class Manifest:
     name: str = ""
     others: tuple[Manifest, ...] = ()
     committed: Mapping[str, str] = field(default_factory=dict)
+    attached: Mapping[str, FileEntry] = field(default_factory=dict)
     sha256: str = field(default="", compare=False)
     signature: str = field(default="", compare=False)
 
@@ -97,8 +107,8 @@ class Manifest:
 
     @property
     def all_files(self) -> tuple[FileEntry, ...]:
-        """The files of all models."""
-        return tuple(f for section in self.sections for f in section.files)
+        """The files of all models, and what is attached."""
+        return (*(f for section in self.sections for f in section.files), *self.attached.values())
 
     @property
     def sections(self) -> tuple[Manifest, ...]:
@@ -161,8 +171,47 @@ def write_manifest(uri: str, manifest: Manifest) -> None:
     named = {f.name for f in manifest.all_files}
     with contextlib.suppress(CheckpointError):  # the checkpoint is complete; the files left over only take space
         for name in store.names():
-            if name.startswith(FILE_PREFIX) and name not in named:
+            if name.startswith((FILE_PREFIX, ATTACHED_PREFIX)) and name not in named:
                 store.remove(name)
+
+
+def write_attached(uri: str, attached: Mapping[str, bytes]) -> dict[str, FileEntry]:
+    """Write small files for a manifest that is still to be written: by key, what it names them by.
+
+    Raises:
+        InvalidRequest: one is too large.
+        StorageFull: no space left.
+        CheckpointError: one could not be written; files of those before it are left, and no manifest names them.
+    """
+    store, life, entries = open_store(uri), secrets.token_hex(8), {}
+    for index, (key, content) in enumerate(sorted(attached.items())):
+        if len(content) > MAX_ATTACHED_BYTES:
+            raise InvalidRequest(f"{key!r} has {len(content)} bytes; at most {MAX_ATTACHED_BYTES} go into a checkpoint")
+        name = f"{ATTACHED_PREFIX}{life}-{index:05d}"
+        with store.create(name, len(content)) as sink:
+            sink.write(content)
+        entries[key] = FileEntry(name=name, sha256=hashlib.sha256(content).hexdigest(), bytes=len(content))
+    return entries
+
+
+def read_attached(manifest: Manifest, keys: Sequence[str] | None = None) -> dict[str, bytes]:
+    """By key, the small files of a checkpoint: those of `keys`, which it must have; None = all.
+
+    Raises:
+        CheckpointCorrupt: one is missing, truncated or altered.
+        CheckpointError: one could not be read.
+    """
+    store, found = open_store(manifest.uri), {}
+    for key in manifest.attached if keys is None else keys:
+        entry = manifest.attached[key]
+        if entry.bytes > MAX_ATTACHED_BYTES:
+            raise CheckpointCorrupt(f"{key!r} is said to have {entry.bytes} bytes; at most {MAX_ATTACHED_BYTES} can be")
+        check_size(store, entry)
+        with store.open(entry.name) as source:
+            found[key] = source.read(0, entry.bytes)
+        if hashlib.sha256(found[key]).hexdigest() != entry.sha256:
+            raise CheckpointCorrupt(f"{store.uri}/{entry.name} was altered: it is not what the manifest says")
+    return found
 
 
 def discard(uri: str, names: Sequence[str]) -> None:
@@ -304,6 +353,7 @@ def _to_proto(manifest: Manifest) -> checkpoint_pb2.Manifest:
         created=manifest.created,
         num_servers=manifest.num_servers,
         extra_json=extra_json,
+        attached={key: checkpoint_pb2.SnapshotFile(**vars(entry)) for key, entry in manifest.attached.items()},
         models=[
             checkpoint_pb2.Manifest.Model(
                 name=section.name,
@@ -327,7 +377,8 @@ def _from_proto(message: checkpoint_pb2.Manifest, uri: str) -> Manifest:
 
 
 def _section(message: checkpoint_pb2.Manifest, model: checkpoint_pb2.Manifest.Model, uri: str) -> Manifest:
-    if not (model.HasField("version") and model.layout.units and all(f.sha256 for f in model.files)):
+    hashed = all(f.sha256 for f in (*model.files, *message.attached.values()))
+    if not (model.HasField("version") and model.layout.units and hashed):
         raise InvalidRequest("a model lacks its version or its units, or a file its hash")
     manifest = Manifest(
         job=message.job,
@@ -344,6 +395,7 @@ def _section(message: checkpoint_pb2.Manifest, model: checkpoint_pb2.Manifest.Mo
         name=model.name,
         slices_in=tuple(model.file_of),
         committed=dict(model.committed),
+        attached={k: FileEntry(name=f.name, sha256=f.sha256, bytes=f.bytes) for k, f in message.attached.items()},
     )
     slices = manifest.plan.numbered
     if manifest.slices_in and len(manifest.slices_in) != len(slices):
@@ -354,6 +406,7 @@ def _section(message: checkpoint_pb2.Manifest, model: checkpoint_pb2.Manifest.Mo
 
 
 __all__ = [
+    "BUFFERS",
     "FORMAT_VERSION",
     "MANIFEST_NAME",
     "FileEntry",
@@ -361,8 +414,10 @@ __all__ = [
     "check_sizes",
     "file_prefix",
     "list_checkpoints",
+    "read_attached",
     "read_manifest",
     "remove",
     "verify",
+    "write_attached",
     "write_manifest",
 ]

@@ -14,6 +14,7 @@ from axon_ps.errors import InvalidRequest
 from axon_ps.rpc.background_loop import BackgroundLoop
 from axon_ps.rpc.deadlines import Deadline
 from axon_ps.types import Array
+from axon_ps.worker.attachments import Attachments
 from axon_ps.worker.job_view import JobView
 from axon_ps.worker.models import Models
 from axon_ps.worker.rendezvous import Rendezvous
@@ -59,6 +60,7 @@ class Checkpoints:
         view: the members.
         models: those of the job in this process.
         rendezvous: where the workers wait for each other.
+        attachments: what the worker of lowest rank attaches to what it saves.
     """
 
     def __init__(
@@ -68,7 +70,9 @@ class Checkpoints:
         view: JobView,
         models: Models,
         rendezvous: Rendezvous,
+        attachments: Attachments,
     ) -> None:
+        self._attachments = attachments
         self._loop = loop
         self._coordinator = coordinator
         self._view = view
@@ -84,7 +88,11 @@ class Checkpoints:
         except (TypeError, ValueError) as error:
             raise InvalidRequest(f"extra must be JSON values: {error}") from error
 
+        attached = self._attachments.current() if self._is_first else {}
+
         async def save() -> CheckpointInfo:
+            for key, attachment in attached.items():
+                await self._attachments.store(key, attachment)
             return info_of(
                 await self._coordinator.save_checkpoint(uri, extra_json, timeout_s=timeout_s, background=background)
             )

@@ -31,6 +31,7 @@ from axon_ps.observe.loggers.base import Logger
 from axon_ps.observe.metrics.sources import Source
 from axon_ps.rpc.http import HttpServer
 from axon_ps.types import Array, Member, Membership, Role
+from axon_ps.worker.attachments import Attachments
 from axon_ps.worker.bootstrap.job import FormedJob, find_job
 from axon_ps.worker.checkpoints import CheckpointInfo, Checkpoints
 from axon_ps.worker.curves import Curves
@@ -69,6 +70,7 @@ class World:
     Attributes:
         view: the members, as this worker knows them.
         models: the models of the job in this process, and this worker's part in their steps.
+        attachments: what this worker attaches to checkpoints: buffers.
         recorder: the last collectives.
     """
 
@@ -102,7 +104,8 @@ class World:
         coordinator.measure = partial(_measures, weakref.ref(self.models))
         self.recorder = Recorder()
         self._rendezvous = Rendezvous(loop, coordinator, self.view)
-        self._checkpoints = Checkpoints(loop, coordinator, self.view, self.models, self._rendezvous)
+        self.attachments = Attachments(loop, coordinator, timeout_s)
+        self._checkpoints = Checkpoints(loop, coordinator, self.view, self.models, self._rendezvous, self.attachments)
         self._progress = Progress(lambda report: loop.submit(coordinator.kv_put(PROGRESS, report)))
         models, recorder = self.models, self.recorder  # not `self`: no reference cycle
         self._curves = Curves(lambda: models.statistics() | recorder.statistics())

@@ -77,6 +77,19 @@ class KeyValues:
         """A value, if there is one, for the coordinator itself."""
         return self._values.get(key)
 
+    def names(self, prefix: str) -> list[str]:
+        """The keys that begin so, sorted."""
+        return sorted(key for key in self._values if key.startswith(prefix))
+
+    def put_own(self, key: str, value: bytes) -> None:
+        """Store a value of the coordinator's, which has capacity of its own: twice as much as a job.
+
+        Raises:
+            InvalidRequest: key or value is too long.
+            Busy: the store is full.
+        """
+        self._store(key, value, 2 * MAX_TOTAL_BYTES)
+
     def get(self, call: int, key: str) -> None:
         """Read a value."""
         _check_key(key)

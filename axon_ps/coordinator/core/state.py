@@ -14,6 +14,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 
+from axon_ps.coordinator import attachments
+from axon_ps.coordinator.attachments import Attachment
 from axon_ps.coordinator.core import records
 from axon_ps.coordinator.core.access.callers import Caller, Callers, check_role
 from axon_ps.coordinator.core.access.revocations import RevocationList
@@ -92,7 +94,7 @@ class CoordinatorState:
         self._snapshots = Snapshots(durable.snapshot_id, self._out)
         self._members = Members(config, self._assembly, self._models, self._barriers, self._snapshots, self._out, now)
         self._restores = Restores(
-            self._assembly, self._models, self._members, self._snapshots, self._out, config.copies
+            self._assembly, self._models, self._members, self._snapshots, self._out, self._kv, config.copies
         )
         self._registrations = Registrations(
             self._assembly, self._models, self._members, self._restores, self._out, config.copies
@@ -446,6 +448,10 @@ class CoordinatorState:
         self._barriers.arrive(call, entry.member.rank, name, ranks, self._assembly.membership, now, timeout_s)
         self._members.watch_barriers(now)
         return self._out.take()
+
+    def attached(self) -> dict[str, Attachment]:
+        """By key, what workers have attached to the checkpoints of the job."""
+        return attachments.stored(self._kv)
 
     def kv(self, caller: Caller) -> KeyValues:
         """The key-value store, for one operation of `caller`; `flush` gives the actions it caused.

@@ -12,14 +12,18 @@ import json
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
+from axon_ps.coordinator.attachments import Attachment
 from axon_ps.coordinator.core.checkpoints.restores import Resume
 from axon_ps.coordinator.core.checkpoints.snapshots import Snapshot
 from axon_ps.coordinator.core.events import CheckpointReply
+from axon_ps.coordinator.core.kv import MAX_TOTAL_BYTES
 from axon_ps.errors import CheckpointError, InvalidRequest, again
 from axon_ps.sharding.job import JobSpec
 from axon_ps.sharding.plan import Slice, moves_into
+from axon_ps.types import BUFFERS
 
 if TYPE_CHECKING:
     from axon_ps.storage.manifest import Manifest
@@ -48,9 +52,15 @@ def find(uri: str, specs: Mapping[str, JobSpec], wanted: Sequence[str] = ()) -> 
         CheckpointCorrupt: it is not a manifest of ours.
         InvalidRequest: it was saved from other models.
     """
-    from axon_ps.storage.manifest import read_manifest
+    from axon_ps.storage.manifest import read_attached, read_manifest
 
     manifest = read_manifest(uri)
+    attached = {key: Attachment.made(key, content, manifest.uri) for key, content in read_attached(manifest).items()}
+    if (size_bytes := sum(len(part) for a in attached.values() for part in a.parts)) > MAX_TOTAL_BYTES:
+        raise InvalidRequest(
+            f"what is attached to the checkpoint at {manifest.uri} has {size_bytes} bytes; at most {MAX_TOTAL_BYTES} "
+            "can be"
+        )
     names = tuple(wanted) or tuple(specs)
     resumes = []
     for name in names:
@@ -68,6 +78,7 @@ def find(uri: str, specs: Mapping[str, JobSpec], wanted: Sequence[str] = ()) -> 
                 section=section.name,
                 sha256=manifest.sha256,
                 committed=section.committed,
+                attached=_attached_to(attached, section.name, name),
             )
         )
     if not wanted and len(manifest.sections) > max(1, len(specs)):
@@ -78,6 +89,13 @@ def find(uri: str, specs: Mapping[str, JobSpec], wanted: Sequence[str] = ()) -> 
         )
     info = info_of(manifest)
     return Found(resumes=tuple(resumes), info=dataclasses.replace(info, version=resumes[0].version) if wanted else info)
+
+
+def _attached_to(attached: Mapping[str, Attachment], section: str, name: str) -> dict[str, Attachment]:
+    """What a checkpoint has for a model, `section` in it and `name` in the job, and what is no model's."""
+    others = {key: a for key, a in attached.items() if not key.startswith(BUFFERS)}
+    buffers = attached.get(f"{BUFFERS}{section}")
+    return others if buffers is None else {**others, f"{BUFFERS}{name}": buffers}
 
 
 def find_complete(uri: str, specs: Mapping[str, JobSpec], wanted: Sequence[str] = (), *, read: bool = False) -> Found:
@@ -156,14 +174,16 @@ def check_extra(extra_json: str) -> dict[str, object]:
     return extra
 
 
-def complete(job: str, snapshot: Snapshot, extra: dict[str, object]) -> CheckpointReply:
-    """Make a checkpoint of files that are all written, by writing its manifest.
+def complete(
+    job: str, snapshot: Snapshot, extra: dict[str, object], attached: Mapping[str, Attachment] = MappingProxyType({})
+) -> CheckpointReply:
+    """Make a checkpoint of files that are all written, by writing what is attached to it, and its manifest.
 
     Raises:
         CheckpointError: it cannot be written; then the files are no checkpoint.
         AxonError: why a shard server could not write its file; those of the others have been removed.
     """
-    from axon_ps.storage.manifest import FileEntry, Manifest, discard, write_manifest
+    from axon_ps.storage.manifest import FileEntry, Manifest, discard, write_attached, write_manifest
 
     if snapshot.error is not None:
         with contextlib.suppress(CheckpointError):  # they are no checkpoint without a manifest
@@ -191,6 +211,7 @@ def complete(job: str, snapshot: Snapshot, extra: dict[str, object]) -> Checkpoi
                 uri=snapshot.uri,
             )
         )
-    manifest = dataclasses.replace(sections[0], others=tuple(sections[1:]))
+    entries = write_attached(snapshot.uri, {key: attachment.content() for key, attachment in attached.items()})
+    manifest = dataclasses.replace(sections[0], others=tuple(sections[1:]), attached=entries)
     write_manifest(snapshot.uri, manifest)
     return info_of(manifest)

@@ -72,7 +72,7 @@ def remove_old(policy: CheckpointPolicy) -> None:
         CheckpointError: something cannot be removed.
     """
     from axon_ps.storage.files import open_store
-    from axon_ps.storage.manifest import FILE_PREFIX, MANIFEST_NAME, discard
+    from axon_ps.storage.manifest import ATTACHED_PREFIX, FILE_PREFIX, MANIFEST_NAME, discard
 
     ours = [m for m in written(policy.directory) if _is_ours(m.uri.rpartition("/")[2])]
     for manifest in ours[: -policy.limit]:
@@ -84,7 +84,7 @@ def remove_old(policy: CheckpointPolicy) -> None:
         child = store.child(name)
         child.discard_partial()
         if MANIFEST_NAME not in (names := child.names()):
-            discard(child.uri, [name for name in names if name.startswith(FILE_PREFIX)])
+            discard(child.uri, [name for name in names if name.startswith((FILE_PREFIX, ATTACHED_PREFIX))])
 
 
 def _is_ours(name: str) -> bool:

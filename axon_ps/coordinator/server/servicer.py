@@ -374,9 +374,10 @@ class CoordinatorServicer:
         async def save() -> CheckpointReply:
             log, began_s = self._shell.checkpoints, self._shell.now()
             try:
+                attached = state.attached()
                 snapshot = await self._shell.call(lambda call: state.save(call, uri, background=background))
                 with log.doing(f"writing {uri}"):
-                    info = await asyncio.to_thread(manifests.complete, state.config.job, snapshot, extra)
+                    info = await asyncio.to_thread(manifests.complete, state.config.job, snapshot, extra, attached)
             except AxonError as error:
                 if not isinstance(error, (Busy, Misuse)):  # those are the caller's
                     log.failed(str(error))

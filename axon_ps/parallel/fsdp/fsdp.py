@@ -21,7 +21,7 @@ from axon_ps.collectives.process_group import ProcessGroup
 from axon_ps.errors import InvalidRequest, Misuse
 from axon_ps.observe.metrics.sources import register
 from axon_ps.parallel.dtypes import TORCH_DTYPES, MixedPrecision
-from axon_ps.parallel.fsdp import arguments, build, hooks, materialize, stats, wrap
+from axon_ps.parallel.fsdp import arguments, buffers, build, hooks, materialize, stats, wrap
 from axon_ps.parallel.fsdp.runtime import Runtime
 from axon_ps.parallel.fsdp.sent_gradients import Home, PendingNorm
 from axon_ps.parallel.fsdp.stats import FSDPMemoryStats, MemoryStats, UnitBytes
@@ -182,6 +182,7 @@ class FullyShardedDataParallel(ShardedValues):
             self._steps = materialize.register(world, self.spec, self.name, module, wrapped_units, init)
         materialize.make_buffers(module, init, wrapping.device)
         self._buffer_dtypes = materialize.cast_buffers(module, wrapping.precision.buffer_dtype)
+        module_buffers = buffers.ModuleBuffers(module, self._buffer_dtypes)
         wrapped_units = materialize.replace_meta(module, wrapped_units)
         self._wrap(module)
         self._runtime = (
@@ -189,6 +190,10 @@ class FullyShardedDataParallel(ShardedValues):
             if wrapping.replicated
             else build.server_runtime(wrapping, module, wrapped_units, self._steps, self)
         )
+        self._runtime.buffers = module_buffers
+        if not wrapping.replicated:
+            self._served_buffers = buffers.ServedBuffers(world, self._steps.view, module_buffers)
+            self._runtime.on_commit = self._served_buffers.offer
         register("fsdp", self, model=self.name or "")
         self._tag_parameters()
         self._hook_state_dicts()
@@ -218,6 +223,7 @@ class FullyShardedDataParallel(ShardedValues):
 
     def _run_once(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         runtime, precision = self._runtime, self._wrapping.precision
+        self._follow_restores()
         pushed = hooks.before_root(runtime)
         try:
             if precision.param_dtype is not None and precision.cast_forward_inputs:
@@ -309,6 +315,8 @@ class FullyShardedDataParallel(ShardedValues):
         """
         self._runtime.reset()
         self._runtime.release()
+        if self._served_buffers is not None:
+            self._served_buffers.release()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -50,6 +50,7 @@ from axon_ps.data.elastic import Place
 from axon_ps.errors import Misuse, StepAborted
 from axon_ps.observe.moments import Moment, reached
 from axon_ps.parallel.compile import uncompiled
+from axon_ps.parallel.fsdp.buffers import ModuleBuffers
 from axon_ps.parallel.fsdp.flat_unit import FlatUnit, ModuleUnit
 from axon_ps.parallel.fsdp.memory import BufferPool, Meter
 from axon_ps.parallel.fsdp.order import GatherOrder
@@ -109,6 +110,8 @@ class Runtime:
         decisions: how many steps have ended, whatever came of them.
         resends: how often the gradients of a step that was aborted are sent again; a copy of them is retained then.
         on_abort: called when a step was aborted, before anything is waited for; it may raise.
+        buffers: those of the module, which checkpoints have.
+        on_commit: called when a step has committed.
         last_reason: why the last step did not commit, in words.
     """
 
@@ -146,6 +149,8 @@ class Runtime:
         self.decisions = 0
         self.resends = 0
         self.on_abort: Callable[[], None] = lambda: None
+        self.on_commit: Callable[[], None] = lambda: None
+        self.buffers: ModuleBuffers | None = None
         self.last_reason = ""
         self.sent = SentGradients()
         self.marks = Marks()

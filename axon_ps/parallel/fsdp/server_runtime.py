@@ -332,6 +332,8 @@ class ServerRuntime(Runtime):
         """Count a decision, and begin to gather for the next forward."""
         self._prefetch()
         committed = decision.outcome is Outcome.COMMIT
+        if committed:
+            self.on_commit()
         self.last_reason = decision.reason
         result = StepResult(committed=committed, version=decision.version, grad_norm=norm, reason=decision.reason)
         return self.counters.counted(result)

@@ -14,6 +14,7 @@ from torch.nn.modules.module import _IncompatibleKeys
 
 from axon_ps.errors import InvalidRequest, Misuse, StepAborted
 from axon_ps.parallel.dtypes import TORCH_DTYPES
+from axon_ps.parallel.fsdp.buffers import ServedBuffers
 from axon_ps.parallel.fsdp.runtime import TORN, Runtime
 from axon_ps.parallel.fsdp.wrap import Wrapping
 from axon_ps.parallel.wrapper import ModuleWrapper
@@ -27,7 +28,13 @@ class ShardedValues(ModuleWrapper):
     _wrapping: Wrapping
     _runtime: Runtime
     _buffer_dtypes: dict[str, torch.dtype]
+    _served_buffers: ServedBuffers | None = None
     _missing = 0
+
+    def _follow_restores(self) -> None:
+        """Take the buffers of a checkpoint that was restored since, whoever ordered it."""
+        if self._served_buffers is not None:
+            self._served_buffers.follow()
 
     def _check_idle(self, what: str) -> None:
         if any(u.depth for u in self._runtime.units):
@@ -145,6 +152,7 @@ class ShardedValues(ModuleWrapper):
         self.register_load_state_dict_post_hook(end_of_loading)  # type: ignore[no-untyped-call]
 
     def _fill(self, state: dict[str, Any], prefix: str) -> None:
+        self._follow_restores()
         by_name = {p.name: p for _, p in self._wrapping.spec.layout.parameters()}
         keys = {prefix + alias for p in by_name.values() for alias in (p.name, *p.aliases)}
         wanted = {key for key in keys if key in state and not isinstance(state[key], nn.Parameter)}
@@ -310,4 +318,6 @@ class ShardedValues(ModuleWrapper):
             CheckpointError: it cannot be read.
             InvalidRequest: it was saved from another model.
         """
-        return self._runtime.load(uri, optimizer)
+        info = self._runtime.load(uri, optimizer)
+        self._follow_restores()
+        return info

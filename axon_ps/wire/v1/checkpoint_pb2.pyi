@@ -21,7 +21,7 @@ class SnapshotFile(_message.Message):
     def __init__(self, name: _Optional[str] = ..., sha256: _Optional[str] = ..., bytes: _Optional[int] = ..., model: _Optional[int] = ...) -> None: ...
 
 class Manifest(_message.Message):
-    __slots__ = ("format_version", "job", "created", "num_servers", "extra_json", "models", "signature", "sha256")
+    __slots__ = ("format_version", "job", "created", "num_servers", "extra_json", "models", "attached", "signature", "sha256")
     class Model(_message.Message):
         __slots__ = ("name", "version", "chunk_numel", "min_slice_numel", "files", "optimizer", "layout", "file_of", "committed")
         class CommittedEntry(_message.Message):
@@ -50,12 +50,20 @@ class Manifest(_message.Message):
         file_of: _containers.RepeatedScalarFieldContainer[int]
         committed: _containers.ScalarMap[str, str]
         def __init__(self, name: _Optional[str] = ..., version: _Optional[int] = ..., chunk_numel: _Optional[int] = ..., min_slice_numel: _Optional[int] = ..., files: _Optional[_Iterable[_Union[SnapshotFile, _Mapping]]] = ..., optimizer: _Optional[_Union[_common_pb2.OptimizerSpec, _Mapping]] = ..., layout: _Optional[_Union[_common_pb2.Layout, _Mapping]] = ..., file_of: _Optional[_Iterable[int]] = ..., committed: _Optional[_Mapping[str, str]] = ...) -> None: ...
+    class AttachedEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: SnapshotFile
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[_Union[SnapshotFile, _Mapping]] = ...) -> None: ...
     FORMAT_VERSION_FIELD_NUMBER: _ClassVar[int]
     JOB_FIELD_NUMBER: _ClassVar[int]
     CREATED_FIELD_NUMBER: _ClassVar[int]
     NUM_SERVERS_FIELD_NUMBER: _ClassVar[int]
     EXTRA_JSON_FIELD_NUMBER: _ClassVar[int]
     MODELS_FIELD_NUMBER: _ClassVar[int]
+    ATTACHED_FIELD_NUMBER: _ClassVar[int]
     SIGNATURE_FIELD_NUMBER: _ClassVar[int]
     SHA256_FIELD_NUMBER: _ClassVar[int]
     format_version: int
@@ -64,9 +72,10 @@ class Manifest(_message.Message):
     num_servers: int
     extra_json: str
     models: _containers.RepeatedCompositeFieldContainer[Manifest.Model]
+    attached: _containers.MessageMap[str, SnapshotFile]
     signature: str
     sha256: str
-    def __init__(self, format_version: _Optional[int] = ..., job: _Optional[str] = ..., created: _Optional[str] = ..., num_servers: _Optional[int] = ..., extra_json: _Optional[str] = ..., models: _Optional[_Iterable[_Union[Manifest.Model, _Mapping]]] = ..., signature: _Optional[str] = ..., sha256: _Optional[str] = ...) -> None: ...
+    def __init__(self, format_version: _Optional[int] = ..., job: _Optional[str] = ..., created: _Optional[str] = ..., num_servers: _Optional[int] = ..., extra_json: _Optional[str] = ..., models: _Optional[_Iterable[_Union[Manifest.Model, _Mapping]]] = ..., attached: _Optional[_Mapping[str, SnapshotFile]] = ..., signature: _Optional[str] = ..., sha256: _Optional[str] = ...) -> None: ...
 
 class SnapshotReport(_message.Message):
     __slots__ = ("id", "files", "error")

@@ -43,11 +43,11 @@ def plain() -> nn.Module:
     return seeded(nn.Sequential(Block(), Block()))
 
 
-def wrapped(module: nn.Module, precision: str = "f32") -> FSDP:
+def wrapped(module: nn.Module, precision: str = "f32", unit_types: Any = Block) -> FSDP:
     return FSDP(
         module,
         sharding_strategy=ShardingStrategy.NO_SHARD,
-        unit_types={Block},
+        unit_types=unit_types,
         mixed_precision=PRECISIONS[precision],
     )
 
@@ -183,7 +183,7 @@ def loss_of(model: Any, kind: str, x: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("optimizer", [SGD, torch.optim.SGD])
 def test_gradients_are_averaged_wherever_the_loss_comes_from(optimizer: Any) -> None:
-    kinds = ("attribute", "nothing", "distribution", "object")
+    programs = [(kind, units) for kind in ("attribute", "nothing", "distribution", "object") for units in (Block, ())]
 
     def trained(model: Any, kind: str, made: torch.optim.Optimizer, rank: int, world_size: int) -> State:
         for step in range(STEPS):
@@ -193,14 +193,14 @@ def test_gradients_are_averaged_wherever_the_loss_comes_from(optimizer: Any) -> 
         return {name: tensor.clone() for name, tensor in model.state_dict().items()}
 
     def worker(world: World) -> list[State]:
-        models = [wrapped(Returning(kind)) for kind in kinds]
+        models = [wrapped(Returning(kind), unit_types=units) for kind, units in programs]
         return [
             trained(model, kind, optimizer(model.parameters(), lr=0.1), world.rank, 2)
-            for model, kind in zip(models, kinds, strict=True)
+            for model, (kind, _) in zip(models, programs, strict=True)
         ]
 
     for states in run_threads(worker, 2):
-        for kind, state in zip(kinds, states, strict=True):
+        for (kind, _), state in zip(programs, states, strict=True):
             reference = Returning(kind)
             want = trained(reference, kind, torch.optim.SGD(reference.parameters(), lr=0.1), 0, 1)
             for name, tensor in want.items():

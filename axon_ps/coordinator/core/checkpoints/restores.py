@@ -14,11 +14,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from axon_ps.coordinator import attachments
+from axon_ps.coordinator.attachments import Attachment
 from axon_ps.coordinator.core import records
 from axon_ps.coordinator.core.actions import Outbox
 from axon_ps.coordinator.core.assembly import Assembly
 from axon_ps.coordinator.core.checkpoints.snapshots import Snapshots
-from axon_ps.coordinator.core.events import FIRST_VALUES, CheckpointReply, RestoreOrder
+from axon_ps.coordinator.core.events import FIRST_VALUES, UPLOADED, CheckpointReply, RestoreOrder
+from axon_ps.coordinator.core.kv import KeyValues
 from axon_ps.coordinator.core.members import Members
 from axon_ps.coordinator.core.models import Model, Models
 from axon_ps.coordinator.core.roster import RosterEntry
@@ -37,6 +40,8 @@ class Resume:
         section: what the checkpoint calls it; empty = the only model in it.
         sha256: the manifest's hash of itself; empty = it has none.
         committed: the values that were committed with its steps up to that version; None = they stay.
+        attached: by key, what the checkpoint has attached, `BUFFERS` and the model's name in the job among them; None =
+            as the same order before.
     """
 
     uri: str
@@ -45,6 +50,7 @@ class Resume:
     section: str = ""
     sha256: str = field(default="", compare=False)
     committed: Mapping[str, str] | None = None
+    attached: Mapping[str, Attachment] | None = field(default=None, compare=False)
 
 
 class Restores:
@@ -56,6 +62,7 @@ class Restores:
         members: joins, leaves and losses.
         snapshots: the checkpoint being written.
         out: gets the records to write and the events to send.
+        kv: gets what checkpoints have attached.
         replication: how many shard servers hold each slice.
     """
 
@@ -66,8 +73,10 @@ class Restores:
         members: Members,
         snapshots: Snapshots,
         out: Outbox,
+        kv: KeyValues,
         replication: int,
     ) -> None:
+        self._kv = kv
         self._replication = replication
         self._assembly = assembly
         self._models = models
@@ -108,6 +117,8 @@ class Restores:
             order = model.registration.begin_restore(
                 resume.uri, resume.version, placement, resume.section, resume.sha256
             )
+            if resume.uri not in (FIRST_VALUES, UPLOADED):
+                attachments.restored(self._kv, model.name, order.epoch, resume.uri, resume.attached)
             model.version = resume.version
             if resume.committed is not None:
                 model.committed = dict(resume.committed)

@@ -15,12 +15,13 @@ import torch
 
 from axon_ps.optim import registry
 from axon_ps.parallel.counterpart import counterpart
+from axon_ps.parallel.fsdp.buffers import ModuleBuffers
 from axon_ps.shard.core.engine import ShardEngine
 from axon_ps.shard.server import snapshot
 from axon_ps.shard.server.apply import Pin, VersionPins
 from axon_ps.sharding.job import JobSpec
-from axon_ps.storage.manifest import Manifest, read_manifest, write_manifest
-from axon_ps.types import Hyper, OptimizerSpec
+from axon_ps.storage.manifest import Manifest, read_attached, read_manifest, write_attached, write_manifest
+from axon_ps.types import BUFFERS, Hyper, OptimizerSpec
 from axon_ps.worker.checkpoints import CheckpointInfo
 
 if TYPE_CHECKING:
@@ -108,7 +109,13 @@ class Moments:
 
 
 def save(
-    uri: str, spec: JobSpec, flats: Sequence[ReplicatedUnit], moments: Moments, extra: Mapping[str, Any], version: int
+    uri: str,
+    spec: JobSpec,
+    flats: Sequence[ReplicatedUnit],
+    moments: Moments,
+    extra: Mapping[str, Any],
+    version: int,
+    buffers: ModuleBuffers | None = None,
 ) -> CheckpointInfo:
     """Write a checkpoint; on one worker.
 
@@ -119,6 +126,7 @@ def save(
         moments: the optimizer's.
         extra: what is given back on load.
         version: steps made.
+        buffers: those of the module.
 
     Raises:
         StorageFull: no space left; what was there before is untouched.
@@ -135,6 +143,7 @@ def save(
             owned.master.set_updates(moments.updates(flat))
     engine.restored(version, "")
     entry = snapshot.write(engine, uri, version, 0, 1, VersionPins(), Pin(version))
+    content = None if buffers is None else buffers.encoded()
     manifest = Manifest(
         job=_JOB,
         version=version,
@@ -144,6 +153,7 @@ def save(
         options=spec.options,
         files=(entry,),
         extra=dict(extra),
+        attached={} if content is None else write_attached(uri, {BUFFERS: content}),
         created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         uri=uri,
     )
@@ -151,8 +161,15 @@ def save(
     return _info(manifest)
 
 
-def load(uri: str, spec: JobSpec, flats: Sequence[ReplicatedUnit], moments: Moments, name: str = "") -> CheckpointInfo:
-    """Read a checkpoint of any strategy into masters and moments; on every worker.
+def load(
+    uri: str,
+    spec: JobSpec,
+    flats: Sequence[ReplicatedUnit],
+    moments: Moments,
+    name: str = "",
+    buffers: ModuleBuffers | None = None,
+) -> CheckpointInfo:
+    """Read a checkpoint of any strategy into masters, moments and buffers; on every worker.
 
     Moments are loaded if they are of the same kind of optimizer. `name` is that of the model, where it has several.
 
@@ -165,6 +182,8 @@ def load(uri: str, spec: JobSpec, flats: Sequence[ReplicatedUnit], moments: Mome
     section = read_manifest(uri).section(name)
     restore = snapshot.prepare(engine, section.uri, section.version, section.name)
     snapshot.load(engine, restore)
+    if buffers is not None:
+        buffers.load(read_attached(section).get(f"{BUFFERS}{section.name}"), f"the checkpoint at {section.uri}")
     ours = moments.spec is not None and moments.spec.name == restore.optimizer
     for flat in flats:
         owned = engine.slices.of(flat.index, 0)

@@ -351,7 +351,9 @@ class ReplicatedRuntime(Runtime):
 
             moments = local_checkpoint.Moments(self._ours_or(optimizer), self._flats)
             version = max(self._version, moments.version()) if version is None else version
-            info = local_checkpoint.save(uri, self._wrapping.spec, self._flats, moments, extra or {}, version)
+            info = local_checkpoint.save(
+                uri, self._wrapping.spec, self._flats, moments, extra or {}, version, self.buffers
+            )
         self._group.barrier()
         return info
 
@@ -360,7 +362,7 @@ class ReplicatedRuntime(Runtime):
         from axon_ps.parallel.fsdp.no_shard import local_checkpoint
 
         moments = local_checkpoint.Moments(self._ours_or(optimizer), self._flats)
-        info = local_checkpoint.load(uri, self._wrapping.spec, self._flats, moments, self._wrapping.name)
+        info = local_checkpoint.load(uri, self._wrapping.spec, self._flats, moments, self._wrapping.name, self.buffers)
         self._version = info.version
         self._group.barrier()
         return info

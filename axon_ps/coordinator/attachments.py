@@ -1,0 +1,182 @@
+"""Small things of workers that belong to a checkpoint, in the job's key-value store: a model's buffers.
+
+Owns how one is stored there: compressed, cut into values that the store takes, and a header that says which values and
+what their content hashes to. Two *slots* are used in turn, and the header is written last, so a reader has the old or
+the new content, and nothing half-written. Pure.
+
+A checkpoint has what is there when it is ordered, whoever orders it; see `core.kv` for what the store bounds.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Protocol
+
+from axon_ps.errors import InvalidRequest
+from axon_ps.types import BUFFERS
+
+PREFIX = "axon_ps/attached/"
+"""The beginning of every key of them."""
+
+MAX_BYTES = 24 << 20
+"""Most compressed bytes of one."""
+
+MAX_PLAIN_BYTES = 256 << 20
+"""Most bytes of one."""
+
+_PARTS = "axon_ps/attached_parts/"
+_PART_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Header:
+    """What the store has of one.
+
+    Attributes:
+        slot: which values have the content, 0 or 1.
+        parts: how many they are; 0 = there is no content.
+        sha256: of the content.
+        epoch: of the model, if the content came with a restore that began it; -1 = a worker attached it.
+        source: the checkpoint that it came from; empty = none.
+    """
+
+    slot: int = 0
+    parts: int = 0
+    sha256: str = ""
+    epoch: int = -1
+    source: str = ""
+
+    @classmethod
+    def of(cls, value: bytes | None) -> Header:
+        """A header as it was stored; one without content where there is none.
+
+        Raises:
+            InvalidRequest: it is damaged.
+        """
+        try:
+            header = cls(**json.loads(value or b"{}"))
+            if header.slot not in (0, 1) or not 0 <= header.parts <= MAX_BYTES // _PART_BYTES:
+                raise ValueError(f"slot {header.slot}, {header.parts} parts")
+        except (ValueError, TypeError) as error:
+            raise InvalidRequest(f"the header of an attachment is damaged: {error}") from error
+        return header
+
+    def encoded(self) -> bytes:
+        """As it is stored."""
+        return json.dumps(asdict(self)).encode()
+
+
+def header_key(key: str) -> str:
+    """Where the header of one is."""
+    return f"{PREFIX}{key}"
+
+
+def part_keys(key: str, header: Header) -> list[str]:
+    """Where its content is, in order."""
+    return [f"{_PARTS}{key}/{header.slot}/{part}" for part in range(header.parts)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attachment:
+    """One, as it is stored.
+
+    Attributes:
+        header: see `Header`.
+        parts: its values.
+    """
+
+    header: Header
+    parts: Sequence[bytes]
+
+    @classmethod
+    def made(cls, key: str, content: bytes, source: str = "") -> Attachment:
+        """Content to be stored.
+
+        Raises:
+            InvalidRequest: it is too large.
+        """
+        packed = zlib.compress(content, 1)
+        if len(packed) > MAX_BYTES or len(content) > MAX_PLAIN_BYTES:
+            raise InvalidRequest(
+                f"{key!r} has {len(content)} bytes, {len(packed)} compressed, which is too much to be saved beside the "
+                f"parameters: at most {MAX_PLAIN_BYTES}, and {MAX_BYTES} compressed"
+            )
+        parts = [packed[i : i + _PART_BYTES] for i in range(0, len(packed), _PART_BYTES)]
+        sha256 = hashlib.sha256(content).hexdigest()
+        return cls(header=Header(parts=len(parts), sha256=sha256, source=source), parts=parts)
+
+    def content(self) -> bytes:
+        """What was stored.
+
+        Raises:
+            InvalidRequest: the values are not those of the header.
+        """
+        unpacking = zlib.decompressobj()
+        try:
+            content = unpacking.decompress(b"".join(self.parts), MAX_PLAIN_BYTES + 1)
+        except zlib.error as error:
+            raise InvalidRequest(f"an attachment is damaged: {error}") from error
+        if hashlib.sha256(content).hexdigest() != self.header.sha256:
+            raise InvalidRequest("an attachment is not what its header says; it was replaced meanwhile")
+        return content
+
+    def beside(self, present: Header) -> Attachment:
+        """The same, in the slot that `present` leaves free."""
+        return replace(self, header=replace(self.header, slot=1 - present.slot if present.parts else 0))
+
+    def values(self, key: str) -> list[tuple[str, bytes]]:
+        """Keys and values in the order in which they are to be stored."""
+        keys = part_keys(key, self.header)
+        return [*zip(keys, self.parts, strict=True), (header_key(key), self.header.encoded())]
+
+
+class Store(Protocol):
+    """What is needed of the coordinator's key-value store."""
+
+    def peek(self, key: str) -> bytes | None:
+        """A value, if there is one."""
+
+    def names(self, prefix: str) -> list[str]:
+        """The keys that begin so."""
+
+    def put_own(self, key: str, value: bytes) -> None:
+        """Store a value of the coordinator's."""
+
+
+def stored(store: Store) -> dict[str, Attachment]:
+    """By key, all that a store has."""
+    found = {}
+    for name in store.names(PREFIX):
+        key, header = name.removeprefix(PREFIX), Header.of(store.peek(name))
+        if header.parts:
+            found[key] = Attachment(header=header, parts=[store.peek(k) or b"" for k in part_keys(key, header)])
+    return found
+
+
+def restored(store: Store, model: str, epoch: int, uri: str, attached: Mapping[str, Attachment] | None) -> None:
+    """Store what a checkpoint has attached, when a model begins an epoch with it.
+
+    Args:
+        store: the job's.
+        model: its name in the job.
+        epoch: the epoch that begins.
+        uri: the checkpoint.
+        attached: by key, what it has; None = the order of the epoch before is given once more.
+    """
+    own = f"{BUFFERS}{model}"
+    present = Header.of(store.peek(header_key(own)))
+    if attached is None:
+        if present.epoch == epoch - 1:
+            store.put_own(header_key(own), replace(present, epoch=epoch).encoded())
+        return
+    none = Attachment(header=Header(source=uri), parts=())
+    for key, attachment in {own: none, **attached}.items():
+        beside = attachment.beside(Header.of(store.peek(header_key(key))))
+        if key == own:
+            beside = replace(beside, header=replace(beside.header, epoch=epoch))
+        for name, value in beside.values(key):
+            store.put_own(name, value)

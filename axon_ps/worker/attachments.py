@@ -1,0 +1,111 @@
+"""What this worker attaches to the job's checkpoints, and what it finds there after a restore.
+
+It is in the coordinator's key-value store (`coordinator.attachments`), so a worker needs no access to the checkpoint.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from axon_ps.coordinator.attachments import Attachment, Header, header_key, part_keys
+from axon_ps.coordinator.client.session import CoordinatorClient
+from axon_ps.errors import InvalidRequest
+from axon_ps.rpc.background_loop import BackgroundLoop
+
+_READS = 3
+"""How often one is read that is replaced meanwhile."""
+
+
+class Attachments:
+    """One worker's; thread-safe.
+
+    Args:
+        loop: the background loop.
+        coordinator: the session.
+        timeout_s: deadline of every operation, in seconds.
+    """
+
+    def __init__(self, loop: BackgroundLoop, coordinator: CoordinatorClient, timeout_s: float) -> None:
+        self._loop = loop
+        self._coordinator = coordinator
+        self._timeout_s = timeout_s
+        self._lock = threading.Lock()
+        self._sources: dict[str, Callable[[], bytes | None]] = {}
+
+    def register(self, key: str, source: Callable[[], bytes | None]) -> None:
+        """Have `source` asked for the content of `key` when this worker orders a checkpoint; None = there is none."""
+        with self._lock:
+            self._sources[key] = source
+
+    def forget(self, key: str) -> None:
+        """Ask for it no more."""
+        with self._lock:
+            self._sources.pop(key, None)
+
+    def current(self) -> dict[str, Attachment]:
+        """By key, what the sources have now.
+
+        Raises:
+            InvalidRequest: one is too large.
+        """
+        with self._lock:
+            sources = list(self._sources.items())
+        found = ((key, source()) for key, source in sources)
+        return {key: Attachment.made(key, content) for key, content in found if content is not None}
+
+    async def store(self, key: str, attachment: Attachment) -> None:
+        """Store one; to be run on the loop.
+
+        After an error: the store has the old content, or the new.
+        """
+        put, get = self._coordinator.kv_put, self._coordinator.kv_get
+        present = Header.of(await get(header_key(key), timeout_s=self._timeout_s))
+        for name, value in attachment.beside(present).values(key):
+            await put(name, value, timeout_s=self._timeout_s)
+
+    def attach(self, key: str, content: bytes) -> None:
+        """Store content, and return when the next checkpoint has it.
+
+        Raises:
+            InvalidRequest: it is too large.
+        """
+        self._loop.run(self.store(key, Attachment.made(key, content)), self._timeout_s)
+
+    def offer(self, key: str, content: bytes) -> Any:
+        """Store content in the background; the future."""
+        return self._loop.submit(self.store(key, Attachment.made(key, content)))
+
+    def remove(self, key: str) -> None:
+        """Later checkpoints do not have it."""
+        self._loop.run(self._coordinator.kv_delete(header_key(key), self._timeout_s), self._timeout_s)
+
+    def header(self, key: str) -> Header:
+        """What is known of one; without parts where there is none."""
+        return Header.of(self._loop.run(self._coordinator.kv_get(header_key(key), self._timeout_s), self._timeout_s))
+
+    def read(self, key: str) -> bytes | None:
+        """The content of one; None where there is none.
+
+        Raises:
+            InvalidRequest: it is damaged.
+        """
+        return self._loop.run(self._read(key), self._timeout_s)
+
+    def _read(self, key: str) -> Coroutine[Any, Any, bytes | None]:
+        async def read() -> bytes | None:
+            for left in reversed(range(_READS)):
+                header = Header.of(await self._coordinator.kv_get(header_key(key), timeout_s=self._timeout_s))
+                if not header.parts:
+                    return None
+                keys = part_keys(key, header)
+                parts = [await self._coordinator.kv_get(k, timeout_s=self._timeout_s) or b"" for k in keys]
+                try:
+                    return Attachment(header=header, parts=parts).content()
+                except InvalidRequest:  # it was replaced twice meanwhile
+                    if not left:
+                        raise
+            return None
+
+        return read()
