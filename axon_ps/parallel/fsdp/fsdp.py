@@ -191,7 +191,7 @@ class FullyShardedDataParallel(ShardedValues):
             else build.server_runtime(wrapping, module, wrapped_units, self._steps, self)
         )
         self._runtime.buffers = module_buffers
-        if not wrapping.replicated:
+        if not wrapping.replicated and any(module_buffers.named()):
             self._served_buffers = buffers.ServedBuffers(world, self._steps.view, module_buffers)
             self._runtime.on_commit = self._served_buffers.offer
         register("fsdp", self, model=self.name or "")

@@ -6,6 +6,7 @@ Gathers complete only when waited for, so that code which reads a parameter with
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -13,6 +14,7 @@ import numpy as np
 import torch
 
 from axon_ps.collectives.process_group import ProcessGroup
+from axon_ps.coordinator.attachments import Header
 from axon_ps.coordinator.client.session import Registered
 from axon_ps.errors import StepAborted
 from axon_ps.sharding.job import JobSpec
@@ -60,6 +62,7 @@ class FakeSteps:
 
     lease_s: ClassVar[float] = 5.0
     copied: ClassVar[int] = 0
+    name: ClassVar[str] = "model 0"
     in_flight_bytes: ClassVar[int] = 0
 
     @property
@@ -240,6 +243,20 @@ class FakeView:
         self.steps.wait_members(ready, timeout_s, what)
 
 
+class FakeAttachments:
+    """Stands for `Attachments`; nothing was restored."""
+
+    def register(self, key: str, source: Callable[[], bytes | None]) -> None: ...
+
+    def header(self, key: str) -> Header:
+        return Header()
+
+    def offer(self, key: str, content: bytes) -> Future[None]:
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+
 @dataclass
 class FakeWorld:
     """Stands for `World` with one worker."""
@@ -250,6 +267,7 @@ class FakeWorld:
     rank: int = 0
     is_main_process: bool = True
     names: Names = field(default_factory=Names)
+    attachments: FakeAttachments = field(default_factory=FakeAttachments)
     membership: Membership = field(
         default_factory=lambda: Membership(
             generation=1, step=0, version=0, workers=(_WORKER,), shards=(_SHARD,), num_replicas=1, complete=True

@@ -22,8 +22,11 @@ from axon_ps.storage.manifest import (
     check_sizes,
     file_prefix,
     list_checkpoints,
+    read_attached,
     read_manifest,
+    remove,
     verify,
+    write_attached,
     write_manifest,
 )
 from axon_ps.types import DType, OptimizerSpec
@@ -144,9 +147,49 @@ def test_damage_is_named(tmp_path: Path) -> None:
             check(uri)
 
 
+def test_small_files_are_attached_and_checked_as_all_others(tmp_path: Path) -> None:
+    uri = str(tmp_path)
+    contents = {"buffers/model 0": b"\x00" * 5000, "buffers/a/b \u00fc": b"x", "empty": b""}
+    shard = put_file(uri)
+    first = write_attached(uri, contents)
+    write_manifest(uri, manifest(1, files=(shard,), attached=first))
+    read = verify(uri)
+    assert read.attached == first
+    assert read.bytes == shard.bytes + 5001
+    assert read_attached(read) == contents
+    assert read_attached(read, ["empty"]) == {"empty": b""}
+
+    second = write_attached(uri, {"buffers/model 0": b"newer"})
+    assert read_attached(read) == contents, "the first is untouched while the second is being written"
+    write_manifest(uri, manifest(2, files=(shard,), attached=second))
+    names = {MANIFEST_NAME, shard.name, second["buffers/model 0"].name}
+    assert {p.name for p in tmp_path.iterdir()} == names
+
+    path = tmp_path / second["buffers/model 0"].name
+    for content, words in ((b"newex", "was altered"), (b"newe", "has 4 bytes"), (None, "lacks the file")):
+        path.unlink() if content is None else path.write_bytes(content)
+        with pytest.raises(CheckpointCorrupt, match=words):
+            read_attached(read_manifest(uri))
+        with pytest.raises(CheckpointCorrupt):
+            verify(uri)
+    remove(read_manifest(uri))
+    assert not tmp_path.exists()
+
+
+def test_a_manifest_from_before_has_nothing_attached(tmp_path: Path) -> None:
+    write_manifest(str(tmp_path), manifest(files=(put_file(str(tmp_path)),)))
+    path = tmp_path / MANIFEST_NAME
+    value = json.loads(path.read_text())
+    del value["attached"], value["sha256"]
+    path.write_text(json.dumps(value))
+    assert read_attached(read_manifest(str(tmp_path))) == {}
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
+        (lambda v: v.update(attached={"buffers/": {"name": "x"}}), "damaged"),
+        (lambda v: v.update(attached=[3]), "damaged"),
         (lambda v: v.update(format_version=5), "format 5; this program reads format 4"),
         (lambda v: v.update(format_version=3), "format 3; this program reads format 4"),
         (lambda v: v.pop("format_version"), "damaged"),

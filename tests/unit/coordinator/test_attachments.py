@@ -1,0 +1,113 @@
+"""What workers attach to checkpoints: stored whole or not at all, and given back by a restore with its epoch."""
+
+from __future__ import annotations
+
+import os
+import zlib
+from dataclasses import replace
+
+import pytest
+
+from axon_ps.coordinator import attachments
+from axon_ps.coordinator.attachments import Attachment, Header, header_key, part_keys
+from axon_ps.coordinator.core.actions import Outbox
+from axon_ps.coordinator.core.checkpoints.restores import Resume
+from axon_ps.coordinator.core.events import FIRST_VALUES, UPLOADED
+from axon_ps.coordinator.core.kv import MAX_VALUE_BYTES, KeyValues
+from axon_ps.errors import InvalidRequest
+from coordinator_driver import Driver
+
+OWN = "buffers/model 0"
+
+
+def store(values: KeyValues, key: str, content: bytes) -> None:
+    """As a worker does, one value after the other."""
+    present = Header.of(values.peek(header_key(key)))
+    for name, value in Attachment.made(key, content).beside(present).values(key):
+        values.put(0, name, value)
+
+
+@pytest.mark.parametrize("content", [b"", b"x", b"\x00" * (3 << 20), os.urandom((2 << 20) + 7)])
+def test_content_comes_back_and_every_value_is_small_enough(content: bytes) -> None:
+    values = KeyValues({}, Outbox())
+    store(values, OWN, content)
+    store(values, "other/1", b"1")
+    found = attachments.stored(values)
+    assert {key: a.content() for key, a in found.items()} == {OWN: content, "other/1": b"1"}
+    assert all(len(part) <= MAX_VALUE_BYTES for part in found[OWN].parts)
+
+
+def test_until_its_header_is_stored_the_content_is_that_of_before() -> None:
+    values = KeyValues({}, Outbox())
+    store(values, OWN, b"first")
+    for newer in (b"second", b"third"):
+        before = attachments.stored(values)[OWN].content()
+        present = Header.of(values.peek(header_key(OWN)))
+        *parts, header = Attachment.made(OWN, newer).beside(present).values(OWN)
+        for name, value in parts:
+            values.put(0, name, value)
+            assert attachments.stored(values)[OWN].content() == before
+        values.put(0, *header)
+        assert attachments.stored(values)[OWN].content() == newer
+
+
+def test_what_is_too_large_or_damaged_is_refused() -> None:
+    with pytest.raises(InvalidRequest, match="'buffers/model 0' has .* bytes compressed|too much"):
+        Attachment.made(OWN, os.urandom(attachments.MAX_BYTES + (1 << 20)))
+    made = Attachment.made(OWN, b"content")
+    for parts in ([zlib.compress(b"other")], [b"no such format"], []):
+        with pytest.raises(InvalidRequest):
+            replace(made, parts=parts).content()
+    for header in (b"[]", b"{", b'{"parts": -1}', b'{"parts": 1000}', b'{"slot": 2}', b'{"unknown": 1}'):
+        with pytest.raises(InvalidRequest, match="header of an attachment is damaged"):
+            Header.of(header)
+
+
+def test_a_bomb_does_not_unpack() -> None:
+    bomb = Attachment(header=Header(parts=1), parts=[zlib.compress(b"\x00" * (attachments.MAX_PLAIN_BYTES + 2), 1)])
+    with pytest.raises(InvalidRequest):
+        bomb.content()
+
+
+def trained() -> Driver:
+    d = Driver()
+    d.assembled()
+    return d
+
+
+def restore(d: Driver, resume: Resume) -> int:
+    d.call(lambda call: d.state.restore(call, [resume], d.clock()))
+    return next(m.epoch for m in d.state.status().models)
+
+
+def test_a_restore_gives_back_what_the_checkpoint_has_with_the_epoch_it_begins() -> None:
+    d = trained()
+    attached = {OWN: Attachment.made(OWN, b"saved", "/c"), "state/1": Attachment.made("state/1", b"mine")}
+    epoch = restore(d, Resume(uri="/c", version=0, attached=attached))
+    found = d.state.attached()
+    assert {key: a.content() for key, a in found.items()} == {OWN: b"saved", "state/1": b"mine"}
+    assert (found[OWN].header.epoch, found[OWN].header.source) == (epoch, "/c")
+    d.restart()
+    assert d.state.attached()[OWN].content() == b"saved", "it is durable"
+
+
+def test_of_a_checkpoint_that_has_none_nothing_is_given_back_and_that_is_said() -> None:
+    d = trained()
+    restore(d, Resume(uri="/c", version=0, attached={OWN: Attachment.made(OWN, b"saved", "/c")}))
+    epoch = restore(d, Resume(uri="/old", version=0, attached={}))
+    assert d.state.attached() == {}
+    header = Header.of(d.kv(None, "get", header_key(OWN)).value)
+    assert (header.epoch, header.source, header.parts) == (epoch, "/old", 0)
+    assert part_keys(OWN, header) == []
+
+
+def test_values_of_a_worker_leave_it_as_it_is_and_an_order_that_is_repeated_gives_it_again() -> None:
+    d = trained()
+    attached = {OWN: Attachment.made(OWN, b"saved", "/c")}
+    epoch = restore(d, Resume(uri="/c", version=0, attached=attached))
+    again = restore(d, Resume(uri="/c", version=0))
+    assert again == epoch + 1
+    assert d.state.attached()[OWN].header.epoch == again
+    for uri in (UPLOADED, FIRST_VALUES):
+        restore(d, Resume(uri=uri, version=0))
+        assert d.state.attached()[OWN].header.epoch == again
