@@ -312,7 +312,7 @@ class FlatUnit:
             Misuse: one was changed in place. The memory is given back, so that nobody reads it.
         """
         versions = [p._version for p in self.params]
-        if versions == self._versions or not (self.sharded or self.swapped):
+        if versions == self._versions or not self.sharded:
             return
         changed = zip(self.unit.parameters, versions, self._versions, strict=True)
         names = [p.name for p, now, before in changed if now != before]
