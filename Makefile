@@ -37,6 +37,7 @@ setup: $(INSTALLED) ## make .venv with everything at the pinned versions; again:
 $(INSTALLED): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install -q -e '.[torch,dev,examples]'
+	$(BIN)/python -m axon_ps.shard.loops
 	touch $@
 
 demo: $(INSTALLED) ## train a small GPT on two workers and two shard servers of this machine

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import logging
 import os
@@ -15,7 +16,9 @@ import hypothesis
 import psutil
 import pytest
 
+from axon_ps.host import loop_cache
 from axon_ps.observe.logging import ROOT
+from axon_ps.shard import loops
 from axon_ps.testing import preloaded
 from axon_ps.testing.faults.cluster import MODULES as SERVICES_IMPORT
 from tables import shown
@@ -32,6 +35,12 @@ WORKERS_IMPORT = (
 
 hypothesis.settings.register_profile("the same examples each time, and no times", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("the same examples each time, and no times")  # `make fuzz` looks for others
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Loops are compiled before a test begins: its deadlines are not those of a compiler."""
+    if not hasattr(session.config, "workerinput"):  # once, before pytest-xdist's processes start
+        loops.compile_missing(print)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -71,6 +80,18 @@ def _left(directory: Path, pattern: str) -> set[Path]:
     return set(directory.glob(pattern)) if directory.is_dir() else set()
 
 
+@functools.cache
+def _cache() -> list[Path]:
+    """The folders with the compiled loops of this machine."""
+    place = loop_cache.folder()
+    return [] if place is None else sorted({file.parent for file in place.rglob("*.nbc")})
+
+
+def _compiled() -> set[str]:
+    """The loops that are compiled, each for certain types."""
+    return {name for folder in _cache() for name in os.listdir(folder) if name.endswith(".nbc")}
+
+
 def _processes() -> set[int]:
     """All processes of this machine."""
     return {int(name) for name in os.listdir("/proc") if name.isdigit()}
@@ -101,11 +122,15 @@ def _present(me: psutil.Process) -> dict[str, set[Any]]:
 def nothing_left_behind() -> Iterator[None]:
     """No process, listening port, shared-memory segment, directory or log handler of ours outlives a test.
 
+    Nor does a test compile a loop: whoever trains would wait for that.
+
     Whose a process is, and what a socket is for, takes milliseconds to find out: of those that are new, only.
     """
     me = psutil.Process(os.getpid())
-    before, processes, sockets = _present(me), _processes(), _sockets()
+    before, processes, sockets, compiled = _present(me), _processes(), _sockets(), _compiled()
     yield
+    new_loops = sorted(_compiled() - compiled)
+    assert not new_loops, f"this test, or another of its time, compiled what axon_ps.shard.loops does not: {new_loops}"
     after = _present(me)
     for (what, old), new in zip(before.items(), after.values(), strict=True):
         assert not new - old, f"the test left {what} behind: {new - old}"

@@ -17,6 +17,7 @@ from pathlib import Path
 from axon_ps import __version__
 from axon_ps.cli.settings import Settings, environment_report
 from axon_ps.errors import AxonError
+from axon_ps.host import loop_cache
 
 _REQUIRED = ("grpcio", "protobuf", "numpy", "numba", "safetensors", "fsspec", "grpcio-health-checking")
 _OPTIONAL = ("torch", "cupy-cuda12x", "cupy-cuda13x", "s3fs", "grpcio-reflection")
@@ -125,15 +126,11 @@ def _idle_connections() -> Finding:
 
 
 def _kernel_cache() -> Finding:
-    """numba stores compiled kernels beside the source or in the user's cache: without either every start compiles."""
-    places = [Path(__file__).parents[1] / "optim", Path.home() / ".cache" / "numba"]
-    if configured := environment_report().get("NUMBA_CACHE_DIR"):
-        places = [Path(configured)]
-    for place in places:
-        existing = next((p for p in (place, *place.parents) if p.exists()), place)
-        if os.access(existing, os.W_OK):
-            return Finding("kernel cache", f"{place} is writable")
-    return Finding("kernel cache", "not writable", "kernels are compiled at every start; set NUMBA_CACHE_DIR")
+    """Where numba keeps compiled loops: without such a folder every process compiles what it calls."""
+    if (place := loop_cache.folder()) is None:
+        return Finding("kernel cache", "not writable", "loops are compiled at every start; set NUMBA_CACHE_DIR")
+    state = "all loops are compiled" if loop_cache.is_complete() else "`axon-ps run` compiles what is missing"
+    return Finding("kernel cache", f"{place} is writable; {state}")
 
 
 def _security(settings: Settings) -> Finding:

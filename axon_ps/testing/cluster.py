@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import dataclasses
+import logging
 import os
 import secrets
 import signal
@@ -24,6 +25,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from axon_ps.errors import AxonError, InvalidRequest, Misuse
 from axon_ps.host.children import Child
 from axon_ps.rpc.security import Security
+from axon_ps.shard import loops
 from axon_ps.storage.files import absolute
 from axon_ps.testing.workers import WorkerProcess, WorkerResult, fork_server, results_of
 from axon_ps.types import Role
@@ -31,6 +33,8 @@ from axon_ps.worker.environment import security_variables
 
 if TYPE_CHECKING:
     from axon_ps.coordinator.core.events import Status
+
+_logger = logging.getLogger(__name__)
 
 _DRAIN_S = 10.0
 _LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -91,7 +95,7 @@ class LocalCluster:
         replication: int = 0,
         plugins: Sequence[str] = (),
         environment: Mapping[str, str] | None = None,
-        start_timeout_s: float = 30.0,
+        start_timeout_s: float = 120.0,
     ) -> None:
         self.world_size = world_size
         self.job = job
@@ -141,9 +145,12 @@ class LocalCluster:
     def __enter__(self) -> LocalCluster:
         """Start coordinator and shard servers; returns when all of them listen.
 
+        The first one on a machine compiles its loops before; see `shard.loops`.
+
         Raises:
             AxonError: one of them ended, or did not listen in time; its log is in the message.
         """
+        loops.compile_missing(_logger.warning)
         self._make_directory()
         try:
             coordinators = [self._spawn_coordinator(i, port=0) for i in range(self._num_coordinators)]

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
+from axon_ps.host import loop_cache
 from axon_ps_cli import main
 
+LOOPS = Path("/opt/loops")
+"""What the image has compiled. Loops of another kind of processor are compiled here, where they are called."""
 DEFAULTS = ("shard", "--host", "0.0.0.0", "--port", "7078")
 
 if __name__ == "__main__":
+    loop_cache.fill(LOOPS)
     sys.exit(main([*DEFAULTS, *sys.argv[1:]]))

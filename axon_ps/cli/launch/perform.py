@@ -29,6 +29,7 @@ from axon_ps.cli.launch.restarts import Restarts
 from axon_ps.cli.launch.workers import Workers
 from axon_ps.cli.settings import DEFAULT_JOB, Settings, child_environment, variable_is_set
 from axon_ps.errors import AxonError
+from axon_ps.host import loop_cache
 from axon_ps.host.ports import free_ports
 
 WORKER_GRACE_S = 5.0
@@ -94,7 +95,7 @@ class _Launcher:
         if self._settings.coordinator:
             address = self._settings.coordinator
             await wait_until_listening(address, self._launch.connect_timeout_s, self._console.print)
-            self._start_shards(address)
+            await self._start_shards(address)
         else:
             address = await self._start_services()
         self._address = self._workers_address = address
@@ -112,11 +113,11 @@ class _Launcher:
         if launch.node_rank > 0:
             address = f"{launch.master_addr}:{launch.coordinator_port}"
             await wait_until_listening(address, launch.connect_timeout_s, self._console.print)
-            self._start_shards(address)
+            await self._start_shards(address)
             return address
         coordinator = self._start_service("coordinator", self._coordinator_command(), ready=True)
         self._services.append(coordinator)
-        self._start_shards("-")
+        await self._start_shards("-")
         at, _, self._url = (await coordinator.address()).partition(" ")
         port = at.rpartition(":")[2]
         address = f"{launch.master_addr}:{port}"
@@ -142,9 +143,26 @@ class _Launcher:
             command += ["--checkpoint-limit", str(launch.checkpoint_limit)]
         return command
 
-    def _start_shards(self, coordinator: str) -> None:
+    async def _start_shards(self, coordinator: str) -> None:
+        if self._launch.shards_here:
+            await self._compile_loops()
         for index in range(self._launch.shards_here):
             self._services.append(self._start_shard(index, coordinator))
+
+    async def _compile_loops(self) -> None:
+        """Once on a machine, and before what calls them: neither servers nor workers wait for a compiler."""
+        if loop_cache.is_complete():
+            return
+        from axon_ps.shard import loops
+
+        self._console.print(loops.NOTICE)
+        compiler = Process(self._console.source("compiler"), loops.COMMAND, loops.environment(), is_worker=True)
+        try:
+            await asyncio.wait_for(compiler.wait(), loops.LIMIT_S)
+        except TimeoutError:
+            self._console.print(f"they are not compiled after {loops.LIMIT_S:g} s; each is compiled when it is called")
+        finally:
+            await compiler.end()
 
     def _start_shard(self, index: int, coordinator: str) -> Process:
         launch = self._launch

@@ -1,0 +1,134 @@
+"""Compiles every loop that a process of a job calls, for all element types and options: once on a machine.
+
+    python -m axon_ps.shard.loops
+
+Owns: which loops are called with which types, and the program that compiles them. `make setup` and the images run it,
+`axon-ps run` and `LocalCluster` do so where it was not run before they start what waits with a deadline. Refuses: loops
+of plugins, which their processes compile; and to be needed: a process that finds a loop missing compiles it.
+
+Invariant: a loop is found here by calling the functions that the product calls, on empty arrays, so there is no second
+list of types. The tests fail where one of them compiles a loop.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import itertools
+import multiprocessing
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+
+from axon_ps import kernels
+from axon_ps.errors import InvalidRequest
+from axon_ps.host import loop_cache
+from axon_ps.types import WIRE_DTYPES, DType, Hyper
+
+if TYPE_CHECKING:
+    from axon_ps.optim.base import UpdateRule
+
+COMMAND: Final = (sys.executable, "-P", "-m", "axon_ps.shard.loops")
+LIMIT_S: Final = 900.0
+"""Most seconds that others wait for it, on a machine that is busy: then they go on, and compile what they call."""
+NOTICE: Final = "compiling loops for this machine, once: about 100 s of one core"
+_HALVES: Final = (DType.BF16, DType.F16)
+_MAX_PROCESSES: Final = 8
+"""More of them do not help: the dearest loop takes as long as all others, shared by so many, together."""
+
+
+def compile_missing(say: Callable[[str], None]) -> None:
+    """Compile all loops where a record does not say that they are compiled; 20 ms where it does.
+
+    Any number of processes may do so at once. After an error or `LIMIT_S` they are compiled when they are called.
+
+    Args:
+        say: is told before it begins.
+    """
+    if loop_cache.is_complete():
+        return
+    from axon_ps.host.children import Child
+
+    say(NOTICE)
+    child = Child.start("compiler", COMMAND, environment(), last_signal=signal.SIGKILL)
+    try:
+        child.wait(LIMIT_S)
+    finally:
+        child.end()
+
+
+def environment() -> dict[str, str]:
+    """The environment of the program: without threads of numpy's, which a fork does not have."""
+    return {**os.environ, "OPENBLAS_NUM_THREADS": "1"}
+
+
+def parts() -> list[Callable[[], None]]:
+    """Functions that compile all loops together, in any order, each in any process; the dearest come first."""
+    from axon_ps.compress import cast, int8_block, registry
+    from axon_ps.kernels import digest, stream_copy
+    from axon_ps.optim import registry as optimizers
+    from axon_ps.shard.client import transfers
+    from axon_ps.shard.core import queued
+
+    byte = np.zeros(1, np.uint8)
+    rules = [optimizers.create(name) for name in dict.fromkeys(("rmsprop", "adam", *optimizers.names()))]
+    return [
+        *(registry.compressor(name).warm_up for name in dict.fromkeys(("int4", *registry.names()))),
+        *(partial(warm_up, dtype) for dtype in WIRE_DTYPES for warm_up in (cast.warm_up, queued.warm_up)),
+        int8_block.warm_up,
+        *(partial(_compile_optimizer, rule, wire_dtype) for rule in rules for wire_dtype in (None, *_HALVES)),
+        partial(queued.warm_up, DType.U8),
+        transfers.warm_up,
+        digest.warm_up,
+        partial(stream_copy.copy, byte, byte.copy()),
+    ]
+
+
+def main() -> None:
+    """The program: compile everything in as many processes as there are cores, and record that it is done."""
+    from axon_ps.kernels.compiled import locked, sources_hash
+
+    place = loop_cache.folder()
+    if place is None:
+        return
+    with locked(place / f"{loop_cache.record_name()}.lock"):  # who waits for it will find everything compiled
+        if loop_cache.is_complete():
+            return
+        processes = min(len(os.sched_getaffinity(0)), _MAX_PROCESSES)
+        numbers = range(len(parts()))  # imported here, once for all of them
+        fork = multiprocessing.get_context("fork")
+        with concurrent.futures.ProcessPoolExecutor(processes, mp_context=fork) as pool:
+            list(pool.map(_compile, numbers, timeout=LIMIT_S))
+        loop_cache.record(place, sources_hash(Path(kernels.__file__).parent))
+
+
+def _compile(number: int) -> None:
+    parts()[number]()
+
+
+def _compile_optimizer(rule: UpdateRule, wire_dtype: DType | None) -> None:
+    """Compile an optimizer's loop for every choice of its options: as servers call it, and as NO_SHARD does."""
+    empty = np.empty(0, np.float32)
+    for hyper in _choices(rule):
+        rule.warm_up([hyper], wire_dtype)
+        if wire_dtype is None:
+            state = tuple(empty for _ in rule.state_names([hyper]))
+            rule.apply(empty, empty, state, None, DType.F32, hyper, 1, 1.0)
+
+
+def _choices(rule: UpdateRule) -> Iterator[Hyper]:
+    """Hyperparameters in which each that is off by default is off, or on: a loop is compiled for what is on."""
+    options = [name for name, default in rule.defaults.items() if default == 0.0]
+    for chosen in itertools.product((0.0, 1.0), repeat=len(options)):
+        with contextlib.suppress(InvalidRequest):  # they do not go together
+            yield rule.validate(dict(zip(options, chosen, strict=True)))
+
+
+if __name__ == "__main__":
+    main()
