@@ -8,8 +8,9 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-import house
 import pytest
+
+import house
 
 GLOSSARY = house.ROOT / "docs" / "glossary.md"
 

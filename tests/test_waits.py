@@ -6,6 +6,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
+
 from waits import Wait, find
 
 ROOT = Path(__file__).parents[1]

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import pytest
-
 from axon_ps.testing import LocalCluster, WorkerResult
 from axon_ps.testing.conformance import SIZES, conformance_worker
 from axon_ps.testing.workers import results_of
-
-pytestmark = pytest.mark.timeout(150)  # seven processes on two cores, beside another test
+from deadlines import HANG_S
 
 # Groups are of the last ranks: one rank each on two nodes, 2 and 1, 2 and 2, 4 and 3.
 NODES = "abababa"
@@ -27,7 +24,7 @@ def launch(backends: Mapping[str, bool], nodes: str) -> list[WorkerResult]:
                 conformance_worker, args=(backends, sizes), env={"AXON_PS_NODE": node}, ranks=[rank]
             )
         ]
-        return results_of(workers, timeout_s=100.0, check=True)
+        return results_of(workers, timeout_s=HANG_S, check=True)
 
 
 def check(results: list[WorkerResult], backend: str) -> None:

@@ -23,10 +23,11 @@ from axon_ps.storage.state_store import EtcdStateStore, Record, SqliteStateStore
 from axon_ps.storage.state_store import etcd as etcd_module
 from axon_ps.storage.state_store.etcd_cluster import EtcdAddress, EtcdCluster, Operation
 from axon_ps.testing.etcd import NEEDED, LocalEtcd, is_installed
+from deadlines import HANG_S
 
 Make = Callable[[], StateStore]
 
-SOON_S = 30.0
+SOON_S = HANG_S
 
 
 @pytest.fixture(scope="module")
@@ -171,7 +172,7 @@ def test_sqlite_survives_a_kill(tmp_path: Path) -> None:
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )
     path = tmp_path / "state.db"
-    done = subprocess.run([sys.executable, "-c", program, str(path)], timeout=30, check=False)
+    done = subprocess.run([sys.executable, "-c", program, str(path)], timeout=HANG_S, check=False)
     assert done.returncode == -9
     with SqliteStateStore(path) as store:
         assert store.load() == {"a": b"1", "b": b"2"}
@@ -327,7 +328,7 @@ def test_etcd_survives_a_kill_of_its_leader(at: str) -> None:
         "store.apply([Record('a', b'1'), Record('b', b'2')])\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )
-    done = subprocess.run([sys.executable, "-c", program, f"{at}?ttl=2"], timeout=60, check=False)
+    done = subprocess.run([sys.executable, "-c", program, f"{at}?ttl=2"], timeout=HANG_S, check=False)
     assert done.returncode == -9
     with leading(at) as store:
         assert store.load() == {"a": b"1", "b": b"2"}

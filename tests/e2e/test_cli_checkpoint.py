@@ -14,6 +14,7 @@ from torch import nn
 import axon_ps
 from axon_ps.testing import LocalCluster
 from command_line import axon_ps as run_cli
+from deadlines import HANG_S
 
 TRAIN = """
 import sys, torch
@@ -22,7 +23,7 @@ import axon_ps
 from axon_ps.parallel import FSDP, SGD
 
 torch.manual_seed(0)
-with axon_ps.World.init(join_timeout_s=40) as world:
+with axon_ps.World.init(join_timeout_s=120) as world:
     model = FSDP(nn.Linear(4, 2), world.default_group)
     optimizer = SGD(model.parameters(), lr=0.1)
     began = world.version
@@ -40,7 +41,7 @@ def train_and_use_the_command_line(directory: str) -> None:
     from axon_ps.parallel import FSDP, SGD
 
     torch.manual_seed(0)
-    with axon_ps.World.init(join_timeout_s=40) as world:
+    with axon_ps.World.init(join_timeout_s=HANG_S) as world:
         linear = nn.Linear(4, 2)
         expected = {name: p.detach().clone() for name, p in linear.named_parameters()}
         model = FSDP(linear, world.default_group)

@@ -20,6 +20,7 @@ import pytest
 from axon_ps.host.ports import free_ports
 from axon_ps.testing import LocalCluster
 from command_line import AXON_PS, axon_ps, environment
+from deadlines import HANG_S
 
 GONE_S = 20.0
 WRONG_TOKEN = "the token is none of this server's; is it the token of this job?"
@@ -33,13 +34,13 @@ print(json.dumps({"args": sys.argv[1:], **{n: os.environ.get(n) for n in names}}
 
 MEET = """
 import axon_ps
-with axon_ps.World.init(join_timeout_s=40) as world:
+with axon_ps.World.init(join_timeout_s=120) as world:
     print("everybody:", world.gather_json(world.rank))
 """
 
 ONE_FAILS = """
 import axon_ps
-world = axon_ps.World.init(join_timeout_s=40)
+world = axon_ps.World.init(join_timeout_s=120)
 if world.rank == 1:
     raise ValueError("rank one is unhappy")
 world.kv_wait("never")
@@ -47,7 +48,7 @@ world.kv_wait("never")
 
 REPORT = """
 import axon_ps
-with axon_ps.World.init(join_timeout_s=40) as world:
+with axon_ps.World.init(join_timeout_s=120) as world:
     world.report(step=5, steps=10, loss=0.125, tokens_per_s=12_000)
     world.kv_wait("axon_ps/progress")
     print("half way", flush=True)
@@ -56,7 +57,7 @@ with axon_ps.World.init(join_timeout_s=40) as world:
 
 WAIT = """
 import os, subprocess, sys, axon_ps
-world = axon_ps.World.init(join_timeout_s=40)
+world = axon_ps.World.init(join_timeout_s=120)
 child = subprocess.Popen(["sleep", "1000"])
 print("pids", os.getpid(), child.pid, flush=True)
 world.kv_wait("never")
@@ -199,7 +200,7 @@ def test_one_signal_ends_everything(number: signal.Signals, code: int, script: C
         below = descendants(process.pid)
         assert len(below) == 7  # a coordinator, two shard servers, two workers, and a child of each worker
         process.send_signal(number)
-        rest, _ = process.communicate(timeout=40)
+        rest, _ = process.communicate(timeout=HANG_S)
         assert process.returncode == code
         assert "Traceback" not in rest
         assert_gone(below)
@@ -210,7 +211,7 @@ def test_a_dead_service_ends_the_run_too(script: Callable[..., str]) -> None:
         lines_until(process, "pids")
         below = descendants(process.pid)
         next(p for p in below if "shard" in p.cmdline()).kill()
-        rest, _ = process.communicate(timeout=40)
+        rest, _ = process.communicate(timeout=HANG_S)
         assert process.returncode == 137
         assert "was ended by SIGKILL" in rest
         assert_gone(below)
@@ -276,7 +277,7 @@ def test_two_launchers_are_two_nodes_of_one_job(script: Callable[..., str], unus
     arguments += ["--coordinator-port", str(unused_port), "--node-rank"]
     with started(*arguments, "1", script(MEET)) as other:
         done = axon_ps(*arguments, "0", script(MEET))
-        rest, _ = other.communicate(timeout=40)
+        rest, _ = other.communicate(timeout=HANG_S)
     assert (done.returncode, done.stdout) == (0, "[worker 0] everybody: [0, 1]\n")
     assert (other.returncode, rest.splitlines()[-1]) == (0, "[worker 1] everybody: [0, 1]")
 
@@ -307,11 +308,11 @@ def test_services_drain_on_sigterm_and_end_on_ctrl_c(unused_port: int) -> None:
         with started("shard", "--coordinator", address, "--port", "0", "--token", "t", "--log", "plain") as shard:
             lines_until(shard, "shard server 0 of job 'default'")
             shard.send_signal(signal.SIGTERM)
-            rest, _ = shard.communicate(timeout=40)
+            rest, _ = shard.communicate(timeout=HANG_S)
             assert shard.returncode == 0, rest
             assert "Traceback" not in rest
         first.send_signal(signal.SIGINT)
-        rest, _ = first.communicate(timeout=40)
+        rest, _ = first.communicate(timeout=HANG_S)
         assert first.returncode == 130, rest
         assert "Traceback" not in rest
 

@@ -11,10 +11,11 @@ import axon_ps
 from axon_ps.rpc.security import Security
 from axon_ps.testing import LocalCluster
 from command_line import axon_ps as run_cli
+from deadlines import HANG_S
 
 
 def meet() -> list[int]:
-    with axon_ps.World.init(join_timeout_s=40) as world:
+    with axon_ps.World.init(join_timeout_s=HANG_S) as world:
         return world.gather_json(world.rank)
 
 

@@ -18,8 +18,9 @@ from termios import TIOCSWINSZ
 
 from axon_ps.testing import LocalCluster
 from command_line import AXON_PS, axon_ps, environment
+from deadlines import HANG_S
 
-LIMIT_S = 40.0
+LIMIT_S = HANG_S
 
 
 class Terminal:

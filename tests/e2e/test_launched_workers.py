@@ -13,15 +13,16 @@ from pathlib import Path
 import psutil
 
 from command_line import environment
+from deadlines import HANG_S
 
-END_S = 50.0
+END_S = HANG_S
 
 SCRIPT = """
 import sys
 import numpy as np
 import axon_ps
 
-with axon_ps.World.init(join_timeout_s=40) as world:
+with axon_ps.World.init(join_timeout_s=120) as world:
     total = axon_ps.all_reduce_sum(np.full(1, world.rank + 1.0, np.float32))
     print(world.rank, world.local_rank, world.num_shards, total[0], world.membership.workers[0].node, flush=True)
     if world.rank == 1:  # of rank 0, which has the services, nothing is left but these

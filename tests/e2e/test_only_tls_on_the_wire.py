@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 
 from command_line import AXON_PS, environment
+from deadlines import HANG_S
 from packet_capture import frames, is_tls, tcp_streams
 
 HERE = Path(__file__).parent
@@ -42,7 +43,7 @@ class Model(torch.nn.Module):
         return (self.weight_that_nobody_may_see * {MARK}).sum()
 
 torch.set_num_threads(1)
-with axon_ps.World.init(timeout_s=60.0, join_timeout_s=60.0) as world:
+with axon_ps.World.init(timeout_s=120, join_timeout_s=120) as world:
     model = parallel.FSDP(Model(), world.default_group)
     optimizer = parallel.SGD(model, lr=2.0**-40)
     for step in range({STEPS}):
@@ -123,7 +124,7 @@ def _run(network: Any, directory: Path, stack: contextlib.ExitStack) -> None:
     assert all("[0, " in line and "[1, " in line for line in lines)
     status = [*AXON_PS, "status", "--json", "--coordinator", f"{network.address('a')}:{PORT}", "--job", "known-job"]
     asked = network.popen("b", [*status, "--token-file", str(secret_file)], env=environment({}), stdout=subprocess.PIPE)
-    shards = json.loads(asked.communicate(timeout=60)[0])["membership"]["shards"]
+    shards = json.loads(asked.communicate(timeout=HANG_S)[0])["membership"]["shards"]
     open_ports = {host: {port for _, port in listening(network, host)} for host in ("a", "b")}
     (directory / "end").touch()
     assert [process.wait(60) for process in launched] == [0, 0]

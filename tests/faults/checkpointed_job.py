@@ -14,11 +14,12 @@ from axon_ps import parallel
 from axon_ps.sharding.plan import PlanOptions
 from axon_ps.storage.manifest import list_checkpoints
 from axon_ps.testing.workers import WorkerProcess
+from deadlines import HANG_S
 from parity_model import Block, Values, batch, build
 from pausing import pause
 
 STEPS, FATAL = 12, 7
-SOON_S = 30.0
+SOON_S = HANG_S
 
 
 def train(pipes: Path | None, follow: Path | str | None = None, ahead: int = 1) -> tuple[int, Values]:
@@ -30,7 +31,7 @@ def train(pipes: Path | None, follow: Path | str | None = None, ahead: int = 1) 
         ahead: 1 where they are of even versions, 0 where they are of all.
     """
     torch.set_num_threads(1)
-    with axon_ps.World.init(timeout_s=60.0) as world:
+    with axon_ps.World.init(timeout_s=HANG_S) as world:
         model = parallel.FSDP(
             build(),
             world.default_group,

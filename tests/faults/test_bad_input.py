@@ -31,6 +31,7 @@ from axon_ps.wire.frames import encode_chunk
 from axon_ps.wire.v1 import common_pb2, shard_pb2
 from axon_ps.worker.environment import WorkerConfig
 from axon_ps.worker.world import World
+from deadlines import HANG_S
 
 SHARD = shard_pb2.DESCRIPTOR.services_by_name["Shard"]
 NUMEL = 300
@@ -125,7 +126,7 @@ def test_missing_members_are_counted() -> None:
 
 
 def mismatched(numel_of_rank: dict[int, int]) -> str:
-    with World.init(timeout_s=30.0) as world:
+    with World.init(timeout_s=HANG_S) as world:
         message = ""
         try:
             wrapped(world, numel_of_rank[world.rank])
@@ -189,7 +190,7 @@ CHUNKS = {
 async def push(address: str, token: str, message: bytes) -> None:
     channel = connect(address, Security(token=token))
     try:
-        stream = Stub(channel, SHARD, Security(token=token)).open("ReduceScatter", timeout_s=5.0)
+        stream = Stub(channel, SHARD, Security(token=token)).open("ReduceScatter", timeout_s=HANG_S)
         await stream.write(message)
         await stream.read()
     finally:
@@ -198,7 +199,7 @@ async def push(address: str, token: str, message: bytes) -> None:
 
 @pytest.mark.parametrize("case", CHUNKS.values(), ids=CHUNKS.keys())
 def test_a_bad_chunk_is_refused_and_the_step_goes_on(case: BadChunk, cluster: LocalCluster) -> None:
-    with World.init(config(cluster), timeout_s=10.0) as world:
+    with World.init(config(cluster), timeout_s=HANG_S) as world:
         model, optimizer = wrapped(world)
         model(torch.ones(NUMEL)).backward()
         assert optimizer.step().committed  # so that step 0 is long gone
@@ -229,7 +230,7 @@ def test_a_bad_chunk_is_refused_and_the_step_goes_on(case: BadChunk, cluster: Lo
 
 
 def test_a_range_that_cannot_be_gathered_is_refused(cluster: LocalCluster) -> None:
-    with World.init(config(cluster), timeout_s=5.0) as world:
+    with World.init(config(cluster), timeout_s=HANG_S) as world:
         wrapped(world)
         out = np.empty(NUMEL, np.float32)
         for unit, begin, end, words in ((7, 0, None, "no unit 7"), (0, 200, 100, "not a range"), (0, 0, 999, "999")):
@@ -244,7 +245,7 @@ def test_a_range_that_cannot_be_gathered_is_refused(cluster: LocalCluster) -> No
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_a_non_finite_gradient_skips_the_step_and_nothing_else(bad: float, cluster: LocalCluster) -> None:
-    with World.init(config(cluster), timeout_s=10.0) as world:
+    with World.init(config(cluster), timeout_s=HANG_S) as world:
         model, optimizer = wrapped(world)
         before = model.state_dict()["weight"]
         x = torch.ones(NUMEL)
@@ -263,7 +264,7 @@ def test_a_non_finite_gradient_skips_the_step_and_nothing_else(bad: float, clust
 
 
 def disagree(what: str) -> str:
-    with World.init(timeout_s=20.0) as world:
+    with World.init(timeout_s=HANG_S) as world:
         model, optimizer = wrapped(world)
         model(torch.ones(NUMEL)).backward()
         if what == "lr" and world.rank == 1:
@@ -289,7 +290,7 @@ def test_workers_that_disagree_about_a_step_are_told_who_and_what(what: str) -> 
 
 
 def test_a_checkpoint_that_is_not_there_truncated_or_of_another_model(cluster: LocalCluster, tmp_path: Path) -> None:
-    with World.init(config(cluster), timeout_s=20.0) as world:
+    with World.init(config(cluster), timeout_s=HANG_S) as world:
         model, _ = wrapped(world)
         before = model.state_dict()["weight"]
         with pytest.raises(errors.CheckpointNotFound, match="nowhere"):
@@ -352,7 +353,7 @@ def test_a_full_disk_is_said_so_and_earlier_checkpoints_stay(tmp_path: Path) -> 
     with (
         LocalCluster(shards=2, world_size=1) as running,
         tiny_disk(tmp_path / "disk", 3 << 19) as disk,
-        World.init(config(running), timeout_s=20.0) as world,
+        World.init(config(running), timeout_s=HANG_S) as world,
     ):
         model, _ = wrapped(world, numel=100_000)
         first = world.save_checkpoint(str(disk / "first"))  # 0.4 MiB of 1.5: a few more fit, not ten
@@ -370,7 +371,7 @@ def test_a_full_disk_is_said_so_and_earlier_checkpoints_stay(tmp_path: Path) -> 
 
 
 def test_calls_in_an_impossible_order(cluster: LocalCluster) -> None:
-    world = World.init(config(cluster), timeout_s=5.0)
+    world = World.init(config(cluster), timeout_s=HANG_S)
     model, optimizer = wrapped(world)
     with pytest.raises(errors.Misuse, match="give all groups when you make it"):
         optimizer.add_param_group({"params": []})

@@ -22,6 +22,7 @@ from axon_ps.testing.chaos.plan import planned
 from axon_ps.types import Role
 from checkpointed_job import until
 from command_line import AXON_PS, environment
+from deadlines import HANG_S
 
 SHORT = """
 seed = 32
@@ -117,7 +118,7 @@ def _train(stop: str) -> None:
     import axon_ps
     from axon_ps.parallel import FSDP, SGD
 
-    with axon_ps.World.init(timeout_s=30.0) as world:
+    with axon_ps.World.init(timeout_s=HANG_S) as world:
         model = FSDP(torch.nn.Linear(32, 32), world.default_group)
         optimizer = SGD(model.parameters(), lr=0.01)
         while not os.path.exists(stop):

@@ -14,6 +14,7 @@ from axon_ps.collectives.process_group import ProcessGroup
 from axon_ps.errors import Disagreement, MemberLost
 from axon_ps.testing import LocalCluster
 from axon_ps.types import ReduceOp
+from deadlines import HANG_S
 
 LARGE = 16 << 20  # elements: no rank can be done before the victim is gone
 BACKENDS = ["shm", "grpc"]
@@ -21,7 +22,7 @@ BACKENDS = ["shm", "grpc"]
 
 def lose_one(backend: str, victim: int, number: int) -> str:
     """Rank `victim` signals itself while its all-reduce is under way; what the others are told."""
-    with axon_ps.World.init(timeout_s=40.0) as world:
+    with axon_ps.World.init(timeout_s=HANG_S) as world:
         group = world.default_group
         assert group.backend == backend
         pending = None if world.rank == victim else group.recv(np.empty(1), victim, async_op=True)
@@ -59,7 +60,7 @@ def test_the_loss_of_a_rank_ends_what_is_pending_everywhere(backend: str, number
 
 def two_groups(calls: int) -> tuple[int, int]:
     """Two overlapping groups, each used by a thread of its own, small operations without end; how many were right."""
-    with axon_ps.World.init(timeout_s=40.0) as world:
+    with axon_ps.World.init(timeout_s=HANG_S) as world:
         groups = [world.new_group([0, 1, 2]), world.new_group([2, 1])]
         right = [0, 0]
 
@@ -94,7 +95,7 @@ def test_overlapping_groups_in_several_threads_do_not_disturb_each_other(backend
 
 def disagree() -> list[str]:
     """Rank 1 asks for something else, in every way; what this rank is told each time."""
-    with axon_ps.World.init(timeout_s=40.0) as world:
+    with axon_ps.World.init(timeout_s=HANG_S) as world:
         group, odd = world.default_group, world.rank == 1
         wrong = [
             lambda: group.broadcast(np.zeros(4)) if odd else group.all_reduce(np.zeros(4)),

@@ -21,6 +21,7 @@ from axon_ps.sharding.plan import PlanOptions
 from axon_ps.testing import LocalCluster
 from axon_ps.testing.cluster import results_of
 from axon_ps.types import Role
+from deadlines import HANG_S
 from parity_model import Block, Values, assert_close, batch, build, plain
 from pausing import make_pipes, pause, paused
 
@@ -30,7 +31,7 @@ STEPS, FATAL = 12, 5
 def train(strategy: str, victim: int, when: str, pipes: Path) -> tuple[Values, list[int], int]:
     """Train to version STEPS; rank `victim` kills itself at version FATAL. Values, replicas per version, aborts."""
     torch.set_num_threads(1)
-    with axon_ps.World.init(timeout_s=60.0) as world:
+    with axon_ps.World.init(timeout_s=HANG_S) as world:
         model = parallel.FSDP(
             build(),
             world.default_group,
@@ -88,7 +89,7 @@ def test_a_worker_that_is_killed_ends_its_node_and_the_other_nodes_go_on(when: s
             *cluster.start_workers(train, ranks=(0, 1), args=("HYBRID_SHARD", 3, when, tmp_path), env=node("a")),
             *cluster.start_workers(train, ranks=(2, 3), args=("HYBRID_SHARD", 3, when, tmp_path), env=node("b")),
         ]
-        results = results_of(workers, timeout_s=50.0, check=False)
+        results = results_of(workers, timeout_s=HANG_S, check=False)
     *survivors, widow, victim = results
     assert victim.exit_code == -signal.SIGKILL
     assert "rank 3" in widow.error

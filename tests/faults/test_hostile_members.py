@@ -30,6 +30,7 @@ from axon_ps.testing import LocalCluster
 from axon_ps.testing.workers import results_of
 from axon_ps.types import DType, Membership, ModelProgress, Role
 from axon_ps.wire.v1 import common_pb2, shard_pb2
+from deadlines import HANG_S
 
 T = TypeVar("T")
 SHARD = shard_pb2.DESCRIPTOR.services_by_name["Shard"]
@@ -86,7 +87,7 @@ def train(name: str, steps: int, until: Path | None = None) -> int:
     from axon_ps import parallel
     from axon_ps.worker.world import World
 
-    with World.init(timeout_s=20.0) as world:
+    with World.init(timeout_s=HANG_S) as world:
         model = parallel.FSDP(nn.Linear(8, 8), world.default_group, name=name)
         optimizer = parallel.SGD(model, lr=0.1)
         last = model.version + steps
@@ -400,4 +401,4 @@ def test_workers_that_join_and_leave_are_made_to_wait_and_the_job_trains_on(tmp_
         while status_of(cluster).version < refused_at + 100:
             pass
         (tmp_path / "enough").touch()
-        results_of([trainer], timeout_s=60.0, check=True)
+        results_of([trainer], timeout_s=HANG_S, check=True)

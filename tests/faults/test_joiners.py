@@ -14,9 +14,10 @@ from pathlib import Path
 from axon_ps.host.children import wait_for_any
 from axon_ps.testing import LocalCluster
 from axon_ps.testing.workers import WorkerProcess
+from deadlines import HANG_S
 from joiner_lives import MOMENTS, live
 
-ALL_S = 100.0
+ALL_S = HANG_S
 RANK_0 = ["upload", "first forward", "vote", "backward", "agreement", "checkpoint", "finish", "export"]
 RANK_1 = ["init", "construction", "registered", "optimizer", "forward", "between steps", "validation", "backward"]
 WHEN_TRAINED = {"validation", "finish", "export", ""}

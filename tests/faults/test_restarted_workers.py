@@ -24,10 +24,11 @@ from axon_ps import parallel
 from axon_ps.host.children import wait_for_any
 from axon_ps.testing import LocalCluster
 from axon_ps.testing.workers import WorkerProcess
+from deadlines import HANG_S
 from parity_model import Block, batch, build
 
 STEPS, FATAL = 12, 5
-SOON_S = 90.0
+SOON_S = HANG_S
 MOST_RESTARTS = 5
 ON_SERVERS = ("FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "two models", "asynchronous", "elastic loader", "int4")
 OWN = ("NO_SHARD", "DDP", "SyncBatchNorm")
@@ -62,7 +63,7 @@ def train_on_servers(kind: str, victim: bool) -> int:
     if kind == "HYBRID_SHARD":
         options["mixed_precision"] = parallel.MixedPrecision(param_dtype=torch.bfloat16)
     made = 0
-    with axon_ps.World.init(timeout_s=60.0) as world:
+    with axon_ps.World.init(timeout_s=HANG_S) as world:
         model = parallel.FSDP(build(), world.default_group, **options)
         others = [parallel.FSDP(build(), world.default_group, name="target", **options)] if kind == "two models" else []
         optimizer = parallel.AdamW(model.parameters(), lr=1e-3)
@@ -85,7 +86,7 @@ def train_on_servers(kind: str, victim: bool) -> int:
 
 
 def train_own(kind: str, victim: bool) -> int:
-    with axon_ps.World.init(timeout_s=60.0) as world:
+    with axon_ps.World.init(timeout_s=HANG_S) as world:
         group = world.default_group
         if kind == "NO_SHARD":
             model = parallel.FSDP(nn.Linear(8, 1), group, sharding_strategy=parallel.ShardingStrategy.NO_SHARD)

@@ -34,6 +34,7 @@ from axon_ps.testing.cluster import COORDINATOR
 from axon_ps.testing.workers import WorkerProcess
 from axon_ps.types import Decision, Role
 from checkpointed_job import until, versions
+from deadlines import HANG_S
 from pausing import make_pipes, pause, paused
 
 SAMPLES, BATCH, EPOCHS, WIDTH = 44, 8, 2, 16
@@ -100,7 +101,7 @@ def train(world: axon_ps.World, notes: Path, **how: Any) -> Values:
 
 
 def worker(notes: str, how: Mapping[str, Any]) -> Values:
-    with axon_ps.World.init(timeout_s=60.0) as world:
+    with axon_ps.World.init(timeout_s=HANG_S) as world:
         return train(world, Path(notes), **how)
 
 

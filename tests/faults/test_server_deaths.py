@@ -25,9 +25,10 @@ from axon_ps.sharding.plan import PlanOptions
 from axon_ps.testing import LocalCluster
 from axon_ps.testing.workers import WorkerProcess
 from axon_ps.types import Role
+from deadlines import HANG_S
 from parity_model import Block, Values, batch, build
 
-SOON_S = 40.0
+SOON_S = HANG_S
 MORE = 10
 """Steps that are made after everything that a test does."""
 
@@ -63,7 +64,7 @@ def train(kind: str, end: Path) -> Trained:
     """Train until the version in the file `end`, once there is one."""
     torch.set_num_threads(1)
     trained = Trained()
-    with axon_ps.World.init(timeout_s=60.0) as world:
+    with axon_ps.World.init(timeout_s=HANG_S) as world:
         model = parallel.FSDP(
             build(),
             world.default_group,
@@ -263,7 +264,7 @@ def train_others(kind: str, end: Path) -> Trained:
     """As `train`: replicas that step asynchronously, or a second model that follows the average of the first."""
     torch.set_num_threads(1)
     trained, asynchronous = Trained(), kind == "asynchronous"
-    with axon_ps.World.init(timeout_s=60.0) as world:
+    with axon_ps.World.init(timeout_s=HANG_S) as world:
         common: dict[str, Any] = {
             "sharding_strategy": parallel.ShardingStrategy.SHARD_GRAD_OP,
             "unit_types": {Block},

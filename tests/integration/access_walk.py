@@ -37,6 +37,7 @@ from axon_ps.shard.server import server as shard_server
 from axon_ps.shard.server.server import ShardConfig
 from axon_ps.storage.state_store import MemoryStateStore
 from axon_ps.wire.v1 import bulk_pb2, coordinator_pb2, shard_pb2
+from deadlines import HANG_S
 
 PAGE_FILE: Final = Path(__file__).resolve().parents[2] / "docs" / "access.md"
 MEANS: Final = ("token", "certificate")
@@ -44,7 +45,7 @@ NOT_RIGHT: Final = ("none", "wrong", "expired", "another job's")
 """Credentials of a role that may, if they were right; the roles themselves follow."""
 
 JOB: Final = "walked"
-LIMIT_S: Final = 10.0
+LIMIT_S: Final = HANG_S
 _ROLE_MAY_NOT: Final = "the role of these credentials is "
 _NOT_REACHED: Final = (grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.UNIMPLEMENTED)
 _WRITE_FAILED: Final = "Internal error from Core"

@@ -18,12 +18,13 @@ from axon_ps.sharding.job import JobSpec
 from axon_ps.sharding.layout import Layout, build_unit
 from axon_ps.storage.state_store import SqliteStateStore
 from axon_ps.types import DType, Membership, OptimizerSpec, Role
+from deadlines import HANG_S
 
 T = TypeVar("T")
 
 SPEC = JobSpec(layout=Layout(units=(build_unit("block", [("block.weight", (128, 128), DType.F32)]),)))
 OPTIMIZER = OptimizerSpec(name="sgd", groups=({"lr": 0.1},), group_of=(0,))
-SOON_S = 10.0
+SOON_S = HANG_S
 """How long anything may take that should take milliseconds: tests wait for events, never for time."""
 
 _ports = itertools.count(1)

@@ -29,6 +29,7 @@ from axon_ps.host.shared_arrays import shared_arrays
 from axon_ps.parallel import DDP, GradientSynchronizer, GradSyncStrategy
 from axon_ps.reduction import ops as reduction
 from axon_ps.types import DType, ReduceOp
+from deadlines import HANG_S
 
 STEPS, BATCH, WIDTH = 6, 4, 8
 SMALL_MB = 0.001  # some buckets even for a small model
@@ -298,7 +299,7 @@ def main(arguments: list[str]) -> None:
     largest, directory, rank = int(arguments[0]), Path(arguments[1]), os.environ["RANK"]
     torch.set_num_threads(1)
     os.environ["AXON_PS_NODE"] = f"node{int(rank) // 2}"
-    with axon_ps.World.init(timeout_s=40.0) as world:
+    with axon_ps.World.init(timeout_s=HANG_S) as world:
         dist.init_process_group("gloo", init_method="axon://")
         try:
             found: list[tuple[str, int, float, float]] = []

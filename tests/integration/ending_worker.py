@@ -5,7 +5,7 @@ import sys
 import axon_ps
 
 how = sys.argv[1]
-world = axon_ps.World.init(timeout_s=40.0)
+world = axon_ps.World.init(timeout_s=120)
 world.barrier("there", 40.0)
 if how == "close":
     world.close()

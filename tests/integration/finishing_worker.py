@@ -16,7 +16,7 @@ POLICIES: dict[str, Any] = {"sync": {}, "bounded": {"policy": BoundedStaleness(m
 
 def train(policy: str, steps_per_rank: int) -> tuple[int, float, bool]:
     """Rank r makes `steps_per_rank` (r + 1) steps that commit, and ends. The longest step, and whether it was alone."""
-    world = axon_ps.World.init(timeout_s=40.0)
+    world = axon_ps.World.init(timeout_s=120)
     torch.manual_seed(0)
     model = FSDP(
         torch.nn.Linear(8, 8), world.default_group, sharding_strategy=ShardingStrategy.SHARD_GRAD_OP, **POLICIES[policy]
@@ -34,7 +34,7 @@ def train(policy: str, steps_per_rank: int) -> tuple[int, float, bool]:
 
 def messages(backend: str, numel: int) -> list[float]:
     """Everybody sends to rank 0 in the background and ends at once; rank 0 receives when all have gone."""
-    world = axon_ps.World.init(timeout_s=40.0)
+    world = axon_ps.World.init(timeout_s=120)
     group = world.new_group(list(range(world.world_size)), backend=backend)
     group.barrier()
     if world.rank:
@@ -47,12 +47,12 @@ def messages(backend: str, numel: int) -> list[float]:
             time.sleep(0.01)
         assert world.world_size == 1
     for source in range(1, group.world_size):
-        group.recv(data, source=source, timeout_s=20.0)
+        group.recv(data, source=source, timeout_s=120)
         received.append(float(data.mean()))
     begun = time.monotonic()
     for source in (1, -1):
         try:
-            group.recv(data, source=source, timeout_s=20.0)
+            group.recv(data, source=source, timeout_s=120)
         except axon_ps.errors.Broken:
             continue
         raise AssertionError("nobody is left who could have sent this")
@@ -62,7 +62,7 @@ def messages(backend: str, numel: int) -> list[float]:
 
 def idle(seconds: float) -> str:
     """Rank 1 joins, registers and then does nothing; the others train."""
-    world = axon_ps.World.init(timeout_s=40.0)
+    world = axon_ps.World.init(timeout_s=120)
     torch.manual_seed(0)
     model = FSDP(torch.nn.Linear(8, 8), world.default_group)
     optimizer = AdamW(model.parameters(), lr=1e-3)

@@ -17,8 +17,9 @@ from axon_ps.rpc.deadlines import Deadline
 from axon_ps.rpc.security import Security
 from axon_ps.types import Member, Membership, Role
 from axon_ps.wire.v1 import shard_pb2
+from deadlines import HANG_S
 
-JOIN_TIMEOUT_S = 30.0
+JOIN_TIMEOUT_S = HANG_S
 
 
 class NoStore:

@@ -16,6 +16,7 @@ from axon_ps.rpc.security import Security
 from axon_ps.shard.server import server as shard_server
 from axon_ps.shard.server.server import ShardConfig
 from axon_ps.storage.state_store import MemoryStateStore
+from deadlines import HANG_S
 
 TOKEN = "test-token"
 LEASE_S = 60.0
@@ -83,7 +84,7 @@ class JobServices:
     async def _wait(self, address: asyncio.Future[str], coordinator: Future[None]) -> str:
         """The coordinator's address; what it ended with, if it never listened."""
         ended = asyncio.wrap_future(coordinator)
-        await asyncio.wait({address, ended}, timeout=20.0, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({address, ended}, timeout=HANG_S, return_when=asyncio.FIRST_COMPLETED)
         if ended.done():
             ended.result()
         return await asyncio.wait_for(address, 0)

@@ -17,6 +17,7 @@ import torch
 import axon_ps
 from axon_ps.rpc.security import Security
 from axon_ps.worker.environment import WorkerConfig
+from deadlines import HANG_S
 from job_services import TOKEN
 
 
@@ -51,7 +52,7 @@ def joined(address: str, rank: int, workers: int, per_node: int = 1) -> Iterator
         node=f"node-{rank // per_node}",
         security=Security(token=TOKEN),
     )
-    with axon_ps.World.init(config, timeout_s=40.0, join_timeout_s=40.0) as world:
+    with axon_ps.World.init(config, timeout_s=HANG_S, join_timeout_s=HANG_S) as world:
         yield world
 
 

@@ -32,7 +32,7 @@ WITHOUT_SHARED_MEMORY = {"AXON_PS_DIRECT_MEMORY": "0", "AXON_PS_BACKEND": "grpc"
 
 HARMLESS = ("nothing", "leave a block", "drop everything")
 """What a fork may do."""
-_END_S = 20.0
+_END_S = 120
 
 Step = Callable[[Tensor], None]
 

@@ -8,8 +8,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from deadlines import HANG_S
+
 TO_TEST, FROM_TEST = "to-test", "from-test"
-LIMIT_S = 50
+LIMIT_S = HANG_S
 
 
 def make_pipes(directory: Path) -> None:

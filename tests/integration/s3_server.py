@@ -20,6 +20,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
+from deadlines import HANG_S
+
 SECRET = "the-secret-key-that-nobody-logs"
 
 
@@ -192,7 +194,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = _handle
 
     def _forward(self, body: bytes, *, lose: bool) -> None:
-        upstream = http.client.HTTPConnection("127.0.0.1", self.server.upstream, timeout=20)
+        upstream = http.client.HTTPConnection("127.0.0.1", self.server.upstream, timeout=HANG_S)
         with contextlib.closing(upstream):
             upstream.request(self.command, self.path, body, dict(self.headers.items()))
             answer = upstream.getresponse()

@@ -38,6 +38,7 @@ from axon_ps.types import (
     Role,
 )
 from axon_ps.wire.v1 import common_pb2, shard_pb2
+from deadlines import HANG_S
 
 WORKERS_NODE = ""
 """What workers call their host. Servers are on "n": there both read each other's memory."""
@@ -45,7 +46,7 @@ BULK_PORT: int | None = None
 """As of `rpc.server.Server`."""
 
 SERVICE = shard_pb2.DESCRIPTOR.services_by_name["Shard"]
-TIMEOUT_S = 20.0
+TIMEOUT_S = HANG_S
 
 
 def spec_of(*numels: int, frozen: Sequence[int] = (), param: DType = DType.F32, **options: int) -> JobSpec:

@@ -31,6 +31,7 @@ from axon_ps.parallel.tensor import (
     scatter_to_group,
     sum_gradients,
 )
+from deadlines import HANG_S
 
 VOCAB, WIDTH, HEADS, CONTEXT, SAMPLES, BATCH = 31, 16, 4, 12, 40, 8
 STEPS, MAX_NORM = 6, 0.5
@@ -189,7 +190,7 @@ def checkpoint_by_dcp(world: axon_ps.World, directory: str) -> None:
 def everything(cases: Cases, directory: str) -> list[Any]:
     """Both, in one process."""
     torch.set_num_threads(1)
-    with axon_ps.World.init(timeout_s=60.0) as world:
+    with axon_ps.World.init(timeout_s=HANG_S) as world:
         results = train_on_meshes(world, cases)
         checkpoint_by_dcp(world, directory)
         world.barrier("done")

@@ -17,6 +17,7 @@ from axon_ps.parallel import Asynchronous, BoundedStaleness, Policy
 from axon_ps.parallel.fsdp.strategy import CPUOffload
 from axon_ps.sharding.plan import PlanOptions
 from axon_ps.testing import LocalCluster
+from deadlines import HANG_S
 from parity_model import Block, batch, build
 
 OPTIONS = PlanOptions(chunk_numel=512, min_slice_numel=128)
@@ -46,7 +47,7 @@ def loss_of(model: Any) -> float:
 
 def train_alone(pipe: Path) -> dict[str, Any]:
     """Worker 1 waits, in the middle of a step, until worker 0 has made all of its own."""
-    with axon_ps.World.init(timeout_s=60.0) as world:
+    with axon_ps.World.init(timeout_s=HANG_S) as world:
         model, optimizer = wrapped(world, Asynchronous())
         refused = ""
         if world.rank == 0:
@@ -136,7 +137,7 @@ def replay() -> dict[str, np.ndarray[Any, Any]]:
 
 def train_bounded(steps: int, bound: int) -> dict[str, Any]:
     """Everybody as fast as it can; then the last worker leaves in the middle of a step, and the others go on."""
-    with axon_ps.World.init(timeout_s=60.0) as world:
+    with axon_ps.World.init(timeout_s=HANG_S) as world:
         model, optimizer = wrapped(world, BoundedStaleness(max_staleness=bound), cpu_offload=CPUOffload.PARAMS)
         before = loss_of(model)
         world.barrier("begin")

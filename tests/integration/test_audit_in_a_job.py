@@ -19,6 +19,7 @@ from axon_ps.coordinator.client.operator import OperatorClient
 from axon_ps.errors import AxonError, PermissionDenied
 from axon_ps.rpc.security import Security
 from axon_ps.testing import LocalCluster
+from deadlines import HANG_S
 
 COORDINATOR = [sys.executable, "-P", "-m", "axon_ps.cli.main", "coordinator", "--port", "0"]
 
@@ -82,14 +83,17 @@ def test_where_it_is(tmp_path: Path, options: list[str], place: str) -> None:
         assert process.stderr is not None
         assert "listening" in process.stderr.readline()
         process.send_signal(signal.SIGTERM)
-        process.communicate(timeout=20)
+        process.communicate(timeout=HANG_S)
     assert process.returncode == 0
     assert (tmp_path / place).is_file()
 
 
 def test_a_file_that_cannot_be_written_is_refused_at_the_start() -> None:
     done = subprocess.run(
-        [*COORDINATOR, "--state", "memory", "--audit-log", "/proc/no/audit"], capture_output=True, text=True, timeout=60
+        [*COORDINATOR, "--state", "memory", "--audit-log", "/proc/no/audit"],
+        capture_output=True,
+        text=True,
+        timeout=HANG_S,
     )
     assert done.returncode == 2
     assert "the audit log /proc/no/audit cannot be written" in done.stderr

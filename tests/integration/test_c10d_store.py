@@ -10,6 +10,7 @@ import pytest
 
 from axon_ps.host.ports import free_ports
 from command_line import environment
+from deadlines import HANG_S
 
 WORKER = """
 import json, os, sys
@@ -43,7 +44,7 @@ def test_a_stranger_reads_neither_the_secret_nor_where_to_use_it(given: dict[str
         )
         for rank in range(2)
     ]
-    said = [worker.communicate(timeout=60) for worker in workers]
+    said = [worker.communicate(timeout=HANG_S) for worker in workers]
     assert [worker.returncode for worker in workers] == [0, 0], said
     token, coordinator, content = json.loads(said[1][0])
     assert token == given.get("AXON_PS_TOKEN", token)

@@ -7,6 +7,7 @@ import pytest
 pytest.importorskip("expecttest", reason="PyTorch's own tests need expecttest")
 
 import torch_suite
+from deadlines import HANG_S
 
 CHOSEN = (
     "test_all_gather",
@@ -34,7 +35,7 @@ CHOSEN = (
 
 
 def test_pytorchs_own_tests_pass() -> None:
-    outcomes = torch_suite.run_everywhere(CHOSEN, timeout_s=55.0)
+    outcomes = torch_suite.run_everywhere(CHOSEN, timeout_s=HANG_S)
     failed = {name: why for name, ((kind, why), _) in outcomes.items() if kind == "failed"}
     assert not failed, "\n".join(f"{name}: {why}" for name, why in failed.items())
     assert sum(kind == "passed" for (kind, _), _ in outcomes.values()) >= 50

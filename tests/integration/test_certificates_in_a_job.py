@@ -27,6 +27,7 @@ from axon_ps.rpc.security import Security
 from axon_ps.rpc.service import Stub
 from axon_ps.testing import LocalCluster
 from axon_ps.testing.workers import WorkerFailed, results_of
+from deadlines import HANG_S
 from failover_job import plain, steps_of, train, until
 from tables import Record, add
 
@@ -35,7 +36,7 @@ RENEWALS = 6  # what was open at first would have ended
 EJECTED_S = 1.0
 SHORT_S = 8.0
 OVER_GRPC = {"AXON_PS_DIRECT_MEMORY": "0"}  # the bytes themselves, too
-SOON_S = 40.0
+SOON_S = HANG_S
 AT_ONCE = 8
 
 

@@ -20,6 +20,7 @@ from axon_ps.sharding.partitions import partition_bounds
 from axon_ps.sharding.plan import PlanOptions
 from axon_ps.testing import LocalCluster
 from axon_ps.worker.steps.client import StepClient
+from deadlines import HANG_S
 from parity_model import BATCH, CONTEXT, VOCAB, Block, build
 from tables import Record
 
@@ -81,7 +82,7 @@ def train_compressed(per_node: int, wire_dtype: str, reduce_dtype: str) -> Any:
     if per_node > 1:
         os.environ |= {"AXON_PS_NODE": f"node-{rank // per_node}", "LOCAL_RANK": str(rank % per_node)}
         os.environ["LOCAL_WORLD_SIZE"] = str(per_node)
-    with axon_ps.World.init(timeout_s=60.0, join_timeout_s=60.0) as world:
+    with axon_ps.World.init(timeout_s=HANG_S, join_timeout_s=HANG_S) as world:
         gathers, pushes = count_calls(world.steps)
         model = parallel.FSDP(
             build(),
@@ -205,7 +206,7 @@ def gradient(step: int, replica: int) -> torch.Tensor:
 
 
 def train_top_k() -> Any:
-    with axon_ps.World.init(timeout_s=60.0) as world:
+    with axon_ps.World.init(timeout_s=HANG_S) as world:
         model = parallel.FSDP(
             Sum(1000),
             world.default_group,

@@ -20,6 +20,7 @@ from axon_ps import parallel
 from axon_ps.errors import InvalidRequest, LayoutMismatch
 from axon_ps.sharding.plan import PlanOptions
 from axon_ps.testing import LocalCluster
+from deadlines import HANG_S
 from parity_model import Block, Values, batch, build
 
 INNER = 3
@@ -134,7 +135,7 @@ def make(world: axon_ps.World, **changes: Any) -> tuple[nn.Module, Any, Any]:
 def train(directory: Path) -> dict[str, Any]:
     """One worker's life; see `simulate`."""
     log: Log = []
-    with axon_ps.World.init(timeout_s=60.0) as world:
+    with axon_ps.World.init(timeout_s=HANG_S) as world:
         rank = world.rank
         made = make(world) if rank == 0 else None
         world.barrier("registered")
@@ -169,7 +170,7 @@ def train(directory: Path) -> dict[str, Any]:
             world.kv_wait("joined")
             return together(world, model, inner, diloco, log, directory) | {"refused": refused}
     open_pipe(directory / "alone", "rb")
-    with axon_ps.World.init(timeout_s=60.0) as world:
+    with axon_ps.World.init(timeout_s=HANG_S) as world:
         model, inner, diloco = make(world)
         world.kv_put("joined", b"yes")
         return together(world, model, inner, diloco, log, directory) | {"refused": refused}

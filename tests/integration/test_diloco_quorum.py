@@ -13,6 +13,7 @@ from axon_ps import parallel
 from axon_ps.errors import InvalidRequest
 from axon_ps.parallel.fsdp.memory import BufferPool, Meter
 from axon_ps.testing import LocalCluster
+from deadlines import HANG_S
 from parity_model import Block, Values, batch, build
 from test_diloco import OPTIONS, adamw, values_of
 
@@ -56,7 +57,7 @@ def wait_until_due(world: axon_ps.World, diloco: parallel.DiLoCo) -> None:
 
 def train() -> dict[str, Any]:
     torch.set_num_threads(1)
-    with axon_ps.World.init(timeout_s=60.0) as world:
+    with axon_ps.World.init(timeout_s=HANG_S) as world:
         model = build()
         inner = adamw(model)
         with pytest.raises(InvalidRequest, match="quorum is 1.5"):
@@ -100,7 +101,7 @@ def test_a_slow_worker_counts_for_what_it_has_trained_as_in_a_simulation() -> No
 def train_streamed() -> dict[str, Any]:
     """Worker 0 makes at most two inner steps where the others make four, until it was asked as often as they come."""
     torch.set_num_threads(1)
-    with axon_ps.World.init(timeout_s=60.0) as world:
+    with axon_ps.World.init(timeout_s=HANG_S) as world:
         model = build()
         inner = adamw(model)
         diloco = parallel.LocalSGD(
@@ -134,7 +135,7 @@ def test_fragments_are_due_one_after_the_other_and_all_agree_in_the_end() -> Non
 def train_with_little_memory() -> dict[str, Any]:
     """The others wait for room for their second push, which they get only once worker 0, who is slow, has pushed."""
     torch.set_num_threads(1)
-    with axon_ps.World.init(timeout_s=60.0) as world:
+    with axon_ps.World.init(timeout_s=HANG_S) as world:
         model = build()
         inner = adamw(model)
         diloco = parallel.DiLoCo(model, inner, world, inner_steps=INNER, quorum=0.6, unit_types={Block})

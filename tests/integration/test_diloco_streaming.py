@@ -16,6 +16,7 @@ import axon_ps
 from axon_ps import parallel
 from axon_ps.testing import LocalCluster
 from axon_ps.testing.workers import results_of
+from deadlines import HANG_S
 from parity_model import Block, Values, batch, build
 from test_diloco import OPTIONS, adamw, open_pipe, step_after_restore, values_of
 
@@ -97,7 +98,7 @@ def train(model: nn.Module, inner: Any, diloco: parallel.DiLoCo, rank: int, step
 
 
 def work(directory: Path, mixing: float | None) -> dict[str, Any]:
-    with axon_ps.World.init(timeout_s=60.0) as world:
+    with axon_ps.World.init(timeout_s=HANG_S) as world:
         model, inner, diloco = make(world, mixing=mixing)
         train(model, inner, diloco, world.rank, range(STEPS))
         values, before = values_of(model), diloco.version
@@ -140,7 +141,7 @@ def test_streaming_diloco_equals_a_simulation_in_plain_torch(tmp_path: Path, mix
 
 def come_and_go(directory: Path) -> dict[str, Any]:
     """Three workers; the last one leaves in the middle of everything and comes back."""
-    with axon_ps.World.init(timeout_s=60.0) as world:
+    with axon_ps.World.init(timeout_s=HANG_S) as world:
         rank = world.rank
         model, inner, diloco = make(world, wire_dtype="int4", param_wire_dtype="int4")
         train(model, inner, diloco, rank, range(9))
@@ -154,7 +155,7 @@ def come_and_go(directory: Path) -> dict[str, Any]:
             world.kv_wait("joined")
             return finish(world, model, inner, diloco)
     open_pipe(directory / "alone", "rb")
-    with axon_ps.World.init(timeout_s=60.0) as world:
+    with axon_ps.World.init(timeout_s=HANG_S) as world:
         model, inner, diloco = make(world, wire_dtype="int4", param_wire_dtype="int4")
         assert diloco.version > 3
         world.kv_put("joined", b"yes")
@@ -189,7 +190,7 @@ def test_workers_of_fragments_come_and_go_and_agree_in_the_end(tmp_path: Path) -
 
 
 def released() -> list[str]:
-    with axon_ps.World.init(timeout_s=60.0) as world:
+    with axon_ps.World.init(timeout_s=HANG_S) as world:
         _, _, diloco = make(world, name="gpt")
         names = list(world.models.names)
         diloco.release()
@@ -207,7 +208,7 @@ def test_fragments_have_names_of_their_own_and_are_released_together() -> None:
 
 def freeze(directory: Path) -> dict[str, float]:
     """Worker 1 is frozen in the middle of its steps until worker 0 has made outer steps without it."""
-    with axon_ps.World.init(timeout_s=60.0) as world:
+    with axon_ps.World.init(timeout_s=HANG_S) as world:
         model, inner, diloco = make(world)
         train(model, inner, diloco, world.rank, range(INTERVAL - 1))
         if world.rank == 1:
@@ -238,7 +239,7 @@ def test_a_worker_that_was_frozen_takes_what_it_missed_and_loses_nothing(tmp_pat
         open_pipe(tmp_path / "went on", "rb")
         workers[1].kill(signal.SIGCONT)
         open_pipe(tmp_path / "thawed", "ab")
-        first, frozen = (r.value for r in results_of(workers, timeout_s=60.0, check=True))
+        first, frozen = (r.value for r in results_of(workers, timeout_s=HANG_S, check=True))
     assert first["sum"] == frozen["sum"]
     assert frozen["rebases"] >= FRAGMENTS
     assert frozen["pulls"] == 1  # its start
@@ -248,7 +249,7 @@ def test_a_worker_that_was_frozen_takes_what_it_missed_and_loses_nothing(tmp_pat
 
 def leave_the_loop_early() -> dict[str, Any]:
     """Worker 0 stops while an outer step is under way that worker 1 has ended; both sync, and release."""
-    with axon_ps.World.init(timeout_s=20.0) as world:
+    with axon_ps.World.init(timeout_s=HANG_S) as world:
         model, inner, diloco = make(world)
         train(model, inner, diloco, world.rank, range(INTERVAL))
         if world.rank == 1:

@@ -13,6 +13,7 @@ import pytest
 
 import finishing_worker
 from axon_ps.testing import LocalCluster
+from deadlines import HANG_S
 from job_services import TOKEN, JobServices
 from job_worker import joined
 
@@ -50,7 +51,7 @@ def test_what_counts_as_finishing() -> None:
             environment = {f"AXON_PS_{name}": value for name, value in variables.items()}
             environment |= {"RANK": "1", "WORLD_SIZE": "2", "AXON_PS_BACKEND": "grpc"}
             subprocess.run(
-                [sys.executable, str(SCRIPT), how], env=os.environ | environment, capture_output=True, timeout=40.0
+                [sys.executable, str(SCRIPT), how], env=os.environ | environment, capture_output=True, timeout=HANG_S
             )
         seen = {how: other.result(30.0) for how, other in zip(ENDS, others, strict=True)}
     assert seen == {how: (finishes, finishes) for how, finishes in ENDS.items()}

@@ -14,6 +14,7 @@ from axon_ps.errors import Timeout
 from axon_ps.rpc.security import Security
 from axon_ps.worker.environment import WorkerConfig
 from axon_ps.worker.world import World
+from deadlines import HANG_S
 from job_services import TOKEN, JobServices
 
 WAITS_S = 0.5
@@ -23,7 +24,7 @@ WAITS_S = 0.5
 def joined(address: str) -> World:
     """The only worker of a job."""
     config = WorkerConfig(coordinator=address, rank=0, world_size=1, node="here", security=Security(token=TOKEN))
-    return World.init(config, timeout_s=20.0, join_timeout_s=40.0)
+    return World.init(config, timeout_s=HANG_S, join_timeout_s=HANG_S)
 
 
 def train(model: nn.Module, optimizer: parallel.AdamW) -> None:

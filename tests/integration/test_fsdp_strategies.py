@@ -28,7 +28,6 @@ step of nearly full size: of a bias that began at zero, such steps are all there
 NORMS = 0.03
 """The same of gradient norms, at most."""
 
-pytestmark = pytest.mark.timeout(120)  # all of the work is in one fixture
 
 Task = tuple[str, Case, tuple[Any, ...]]
 

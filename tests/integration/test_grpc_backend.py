@@ -20,10 +20,11 @@ from axon_ps.testing import LocalCluster
 from axon_ps.testing.conformance import oracle
 from axon_ps.types import NUMBERS, Array, DType, ReduceOp, Role
 from axon_ps.worker.environment import worker_config
+from deadlines import HANG_S
 from grpc_ranks import Rank, Ranks
 
 N = 4
-TIMEOUT_S = 20.0
+TIMEOUT_S = HANG_S
 SUM = ReduceOp.SUM
 _names = itertools.count()
 
@@ -215,7 +216,7 @@ def test_a_timeout_names_who_did_not_come(ranks: Ranks) -> None:
     begin_s = time.monotonic()
     with pytest.raises(Timeout, match="ranks 0, 2, 3 did not come"):
         group.backends[1].run(Request(call=group.call(Operation.BARRIER)), 0.3)
-    assert 0.2 < time.monotonic() - begin_s < 2.0
+    assert 0.2 < time.monotonic() - begin_s < HANG_S / 2
 
 
 def test_arrays_that_do_not_fit_are_refused_before_anything_is_sent(ranks: Ranks) -> None:
@@ -326,8 +327,8 @@ def reduce_forever(backend: GrpcBackend, done: Any) -> None:
         done()
 
 
-def test_kill_9_in_the_middle_of_an_all_reduce_is_named_to_the_others_within_a_second() -> None:
-    with LocalCluster(shards=2, world_size=N, min_workers=1) as cluster:
+def test_kill_9_in_the_middle_of_an_all_reduce_is_named_to_the_others_long_before_its_lease_ends() -> None:
+    with LocalCluster(shards=2, world_size=N, min_workers=1, lease_s=HANG_S) as cluster:
         cluster.start_workers(reduce_until_killed, args=("g",), ranks=[3])
         ranks = Ranks(cluster.address, cluster.job, cluster.security, N - 1, members=N)
         backends = ranks.group("g")
@@ -341,5 +342,5 @@ def test_kill_9_in_the_middle_of_an_all_reduce_is_named_to_the_others_within_a_s
             error = future.exception(TIMEOUT_S)
             assert isinstance(error, MemberLost), error
             assert "rank 3 has left the job" in str(error)
-        assert time.monotonic() - begin_s < 1.0
+        assert time.monotonic() - begin_s < HANG_S / 2
         ranks.close()

@@ -21,10 +21,11 @@ import axon_ps
 from axon_ps.errors import AxonError, InvalidRequest, Misuse
 from axon_ps.testing import LocalCluster, WorkerFailed
 from axon_ps.types import Role
+from deadlines import HANG_S
 
 
 def meet(factor: int, *, plus: int = 0) -> tuple[int, list[int]]:
-    with axon_ps.World.init(join_timeout_s=40) as world:
+    with axon_ps.World.init(join_timeout_s=HANG_S) as world:
         return os.getpid(), world.gather_json(world.rank * factor + plus)
 
 

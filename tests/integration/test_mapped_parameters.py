@@ -17,6 +17,7 @@ from axon_ps import parallel
 from axon_ps.sharding.plan import PlanOptions
 from axon_ps.testing import LocalCluster
 from axon_ps.types import Role
+from deadlines import HANG_S
 from parity_model import train_sharded
 from pausing import make_pipes, pause, paused
 
@@ -107,7 +108,7 @@ def test_what_is_written_to_a_gathered_parameter_is_lost_and_reaches_nobody() ->
 
 def lose_the_server(pipes: Path, uri: str) -> Any:
     """Two steps, a checkpoint, two steps, another server in between; and the same without."""
-    with axon_ps.World.init(timeout_s=30.0) as world:
+    with axon_ps.World.init(timeout_s=HANG_S) as world:
         model = model_of(world)
         optimizer = parallel.AdamW(model, lr=1e-2)
         for seed in range(2):
@@ -202,7 +203,7 @@ def test_a_lease_granted_before_the_decision_need_not_be_asked_for_again() -> No
 
 
 def release(pipes: Path) -> Any:
-    with axon_ps.World.init(timeout_s=30.0) as world:
+    with axon_ps.World.init(timeout_s=HANG_S) as world:
         model = model_of(world)
         with torch.no_grad():
             model(torch.ones(4, WIDTH))

@@ -13,6 +13,7 @@ from torch import nn
 import axon_ps
 from axon_ps import parallel
 from axon_ps.testing import LocalCluster
+from deadlines import HANG_S
 
 WIDTH, BLOCKS, BATCH, STEPS = 512, 6, 4, 3
 BLOCK_NUMEL = 2 * WIDTH * WIDTH + 2 * WIDTH  # two matrices with biases: one unit
@@ -46,7 +47,7 @@ class Model(nn.Module):
 
 def train(strategy: str, precision: dict[str, torch.dtype], blocks: int = BLOCKS) -> dict[str, Any]:
     torch.set_num_threads(1)
-    with axon_ps.World.init(timeout_s=60.0) as world:
+    with axon_ps.World.init(timeout_s=HANG_S) as world:
         model = parallel.FSDP(
             Model(blocks),
             world.default_group,

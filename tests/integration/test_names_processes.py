@@ -19,6 +19,7 @@ from axon_ps.collectives.process_group import ProcessGroup
 from axon_ps.errors import Disagreement, InvalidRequest
 from axon_ps.parallel import DDP, FSDP, SGD, Mesh, SyncBatchNorm
 from axon_ps.testing import LocalCluster, preloaded
+from deadlines import HANG_S
 
 RANKS = 3
 ROWS = (0, 3, 3, 8)
@@ -92,7 +93,7 @@ def step(model: Any, optimizer: Any, rank: int) -> dict[str, Any]:
 
 def everything(uri: str) -> Any:
     torch.set_num_threads(1)
-    with axon_ps.World.init(timeout_s=40.0) as world:
+    with axon_ps.World.init(timeout_s=HANG_S) as world:
         group = world.default_group
         for backend in ("shm", "grpc"):
             some = world.new_group(range(RANKS), backend=backend)

@@ -24,6 +24,7 @@ import other_user
 from axon_ps.host.peer_socket import Listener
 from axon_ps.testing import LocalCluster
 from axon_ps.types import Role
+from deadlines import HANG_S
 from other_user import maps_of, parent, uid_of
 from pausing import make_pipes, pause, paused
 from test_mapped_parameters import model_of, step
@@ -59,7 +60,7 @@ def report_of(user: int, attack: Callable[..., list[str]], *args: Any) -> list[s
 
 
 def train(pipes: Path) -> Any:
-    with axon_ps.World.init(timeout_s=30.0) as world:
+    with axon_ps.World.init(timeout_s=HANG_S) as world:
         model = model_of(world)
         optimizer = axon_ps.parallel.SGD(model, lr=0.1)
         step(model, optimizer, 0)
@@ -148,7 +149,7 @@ def test_services_are_so_by_default(options: list[str], limit: str) -> None:
         assert "listening" in service.stderr.readline()
         limits = Path(f"/proc/{service.pid}/limits").read_text()
         service.terminate()
-        service.communicate(timeout=20)
+        service.communicate(timeout=HANG_S)
     assert re.search(rf"^Max core file size +{limit} ", limits, re.MULTILINE), limits
 
 

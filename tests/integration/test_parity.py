@@ -59,8 +59,6 @@ def assert_close(values: Values, expected: Values, relative: float) -> None:
 SPECULATIVE: list[dict[str, torch.dtype]] = [{}, {"wire_dtype": torch.bfloat16}]
 """Precisions that speculative gathers are tested in."""
 
-pytestmark = pytest.mark.timeout(120)  # all of the work is in one fixture
-
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[list[Any]]]:

@@ -26,6 +26,7 @@ from axon_ps.shard.server.server import ShardConfig, serve
 from axon_ps.storage.manifest import list_checkpoints, verify
 from axon_ps.storage.state_store import MemoryStateStore
 from axon_ps.types import Decision, Membership, OptimizerSpec, Outcome, Role
+from deadlines import HANG_S
 from shard_fakes import spec_of
 
 SPEC = spec_of(3000, 200)
@@ -108,7 +109,7 @@ class Worker:
     async def upload(self, value: float) -> None:
         for unit, u in enumerate(SPEC.layout.units):
             values = np.full(u.numel, value, np.float32)
-            await self.shards.upload(unit, values, context=self.session.context, timeout_s=10)
+            await self.shards.upload(unit, values, context=self.session.context, timeout_s=HANG_S)
         await self.until(JobState, lambda job: job.initialized)
 
     async def step(self, number: int) -> Decision:
@@ -117,7 +118,7 @@ class Worker:
         for unit, u in enumerate(SPEC.layout.units):
             grad = np.full(u.numel, number, np.float32)
             await self.shards.reduce_scatter(
-                unit, grad, step=number, replica=0, context=self.session.context, timeout_s=10
+                unit, grad, step=number, replica=0, context=self.session.context, timeout_s=HANG_S
             )
         self.session.vote(Vote(generation=membership.generation, step=number, hyper=({"lr": 0.01},)))
         decision: Decision = await self.until(Decision, lambda d: d.step == number)
@@ -127,7 +128,7 @@ class Worker:
         outs = [np.zeros(u.numel, np.float32) for u in SPEC.layout.units]
         at = {"min_version": version, "epoch": epoch}
         for unit, out in enumerate(outs):
-            await self.shards.gather(unit, out, context=self.session.context, timeout_s=10, **at)
+            await self.shards.gather(unit, out, context=self.session.context, timeout_s=HANG_S, **at)
         return outs
 
     async def close(self) -> None:

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from deadlines import HANG_S
+
 ROOT = Path(__file__).parents[2]
 OF_FEATURES = ("aiohttp", "cryptography", "grpc_health", "grpc_reflection", "jwt", "prometheus_client")
 OF_THE_COMMAND_LINE = ("pydantic_settings", "rich", "typer")
@@ -30,6 +32,6 @@ def test_a_job_runs_without_the_packages_that_features_need() -> None:
     paths = [str(ROOT / folder) for folder in ("tests/integration", "tests", ".")]
     command = f"import sys; sys.path[:0] = {paths!r}{JOB}"
     missing = (*OF_FEATURES, *OF_THE_COMMAND_LINE)
-    done = subprocess.run([sys.executable, "-c", command, *missing], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", command, *missing], capture_output=True, text=True, timeout=HANG_S)
     assert (done.returncode, done.stdout.strip()) == (0, str([[3.0] * 4] * 2)), done.stderr
     assert "grpcio-health-checking is not installed" in done.stderr

@@ -27,7 +27,6 @@ def losses(directory: Path) -> list[float]:
     return [float(loss) for loss in json.loads((directory / "losses.json").read_text())]
 
 
-@pytest.mark.timeout(200)
 def test_examples_equal_plain_training(tmp_path: Path) -> None:
     for package in ("transformers", "sklearn"):
         if importlib.util.find_spec(package) is None:

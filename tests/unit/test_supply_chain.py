@@ -15,9 +15,10 @@ from importlib.metadata import requires
 from pathlib import Path
 
 import pytest
-import supply_chain
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+
+import supply_chain
 from supply_chain import IMAGES, LINUX, LOCKS, ROOT, Locked, held, locked, reason_not_to_ask
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))

@@ -15,7 +15,7 @@ from axon_ps.collectives import functional
 from axon_ps.collectives.process_group import ProcessGroup
 from axon_ps.errors import Disagreement
 
-PROMPT_S = 10.0
+PROMPT_S = 60.0
 """How long an error may take to arrive: far less than a time-out, also on a busy machine."""
 
 _Call = Callable[..., object]

@@ -13,7 +13,7 @@ from axon_ps.testing.conformance.trial import Trial
 from axon_ps.types import DType
 
 _SHORT_S = 0.4
-_PROMPT_S = 5.0
+_PROMPT_S = 60.0
 
 
 def _names(error: BaseException, rank: int) -> bool:

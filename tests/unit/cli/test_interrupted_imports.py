@@ -8,6 +8,8 @@ import sys
 
 import pytest
 
+from deadlines import HANG_S
+
 PROGRAM = """
 import os, signal, sys
 signal.signal(signal.SIGINT, signal.default_int_handler)  # also where a shell has it ignored
@@ -25,6 +27,6 @@ sys.exit(axon_ps_cli.main(["status", "--coordinator", "127.0.0.1:1"]))
 
 @pytest.mark.parametrize("module", ["axon_ps", "numpy", "typer", "axon_ps.cli.launch", "pydantic_settings", "dotenv"])
 def test_it_ends_without_a_traceback(module: str) -> None:
-    done = subprocess.run([sys.executable, "-c", PROGRAM, module], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", PROGRAM, module], capture_output=True, text=True, timeout=HANG_S)
     assert done.returncode in (-signal.SIGINT, 130), done.stderr
     assert (done.stdout, done.stderr) == ("", "")

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from axon_ps.host.fork import VARIABLE
+from deadlines import HANG_S
 
 LOOP = """
 import os
@@ -31,7 +32,7 @@ def output(script: str, variable: str | None = None) -> tuple[str, str]:
     if variable is not None:
         environment[VARIABLE] = variable
     run = [sys.executable, "-W", "ignore", "-c", script]
-    done = subprocess.run(run, capture_output=True, text=True, timeout=60, env=environment)
+    done = subprocess.run(run, capture_output=True, text=True, timeout=HANG_S, env=environment)
     assert done.returncode == 0, done.stderr
     return done.stdout, done.stderr
 
@@ -84,7 +85,7 @@ def test_a_main_module_that_is_imported_again_does_not_join(tmp_path: Path, meth
     )
     environment = {k: v for k, v in os.environ.items() if k not in ("AXON_PS_COORDINATOR", "MASTER_ADDR")}
     done = subprocess.run(
-        [sys.executable, str(script)], capture_output=True, text=True, timeout=60, env=environment, check=False
+        [sys.executable, str(script)], capture_output=True, text=True, timeout=HANG_S, env=environment, check=False
     )
     assert done.stdout.count("first") == 1, done.stdout
     assert "imports the program's main module again" in done.stderr, done.stderr

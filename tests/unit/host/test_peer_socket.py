@@ -15,6 +15,7 @@ import pytest
 from axon_ps.errors import Broken, InvalidRequest, Unreachable
 from axon_ps.host import peer_socket
 from axon_ps.host.peer_socket import Listener, PeerSocket
+from deadlines import HANG_S
 
 
 def connected() -> tuple[PeerSocket, PeerSocket]:
@@ -201,7 +202,7 @@ print(os.waitstatus_to_exitcode(status))
 
 
 def test_a_fork_of_a_worker_has_none_of_its_sockets() -> None:
-    run = subprocess.run([sys.executable, "-c", FORKING], capture_output=True, text=True, timeout=50, check=True)
+    run = subprocess.run([sys.executable, "-c", FORKING], capture_output=True, text=True, timeout=HANG_S, check=True)
     assert run.stdout.strip() == "3", run.stderr
 
 

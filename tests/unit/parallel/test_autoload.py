@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 import axon_ps_torch
+from deadlines import HANG_S
 
 ROOT = Path(__file__).parents[3]
 GROUPS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["entry-points"]
@@ -51,7 +52,7 @@ def run(program: str, folder: Path, **values: str) -> subprocess.CompletedProces
     ours = {k: v for k, v in os.environ.items() if not k.startswith(("AXON_PS_", "GRPC_", "TORCH_DEVICE_"))}
     environment = ours | {"PYTHONPATH": f"{folder}:{ROOT}"} | values
     return subprocess.run(
-        [sys.executable, "-c", program], env=environment, cwd=folder, capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", program], env=environment, cwd=folder, capture_output=True, text=True, timeout=HANG_S
     )
 
 

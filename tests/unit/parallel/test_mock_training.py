@@ -20,6 +20,7 @@ from axon_ps.collectives.backends.shm.backend import SharedMemoryBackend
 from axon_ps.errors import InvalidRequest, Misuse
 from axon_ps.parallel import DDP, FSDP, SGD, AdamW, Mesh, ShardingStrategy
 from axon_ps.testing import run_threads
+from deadlines import HANG_S
 from mock_ranks import close, generator
 
 NO_SHARD = ShardingStrategy.NO_SHARD
@@ -190,7 +191,7 @@ def test_who_fails_ends_the_others_at_once_and_is_what_is_raised(strategy: Shard
             optimizer.zero_grad()
 
     with pytest.raises(ZeroDivisionError, match="of rank 1"):
-        run_threads(fail, 2, timeout_s=30)
+        run_threads(fail, 2, timeout_s=HANG_S)
 
 
 def test_nothing_is_left_behind_closed_or_not() -> None:

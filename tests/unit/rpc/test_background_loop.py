@@ -18,6 +18,7 @@ import pytest
 from axon_ps.errors import Broken, Closed, InvalidRequest, Misuse, Timeout
 from axon_ps.rpc import background_loop as loop_module
 from axon_ps.rpc.background_loop import BackgroundLoop
+from deadlines import HANG_S
 
 
 @pytest.fixture
@@ -201,7 +202,7 @@ def test_ctrl_c_cancels_the_coroutine_and_leaves_the_loop_usable() -> None:
             assert process.stdout is not None
             assert process.stdout.readline() == "running\n"
             process.send_signal(signal.SIGINT)
-            out, err = process.communicate(timeout=30)
+            out, err = process.communicate(timeout=HANG_S)
         finally:
             process.kill()
     assert out == "cancelled\ninterrupted\n1\n"
@@ -211,7 +212,7 @@ def test_ctrl_c_cancels_the_coroutine_and_leaves_the_loop_usable() -> None:
 
 def test_a_loop_that_nobody_closes_does_not_hold_the_process() -> None:
     script = CTRL_C.replace("loop.run(wait())", "loop.submit(wait()); print(loop.run(asyncio.sleep(0)))")
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=30)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=HANG_S)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.endswith("1\ncancelled\n")
 

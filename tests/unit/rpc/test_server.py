@@ -20,6 +20,7 @@ from axon_ps.rpc.security import Security
 from axon_ps.rpc.server import Server
 from axon_ps.rpc.service import Stub
 from axon_ps.wire.v1 import session_pb2, shard_pb2, status_pb2
+from deadlines import HANG_S
 from rpc_fakes import COORDINATOR, SHARD, run, serving, until_nobody_answers
 
 TOKEN = "c0ffee-c0ffee"
@@ -133,12 +134,12 @@ def test_a_wrong_token_is_refused_in_every_kind_of_call(given: str) -> None:
             async with serving(descriptor, security=Security(token=TOKEN), client=Security(token=given)) as s:
                 if descriptor is SHARD:
                     with pytest.raises(PermissionDenied, match=message):
-                        await s.stub.call("Stats", shard_pb2.StatsRequest(), timeout_s=5)
+                        await s.stub.call("Stats", shard_pb2.StatsRequest(), timeout_s=HANG_S)
                     with pytest.raises(PermissionDenied, match=message):
-                        await s.stub.open("AllGather", timeout_s=5).read()
+                        await s.stub.open("AllGather", timeout_s=HANG_S).read()
                 else:
                     with pytest.raises(PermissionDenied, match=message):
-                        await s.stub.open("Session", timeout_s=5).read()
+                        await s.stub.open("Session", timeout_s=HANG_S).read()
 
     run(main())
 
@@ -146,7 +147,7 @@ def test_a_wrong_token_is_refused_in_every_kind_of_call(given: str) -> None:
 def test_the_right_token_is_accepted_and_health_needs_none() -> None:
     async def main() -> None:
         async with serving(security=Security(token=TOKEN), stats=stats) as s:
-            await s.stub.call("Stats", shard_pb2.StatsRequest(), timeout_s=5)
+            await s.stub.call("Stats", shard_pb2.StatsRequest(), timeout_s=HANG_S)
             assert await health_of(s.channel, "") == health_pb2.HealthCheckResponse.SERVING
             reflection = reflection_pb2_grpc.ServerReflectionStub(s.channel)
             with pytest.raises(grpc.aio.AioRpcError) as caught:
@@ -271,7 +272,7 @@ def test_connections_beyond_the_limit_and_silent_ones_are_closed(monkeypatch: py
         async with serving(stats=stats) as s:
             silent = [socket.create_connection(("127.0.0.1", s.server.port)) for _ in range(8)]
             with pytest.raises(Broken):
-                await s.stub.call("Stats", shard_pb2.StatsRequest(), timeout_s=5.0)
+                await s.stub.call("Stats", shard_pb2.StatsRequest(), timeout_s=HANG_S)
             assert all(await asyncio.gather(*(asyncio.to_thread(ended, c) for c in silent)))
             for connection in silent:
                 connection.close()

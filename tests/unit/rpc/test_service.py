@@ -30,6 +30,7 @@ from axon_ps.rpc.server import Server
 from axon_ps.rpc.service import Stub, method_name, service_handler
 from axon_ps.wire.frames import decode_chunk, encode_chunk
 from axon_ps.wire.v1 import common_pb2, coordinator_pb2, membership_pb2, session_pb2, shard_pb2, status_pb2
+from deadlines import HANG_S
 from rpc_fakes import COORDINATOR, SHARD, FakeServicer, run, serving, write_forever
 
 GRADIENT = np.arange(1000, dtype=np.float32)
@@ -63,7 +64,7 @@ def test_a_unary_call() -> None:
     async def main() -> None:
         async with serving(stats=stats) as s:
             request = shard_pb2.StatsRequest(context=common_pb2.CallContext(job="j"))
-            assert dict((await s.stub.call("Stats", request, timeout_s=5)).values) == {"j": 1.5}
+            assert dict((await s.stub.call("Stats", request, timeout_s=HANG_S)).values) == {"j": 1.5}
 
     run(main())
 
@@ -84,7 +85,7 @@ def test_chunks_travel_as_bytes_in_both_directions() -> None:
 
     async def main() -> None:
         async with serving(all_gather=all_gather, reduce_scatter=reduce_scatter) as s:
-            gather = s.stub.open("AllGather", timeout_s=5)
+            gather = s.stub.open("AllGather", timeout_s=HANG_S)
             await gather.write(shard_pb2.AllGatherRequest(end=5))
             assert [m async for m in gather] == [FRAME] * 5
             push = s.stub.open("ReduceScatter")
@@ -155,8 +156,8 @@ def test_a_reply_that_cannot_be_parsed_is_the_peers_fault() -> None:
         stub = Stub(channel, SHARD)
         try:
             with pytest.raises(Broken, match=rf"{address} sent a reply to Stats that cannot be parsed"):
-                await stub.call("Stats", shard_pb2.StatsRequest(), timeout_s=5)
-            stream = stub.open("ReduceScatter", timeout_s=5)
+                await stub.call("Stats", shard_pb2.StatsRequest(), timeout_s=HANG_S)
+            stream = stub.open("ReduceScatter", timeout_s=HANG_S)
             with pytest.raises(Broken, match=rf"ReduceScatter at {address} sent a message that cannot be parsed"):
                 await stream.read()
             assert stream.done()
@@ -324,7 +325,7 @@ def test_a_servicer_whose_inner_task_was_cancelled_still_answers() -> None:
     async def main() -> None:
         async with serving(stats=stats) as s:
             with pytest.raises(Broken, match="Stats was broken off by the server"):
-                await s.stub.call("Stats", shard_pb2.StatsRequest(), timeout_s=5)
+                await s.stub.call("Stats", shard_pb2.StatsRequest(), timeout_s=HANG_S)
 
     run(main())
 
@@ -446,9 +447,9 @@ def test_messages_over_the_limit_are_refused_in_both_directions(monkeypatch: pyt
     async def main() -> None:
         async with serving(COORDINATOR, kv=kv, session=session) as s:
             with pytest.raises(InvalidRequest, match="too large"):
-                await s.stub.call("KV", coordinator_pb2.KVRequest(value=too_long), timeout_s=10)
+                await s.stub.call("KV", coordinator_pb2.KVRequest(value=too_long), timeout_s=HANG_S)
             with pytest.raises(InvalidRequest, match="too large"):
-                await s.stub.call("KV", coordinator_pb2.KVRequest(), timeout_s=10)
+                await s.stub.call("KV", coordinator_pb2.KVRequest(), timeout_s=HANG_S)
             stream = s.stub.open("Session")
             with pytest.raises(InvalidRequest, match="too large"):
                 await stream.write(too_long)
@@ -463,6 +464,6 @@ def test_a_long_message_arrives_shortened() -> None:
     async def main() -> None:
         async with serving(stats=stats) as s:
             with pytest.raises(InvalidRequest, match=r"^ö{1000,}\.\.\."):
-                await s.stub.call("Stats", shard_pb2.StatsRequest(), timeout_s=5)
+                await s.stub.call("Stats", shard_pb2.StatsRequest(), timeout_s=HANG_S)
 
     run(main())

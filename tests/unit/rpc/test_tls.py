@@ -12,6 +12,7 @@ import trustme
 from axon_ps.errors import AxonError, ConfigurationError, PermissionDenied, Unreachable
 from axon_ps.rpc.security import Security
 from axon_ps.wire.v1 import shard_pb2
+from deadlines import HANG_S
 from rpc_fakes import run, serving
 
 
@@ -59,7 +60,7 @@ def call(server: Security, client: Security) -> str:
 
     async def main() -> None:
         async with serving(security=server, client=client, stats=stats) as s:
-            await s.stub.call("Stats", shard_pb2.StatsRequest(), timeout_s=10)
+            await s.stub.call("Stats", shard_pb2.StatsRequest(), timeout_s=HANG_S)
 
     seen = "nobody"
     run(main())

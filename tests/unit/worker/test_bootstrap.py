@@ -22,6 +22,7 @@ from axon_ps.worker.bootstrap.local_store import LocalStore
 from axon_ps.worker.bootstrap.services import EmbeddedServices
 from axon_ps.worker.bootstrap.stores import first_host, master_of, open_store
 from axon_ps.worker.environment import launch_info
+from deadlines import HANG_S
 
 MPIRUN = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "PMIX_NAMESPACE": f"test-{os.getpid()}"}
 SRUN = {
@@ -234,11 +235,11 @@ def test_waiting_for_others_is_logged_and_times_out(
 
 def test_a_store_of_one_host_holds_what_any_worker_stores() -> None:
     name = f"store-{os.getpid()}"
-    late = LocalStore(name, serves=False, timeout_s=5.0)
+    late = LocalStore(name, serves=False, timeout_s=HANG_S)
     assert not late.check(["a"])  # nobody is there yet, and nobody waits
     storing = threading.Thread(target=late.set, args=("a", "ä" * 10_000))
     storing.start()
-    first = LocalStore(name, serves=True, timeout_s=5.0)
+    first = LocalStore(name, serves=True, timeout_s=HANG_S)
     storing.join(5.0)
     first.set("b", "2")
     for store in (first, late):
@@ -246,7 +247,7 @@ def test_a_store_of_one_host_holds_what_any_worker_stores() -> None:
         assert not store.check(["a", "c"])
         assert store.get("a").decode() == "ä" * 10_000
     with pytest.raises(Unreachable, match="two of them of the same rank"):
-        LocalStore(name, serves=True, timeout_s=5.0)
+        LocalStore(name, serves=True, timeout_s=HANG_S)
     first.close()
     first.close()
     assert not late.check(["a"])

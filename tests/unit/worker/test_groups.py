@@ -15,6 +15,7 @@ from axon_ps.errors import Closed, MemberLost
 from axon_ps.reduction.call import Operation
 from axon_ps.types import Member, Membership, Role
 from axon_ps.worker.groups import Groups
+from deadlines import HANG_S
 
 
 class FakeBackend:
@@ -56,7 +57,7 @@ class Workers:
             self._make,
             MemoryStore(),
             backend="fake",
-            timeout_s=5.0,
+            timeout_s=HANG_S,
             recorder=Recorder(),
             incarnation=lambda: "a",
         )

@@ -19,6 +19,7 @@ from axon_ps.rpc.auth.identity import EVERY_ROLE, Identity, Principal
 from axon_ps.rpc.auth.tokens import mint, new_secret
 from axon_ps.rpc.security import Security
 from axon_ps.wire.v1 import shard_pb2
+from deadlines import HANG_S
 from rpc_fakes import run, serving
 
 SECRET = new_secret()
@@ -121,7 +122,7 @@ def test_revoking_ends_calls_under_way_and_refuses_new_ones() -> None:
         server = Security(token=SECRET)
         async with (
             serving(security=server, client=Security(token=token), stats=stats, collective=collective) as s,
-            s.stub.open("Collective", timeout_s=10) as stream,
+            s.stub.open("Collective", timeout_s=HANG_S) as stream,
         ):
             await stream.read()
             revoked = guard().credentials(bearer(token), b"").names
@@ -129,10 +130,10 @@ def test_revoking_ends_calls_under_way_and_refuses_new_ones() -> None:
             with pytest.raises(PermissionDenied, match=rf"\({revoked[0]}\) were revoked: it leaked"):
                 await stream.read()
             with pytest.raises(PermissionDenied, match="were revoked: it leaked"):
-                await s.stub.call("Stats", shard_pb2.StatsRequest(), timeout_s=10)
+                await s.stub.call("Stats", shard_pb2.StatsRequest(), timeout_s=HANG_S)
         async with serving(security=server, client=Security(token=other), stats=stats) as s:
             s.server.revocations.set({revoked[0]: "it leaked"})
-            await s.stub.call("Stats", shard_pb2.StatsRequest(), timeout_s=10)
+            await s.stub.call("Stats", shard_pb2.StatsRequest(), timeout_s=HANG_S)
 
     run(main())
     assert began
