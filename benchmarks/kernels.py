@@ -37,6 +37,7 @@ import _report
 from axon_ps.compress import cast
 from axon_ps.host.malloc import retain_message_memory
 from axon_ps.optim import create
+from axon_ps.shard.core.chunks import BLOCK_NUMEL
 from axon_ps.shard.server.apply import RUN_NUMEL
 from axon_ps.sharding.plan import DEFAULT_CHUNK_NUMEL
 from axon_ps.types import Array, DType
@@ -249,9 +250,13 @@ def accumulation(numel: int, pieces: Pieces, repetitions: int) -> list[dict[str,
         widened.copy_(their_chunk)  # several times faster than add_ with mixed types
         their_acc.add_(widened)
 
+    def accumulate_last(p: slice) -> None:
+        digests = np.zeros((2, -(-acc[p].size // BLOCK_NUMEL)), np.uint64)
+        cast.accumulate_last(acc[p], chunk[p], DType.BF16, False, digests, BLOCK_NUMEL)
+
     calls: Calls = {
         "accumulate": lambda: pieces.run(lambda p: cast.accumulate(acc[p], chunk[p], DType.BF16, False)),
-        "accumulate_last": lambda: pieces.run(lambda p: cast.accumulate_last(acc[p], chunk[p], DType.BF16, False)),
+        "accumulate_last": lambda: pieces.run(accumulate_last),
         "sum_of_squares": lambda: pieces.run(lambda p: cast.sum_of_squares(acc[p])),
         "encode": lambda: pieces.run(lambda p: cast.encode(acc[p], chunk[p], DType.BF16)),
         "torch copy_ and add_": torch_add,

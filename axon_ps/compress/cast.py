@@ -101,7 +101,7 @@ def accumulate_last(
     chunk: Array,
     dtype: DType,
     first: bool,
-    digests: Array | None = None,
+    digests: Array,
     block_numel: int = rounding.TILE_NUMEL,
     *,
     rounds: bool = False,
@@ -113,7 +113,7 @@ def accumulate_last(
         chunk: dtype.numpy[n]; may be read-only and unaligned, as cut from a received message.
         dtype: what `chunk` holds: F32, BF16 or F16.
         first: whether this is the first replica too, that is, the only one.
-        digests: as of `accumulate`.
+        digests: u64[2, blocks of acc], as of `accumulate`.
         block_numel: as of `accumulate`.
         rounds: whether `round_in_place(acc, dtype)` follows, in the same pass.
 

@@ -35,6 +35,11 @@ def instruction(service: str, name: str) -> list[str]:
     return list(yaml.safe_load(found[-1])) if found else []
 
 
+def caches(service: str) -> list[str]:
+    """Where an image's processes keep compiled loops."""
+    return re.findall(r"^ENV .*\bNUMBA_CACHE_DIR=(\S+)", dockerfile(service), flags=re.MULTILINE)
+
+
 def image_of(service: Mapping[str, Any]) -> str:
     """Which of our images a compose service runs."""
     return str(service["image"]).removeprefix("axon-ps-").partition(":")[0]
@@ -161,8 +166,7 @@ def test_images_run_as_nobody_in_particular_from_a_venv(service: str) -> None:
     assert "COPY --from=code /opt/code /opt/venv" in image, "a change of our code is a small layer"
     for compiler in ("gcc", "g++", "build-essential", "cmake"):
         assert compiler not in text
-    if "NUMBA_CACHE_DIR" in text:
-        cache = re.findall(r"NUMBA_CACHE_DIR=(\S+)", text)[0]
+    for cache in caches(service):
         assert cache in re.findall(r"install -d -o axon .*", image)[0]
     assert hardened.split("\n") == [
         "with-tools",
@@ -171,6 +175,14 @@ def test_images_run_as_nobody_in_particular_from_a_venv(service: str) -> None:
         "USER 10001:10001",
     ], "the last thing is that all programs but Python go"
     assert "services/image/only_python.py" in image
+
+
+@pytest.mark.parametrize("service", SERVICES)
+def test_an_image_that_calls_loops_has_them_compiled_where_its_program_takes_them_from(service: str) -> None:
+    compiled = re.findall(r"^RUN NUMBA_CACHE_DIR=(\S+) .*-m axon_ps.shard.loops$", dockerfile(service), re.MULTILINE)
+    taken = re.findall(r'LOOPS = Path\("(.*)"\)', (ROOT / "services" / service / "main.py").read_text("utf-8"))
+    assert compiled == taken
+    assert len(compiled) == len(caches(service)) == (service != "coordinator")
 
 
 @pytest.mark.parametrize("service", SERVICES)
@@ -207,8 +219,7 @@ def test_every_container_is_confined(name: str) -> None:
     writable = {each.partition(":")[0]: each for each in service["tmpfs"]}
     assert all("size=" in each for each in writable.values()), "memory is not without limit"
     assert "/tmp" in writable
-    kernels = re.findall(r"NUMBA_CACHE_DIR=(\S+)", dockerfile(image_of(service)))
-    assert set(kernels) == writable.keys() - {"/tmp"}
+    assert set(caches(image_of(service))) == writable.keys() - {"/tmp"}
     for mounted in service["volumes"]:
         assert not mounted.startswith((".", "~")), f"{mounted}: nothing of the machine"
 

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from axon_ps.compress.cast import accumulate, accumulate_last, encode, round_in_place, sum_of_squares
 from axon_ps.errors import InvalidRequest
+from axon_ps.kernels.rounding import TILE_NUMEL
 from axon_ps.types import Array, DType
 
 TORCH = {DType.F32: torch.float32, DType.BF16: torch.bfloat16, DType.F16: torch.float16}
@@ -23,6 +24,11 @@ def chunk_of(numel: int, dtype: DType, seed: int) -> Array:
     out = np.zeros(numel, dtype.numpy)
     encode(np.random.default_rng(seed).standard_normal(numel, dtype=np.float32), out, dtype)
     return out
+
+
+def digests_for(array: Array) -> Array:
+    """u64[2, blocks], zeros, for the shortest blocks."""
+    return np.zeros((2, -(-array.size // TILE_NUMEL)), np.uint64)
 
 
 def as_torch(chunk: Array, dtype: DType) -> torch.Tensor:
@@ -51,7 +57,7 @@ def test_accumulate_last_is_both_in_one(dtype: DType, numel: int, first: bool) -
     one = np.random.default_rng(2).standard_normal(numel, dtype=np.float32)
     two = one.copy()
     accumulate(one, chunk, dtype, first)
-    assert accumulate_last(two, chunk, dtype, first) == sum_of_squares(one)
+    assert accumulate_last(two, chunk, dtype, first, digests_for(two)) == sum_of_squares(one)
     assert one.tobytes() == two.tobytes()
 
 
@@ -89,7 +95,8 @@ def test_received_bytes_may_be_read_only_and_unaligned(dtype: DType) -> None:
     accumulate(one, chunk, dtype, False)
     accumulate(two, received, dtype, False)
     assert one.tobytes() == two.tobytes()
-    assert accumulate_last(one, chunk, dtype, False) == accumulate_last(two, received, dtype, False)
+    sums = [accumulate_last(a, c, dtype, False, digests_for(a)) for a, c in ((one, chunk), (two, received))]
+    assert sums[0] == sums[1]
 
 
 def test_accumulate_in_pieces_on_threads() -> None:
@@ -140,7 +147,7 @@ def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(InvalidRequest, match=r"chunk is uint16\[7\]"):
         accumulate(acc, np.zeros(7, np.uint16), DType.BF16, True)
     with pytest.raises(InvalidRequest, match=r"acc is float64\[8\]"):
-        accumulate_last(acc.astype(np.float64), np.zeros(8, np.uint16), DType.BF16, True)
+        accumulate_last(acc.astype(np.float64), np.zeros(8, np.uint16), DType.BF16, True, digests_for(acc))
     with pytest.raises(InvalidRequest, match="contiguous"):
         sum_of_squares(np.zeros((2, 2), np.float32))
     digests = np.zeros((2, 1), np.uint64)
