@@ -44,7 +44,7 @@ demo: $(INSTALLED) ## train a small GPT on two workers and two shard servers of 
 	$(BIN)/axon-ps run --http-port 0 --nproc-per-node 2 --shards 2 examples/train_gpt.py $(DEMO_ARGS)
 
 test: $(INSTALLED) ## run the tests; PYTEST_ARGS='-k word' picks some
-	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder --durations 20 $(PYTEST_ARGS)
 
 pages: $(INSTALLED) ## run what the documentation tells to type, and the examples (4 minutes); PYTEST_ARGS='-k word'
 	$(BIN)/python -m pytest -n $(TEST_PROCESSES) tests/pages $(PYTEST_ARGS)

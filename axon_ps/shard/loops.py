@@ -44,7 +44,7 @@ _MAX_PROCESSES: Final = 8
 
 
 def compile_missing(say: Callable[[str], None]) -> None:
-    """Compile all loops where a record does not say that they are compiled; 20 ms where it does.
+    """Compile all loops where a record does not say that they are; milliseconds where it does.
 
     Any number of processes may do so at once. After an error or `LIMIT_S` they are compiled when they are called.
 
@@ -104,7 +104,7 @@ def main() -> None:
         numbers = range(len(parts()))  # imported here, once for all of them
         fork = multiprocessing.get_context("fork")
         with concurrent.futures.ProcessPoolExecutor(processes, mp_context=fork) as pool:
-            list(pool.map(_compile, numbers, timeout=LIMIT_S))
+            list(pool.map(_compile, numbers))
         loop_cache.record(place, sources_hash(Path(kernels.__file__).parent))
 
 
