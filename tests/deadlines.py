@@ -8,3 +8,5 @@ from typing import Final
 
 HANG_S: Final = 120.0
 """Seconds after which a process, a call or a step that should take a moment hangs; less than pytest's own time-out."""
+WHOLE_S: Final = 280.0
+"""Seconds for all that the processes of a test do, so that pytest's time-out is not the one that ends them."""

@@ -110,7 +110,7 @@ def warm_up() -> None:
 
 
 def _add(blocks: Array, acc: Array, *, first: bool) -> None:
-    scales = np.ascontiguousarray(blocks["scale"])
+    scales = blocks["scale"].copy()  # of one block it would be received memory itself: read-only, another loop
     int8.dequantise(scales, readonly(_quants(blocks)), acc, INT8_BLOCK_NUMEL, BLOCK.itemsize, first)
 
 

@@ -86,6 +86,11 @@ def fill(source: Path) -> None:
             os.replace(copy, target)
 
 
+def compiler_environment() -> dict[str, str]:
+    """The environment of the program that compiles: without threads of numpy's, which a fork does not have."""
+    return {**os.environ, "OPENBLAS_NUM_THREADS": "1"}
+
+
 def record_name() -> str:
     """The name of a record's file: of these sources, in this place, compiled by this numba for this processor."""
     settings = [f"{k}={v}" for k, v in sorted(os.environ.items()) if k.startswith("NUMBA_") and "CACHE" not in k]

@@ -37,38 +37,33 @@ if TYPE_CHECKING:
 COMMAND: Final = (sys.executable, "-P", "-m", "axon_ps.shard.loops")
 LIMIT_S: Final = 900.0
 """Most seconds that others wait for it, on a machine that is busy: then they go on, and compile what they call."""
-NOTICE: Final = "compiling loops for this machine, once: about 100 s of one core"
+NOTICE: Final = "compiling loops for this machine, once: about 120 s of one core"
 _HALVES: Final = (DType.BF16, DType.F16)
 _MAX_PROCESSES: Final = 8
 """More of them do not help: the dearest loop takes as long as all others, shared by so many, together."""
 
 
-def compile_missing(say: Callable[[str], None]) -> None:
-    """Compile all loops where a record does not say that they are; milliseconds where it does.
+def compile_missing(notify: Callable[[str], None]) -> None:
+    """Compile all loops where a record does not notify that they are; milliseconds where it does.
 
     Any number of processes may do so at once. After an error or `LIMIT_S` they are compiled when they are called.
 
     Args:
-        say: is told before it begins.
+        notify: called with a line before it begins.
     """
     if loop_cache.is_complete():
         return
     from axon_ps.host.children import Child
 
-    say(NOTICE)
-    child = Child.start("compiler", COMMAND, environment(), last_signal=signal.SIGKILL)
+    notify(NOTICE)
+    child = Child.start("compiler", COMMAND, loop_cache.compiler_environment(), last_signal=signal.SIGKILL)
     try:
         child.wait(LIMIT_S)
     finally:
         child.end()
 
 
-def environment() -> dict[str, str]:
-    """The environment of the program: without threads of numpy's, which a fork does not have."""
-    return {**os.environ, "OPENBLAS_NUM_THREADS": "1"}
-
-
-def parts() -> list[Callable[[], None]]:
+def compilations() -> list[Callable[[], None]]:
     """Functions that compile all loops together, in any order, each in any process; the dearest come first."""
     from axon_ps.compress import cast, int8_block, registry
     from axon_ps.kernels import digest, stream_copy
@@ -101,7 +96,7 @@ def main() -> None:
         if loop_cache.is_complete():
             return
         processes = min(len(os.sched_getaffinity(0)), _MAX_PROCESSES)
-        numbers = range(len(parts()))  # imported here, once for all of them
+        numbers = range(len(compilations()))  # imported here, once for all of them
         fork = multiprocessing.get_context("fork")
         with concurrent.futures.ProcessPoolExecutor(processes, mp_context=fork) as pool:
             list(pool.map(_compile, numbers))
@@ -109,17 +104,16 @@ def main() -> None:
 
 
 def _compile(number: int) -> None:
-    parts()[number]()
+    compilations()[number]()
 
 
 def _compile_optimizer(rule: UpdateRule, wire_dtype: DType | None) -> None:
-    """Compile an optimizer's loop for every choice of its options: as servers call it, and as NO_SHARD does."""
-    empty = np.empty(0, np.float32)
+    """Compile an optimizer's loop for every choice of its options, with digests and without, as NO_SHARD calls it."""
+    empty, wire = np.empty(0, np.float32), None if wire_dtype is None else np.empty(0, wire_dtype.numpy)
     for hyper in _choices(rule):
         rule.warm_up([hyper], wire_dtype)
-        if wire_dtype is None:
-            state = tuple(empty for _ in rule.state_names([hyper]))
-            rule.apply(empty, empty, state, None, DType.F32, hyper, 1, 1.0)
+        state = tuple(empty for _ in rule.state_names([hyper]))
+        rule.apply(empty, empty, state, wire, wire_dtype or DType.F32, hyper, 1, 1.0)
 
 
 def _choices(rule: UpdateRule) -> Iterator[Hyper]:

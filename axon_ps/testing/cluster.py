@@ -277,7 +277,7 @@ class LocalCluster:
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
         env: Mapping[str, str] | None = None,
-        timeout_s: float = 50.0,
+        timeout_s: float = 240.0,
         check: bool = True,
     ) -> list[WorkerResult]:
         """Start `n` worker processes, wait for all of them and return their results, by rank.

@@ -21,7 +21,7 @@ from axon_ps.sharding.plan import PlanOptions
 from axon_ps.testing import LocalCluster
 from axon_ps.testing.cluster import results_of
 from axon_ps.types import Role
-from deadlines import HANG_S
+from deadlines import HANG_S, WHOLE_S
 from parity_model import Block, Values, assert_close, batch, build, plain
 from pausing import make_pipes, pause, paused
 
@@ -89,7 +89,7 @@ def test_a_worker_that_is_killed_ends_its_node_and_the_other_nodes_go_on(when: s
             *cluster.start_workers(train, ranks=(0, 1), args=("HYBRID_SHARD", 3, when, tmp_path), env=node("a")),
             *cluster.start_workers(train, ranks=(2, 3), args=("HYBRID_SHARD", 3, when, tmp_path), env=node("b")),
         ]
-        results = results_of(workers, timeout_s=HANG_S, check=False)
+        results = results_of(workers, timeout_s=WHOLE_S, check=False)
     *survivors, widow, victim = results
     assert victim.exit_code == -signal.SIGKILL
     assert "rank 3" in widow.error

@@ -156,7 +156,9 @@ class _Launcher:
         from axon_ps.shard import loops
 
         self._console.print(loops.NOTICE)
-        compiler = Process(self._console.source("compiler"), loops.COMMAND, loops.environment(), is_worker=True)
+        compiler = Process(
+            self._console.source("compiler"), loops.COMMAND, loop_cache.compiler_environment(), is_worker=True
+        )
         try:
             await asyncio.wait_for(compiler.wait(), loops.LIMIT_S)
         except TimeoutError:

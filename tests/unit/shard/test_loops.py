@@ -21,8 +21,8 @@ FINDS_ALL = """
 import importlib, pkgutil
 from axon_ps import kernels
 from axon_ps.shard import loops
-for part in loops.parts():
-    part()
+for compile_one in loops.compilations():
+    compile_one()
 modules = [importlib.import_module(f"axon_ps.kernels.{m.name}") for m in pkgutil.iter_modules(kernels.__path__)]
 found = {id(loop): loop for module in modules for loop in vars(module).values() if hasattr(loop, "stats")}
 print({loop.__name__: misses for loop in found.values() if (misses := sum(loop.stats.cache_misses.values()))})
