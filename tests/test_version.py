@@ -42,7 +42,7 @@ def test_the_changelog_has_a_section_for_every_release_and_the_version_follows_t
 def test_a_commit_with_a_tag_has_the_version_of_the_tag() -> None:
     try:
         asked = subprocess.run(
-            ["git", "tag", "--points-at", "HEAD", "v*"], cwd=ROOT, capture_output=True, text=True, timeout=30
+            ["git", "tag", "--points-at", "HEAD", "v*"], cwd=ROOT, capture_output=True, text=True, timeout=120
         )
     except FileNotFoundError:  # no git where an sdist is tested
         return
