@@ -16,6 +16,7 @@ from axon_ps.coordinator.core.events import (
     CheckpointStatus,
     Copied,
     Corrupted,
+    JobPhase,
     JobState,
     JoinRequest,
     KnownNames,
@@ -486,6 +487,9 @@ def status_to_proto(status: Status, *, membership: bool = True) -> status_pb2.St
         draining=status.draining,
         checkpoints=status_pb2.CheckpointStatus(**dataclasses.asdict(status.checkpoints)),
         progress=None if status.progress is None else status_pb2.ProgressReport(**dataclasses.asdict(status.progress)),
+        phase=status.phase.value,
+        headline=status.headline,
+        steps_per_s=status.steps_per_s,
     )
 
 
@@ -518,6 +522,7 @@ def status_from_proto(message: status_pb2.StatusReply) -> Status:
                 parameters=m.parameters,
                 slices=m.slices,
                 lacking=m.lacking,
+                steps_per_s=m.steps_per_s,
             )
             for m in message.models
         ),
@@ -534,6 +539,9 @@ def status_from_proto(message: status_pb2.StatusReply) -> Status:
             activity=message.checkpoints.activity,
         ),
         progress=_report_from_proto(message.progress) if message.HasField("progress") else None,
+        phase=JobPhase(message.phase) if message.phase in tuple(JobPhase) else JobPhase.UNKNOWN,
+        headline=message.headline,
+        steps_per_s=message.steps_per_s,
     )
 
 
@@ -547,4 +555,5 @@ def _report_from_proto(message: status_pb2.ProgressReport) -> Report:
         steps_per_s=message.steps_per_s,
         values=dict(message.values),
         at=message.at,
+        by_version=message.by_version,
     )

@@ -40,8 +40,17 @@ class Progress:
         self._before: tuple[float, int] | None = None  # the time and step of the last report
         self._steps_per_s = 0.0
 
-    def report(self, step: int, steps: int | None, loss: float | None, values: Mapping[str, float]) -> None:
+    def report(
+        self, step: int, steps: int | None, loss: float | None, values: Mapping[str, float], *, by_version: bool = False
+    ) -> None:
         """Report progress; it is sent unless a report was sent within the last second. The last step always is.
+
+        Args:
+            step: how far the script is.
+            steps: how many steps there will be.
+            loss: the loss.
+            values: further numbers.
+            by_version: whether `step` is the version, since the script has given none.
 
         Raises:
             InvalidRequest: something is no number, or there are too many.
@@ -62,6 +71,8 @@ class Progress:
         self._count(now_s, step)
         self._sent_s = now_s
         message = {**report, "steps_per_s": self._steps_per_s, "values": numbers, "at": time.time()}
+        if by_version:
+            message["by_version"] = True
         self._sending = self._send(json.dumps(message).encode())
         self._sending.add_done_callback(_log_failure)
 

@@ -381,8 +381,8 @@ class World:
         Only the main process reports, at most once a second; nobody waits for anything.
 
         Args:
-            step: steps made; None = the version.
-            steps: how many there will be, if that is known.
+            step: steps made; None = the version, which is shown as it is then, and not as it was reported.
+            steps: how many there will be, if that is known: in all, or in this run of the job's workers.
             loss: the loss.
             values: further values to show, by name: `tokens_per_s=12_000.0`.
 
@@ -391,7 +391,8 @@ class World:
         """
         self._limit(None)
         if self.is_main_process:
-            self._progress.report(self.version if step is None else step, steps, loss, values)
+            by_version = step is None
+            self._progress.report(self.version if step is None else step, steps, loss, values, by_version=by_version)
             self._curves.log(loss, values, lambda: self.models.client(0).view.latest_version)
 
     def log_to(

@@ -82,4 +82,4 @@ def test_a_worker_that_takes_no_part_is_told_and_the_others_train_on() -> None:
         results = cluster.run_workers(finishing_worker.idle, args=(4.0,))
     assert results[0].value == results[2].value == "0,2"
     assert "worker 1" in results[1].value
-    assert "was set aside: step 1 waited 1.5 s for it" in results[1].value
+    assert "was set aside: the step to version 1 waited 1.5 s for it" in results[1].value

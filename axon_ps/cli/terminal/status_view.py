@@ -23,28 +23,21 @@ _WIDE: Final = 70
 _DAY_S: Final = 86400.0
 
 
-def _state(reply: Status) -> str:
-    """The state of the job, for its headline."""
-    count = len(reply.membership.finished)
-    if reply.membership.is_over:
-        return f"finished: {'its worker has' if count == 1 else f'all {count} workers have'} done all there was to do"
-    return "complete" if reply.membership.complete else f"waiting for {reply.membership.waiting_for or 'members'}"
-
-
-def progress_line(report: Report, now: float, *, over: bool = False) -> str:
-    """The last progress report of the training script, as text.
+def progress_line(report: Report, now: float, *, steps_per_s: float = 0.0, over: bool = False) -> str:
+    """How far the training script is, by its last report, as text.
 
     Args:
         report: the report.
         now: the time, as seconds since 1970.
+        steps_per_s: the job's rate; 0 = unknown.
         over: whether the job has finished.
     """
     step, steps = report.step, report.steps
     fields = [f"step {step}" + (f" of {steps} ({100 * step // max(1, steps)} %)" if steps else "")]
     if report.loss is not None:
         fields.append(f"loss {report.loss:.4g}")
-    if report.steps_per_s and not over:
-        fields.append(f"{report.steps_per_s:.3g} steps/s")
+    if steps_per_s and not over:
+        fields.append(f"{steps_per_s:.3g} steps/s")
     for name, value in report.values.items():
         number = f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
         fields.append(f"{number} {name.removesuffix('_per_s')}/s" if name.endswith("_per_s") else f"{name} {number}")
@@ -82,11 +75,12 @@ def rendered(reply: Status, address: str, note: str = "", *, width: int = _WIDE)
         width: of the terminal; a narrow one has fewer columns.
     """
     table, over = _members_table(reply, width), reply.membership.is_over
-    lines = [Text.assemble("job ", (reply.job, "bold"), f" at {address}: {_state(reply)}")]
+    lines = [Text.assemble("job ", (reply.job, "bold"), f" at {address}: {reply.headline}")]
     if note:
         lines.append(Text(note, "red"))
     if reply.progress is not None:
-        lines.append(Text(progress_line(reply.progress, time.time(), over=over)))
+        line = progress_line(reply.progress, time.time(), steps_per_s=reply.steps_per_s, over=over)
+        lines.append(Text(line))
     lines += map(Text, _position_lines(reply))
     last = [*checkpoint_lines(reply.checkpoints), *map(work_line, works_of(reply))]
     last += [] if reply.membership.is_over else [f"pending: {line}" for line in reply.pending]
@@ -98,19 +92,17 @@ def _position_lines(reply: Status) -> Iterator[str]:
     held = f"{reply.parameters:,} parameters" if reply.registered else "no layout yet"
     uploaded = "" if reply.initialized or not reply.registered else " (not uploaded yet)"
     generation, up = reply.membership.generation, duration(reply.uptime_s)
-    yield f"version {reply.version}, step {reply.step}, generation {generation}, {held}{uploaded}, up {up}"
+    yield f"version {reply.version}, generation {generation}, {held}{uploaded}, up {up}"
     if reply.registered:
-        lacking = sum(model.lacking for model in reply.models)
-        slices = sum(model.slices for model in reply.models)
-        short = f"; {lacking} of {slices} slices have too few copies" if lacking else ""
-        yield f"replication {reply.replication}{short}"
+        yield f"replication {reply.replication}"
 
 
 def _models_table(reply: Status) -> Table:
-    models = Table("model", "version", "step", "parameters", "")
+    models = Table("model", "version", "steps/s", "parameters", "")
     for model in reply.models:
         state = "" if model.initialized else "not uploaded yet"
-        models.add_row(model.name, str(model.version), str(model.step), f"{model.parameters:,}", state)
+        rate = f"{model.steps_per_s:.3g}" if model.steps_per_s else ""
+        models.add_row(model.name, str(model.version), rate, f"{model.parameters:,}", state)
     return models
 
 

@@ -61,15 +61,14 @@ def rendered(
 
 
 def _head(state: WatchedJob, status: status_pb2.StatusReply, address: str, width: int, note: str) -> list[Text]:
-    where = "finished" if state.finished else "complete" if state.membership.complete else _missing(state)
-    rate = state.curve("steps_per_s")
+    rate = f", {status.steps_per_s:.3g} steps/s" if status.steps_per_s else ""
     counts = f"version {status.version:g}, generation {state.membership.generation}, up {duration(status.uptime_s)}"
     last = state.steps[-1] if state.steps else None
     points = max(8, width - 46)
     waits = "; ".join(status.pending) if not state.finished else ""
     lines = [
-        Text.assemble("job ", (status.job, "bold"), f" at {address}: {where}"),
-        Text(counts + (f", {rate[-1]:.3g} steps/s" if rate and not state.finished else "") + _position(state)),
+        Text.assemble("job ", (status.job, "bold"), f" at {address}: {status.headline}"),
+        Text(counts + rate + _position(state)),
         _line("step", _steps_text(last), sparkline([s.duration_s for s in state.steps][-points:])),
         _line(
             "loss", f"{loss[-1]:.4g}" if (loss := state.curve("loss")) else "not reported", sparkline(loss[-points:])
@@ -88,10 +87,6 @@ def _position(state: WatchedJob) -> str:
         return ""
     left_s = None if state.finished else report.left_s(time.time())
     return f", step {report.step} of {report.steps}" + (f", {duration(left_s)} left" if left_s else "")
-
-
-def _missing(state: WatchedJob) -> str:
-    return f"waiting for {state.membership.waiting_for or 'members'}"
 
 
 def _steps_text(last: watch_pb2.StepRecord | None) -> str:

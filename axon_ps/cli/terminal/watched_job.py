@@ -56,7 +56,8 @@ class WatchedJob:
             if event.status.HasField("membership"):
                 self.membership = event.status.membership
         self.steps.extend(event.steps)
-        self.events.extend(event.events)
+        for happened in event.events:
+            self._happened(happened)
         for curve in event.curves:
             self._curves.setdefault(curve.name, deque(maxlen=POINTS)).extend(curve.value)
         for load in event.members:
@@ -64,6 +65,14 @@ class WatchedJob:
             if before is not None and not load.metrics:
                 load.metrics.update(before.metrics)
             self.loads[place] = load
+
+    def _happened(self, event: watch_pb2.EventRecord) -> None:
+        """Something happened, or has happened again: then it has the number that it had."""
+        numbers = [known.number for known in self.events]
+        if event.number in numbers:
+            self.events[numbers.index(event.number)] = event
+        else:
+            self.events.append(event)
 
     @property
     def finished(self) -> bool:

@@ -160,6 +160,9 @@ class Assembly:
         initialized = self.initialized()
         if joined is not None and joined.role is Role.WORKER and self.membership.is_over:
             self._finished, self._vacant = [], 0  # the job starts over
+            for model in self._models:
+                model.registration.parameters.run_began = model.version
+                self._out.persist([records.parameters_record(model.number, model.registration.parameters)])
         numbers = {model.number: model.registration.placement_number for model in self._models}
         for entry in lost:
             self.roster.remove(entry)

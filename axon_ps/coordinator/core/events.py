@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import Final
 
 from axon_ps.coordinator.core.history.report import Report
@@ -411,6 +412,7 @@ class ModelStatus:
         parameters: elements of its layout.
         slices: how many it is cut into.
         lacking: how many of them have too few copies.
+        steps_per_s: its steps that commit; 0 = unknown, or none do.
     """
 
     model: int
@@ -422,6 +424,20 @@ class ModelStatus:
     parameters: int
     slices: int = 0
     lacking: int = 0
+    steps_per_s: float = 0.0
+
+
+class JobPhase(StrEnum):
+    """What a job is doing; `core.phase` says which it is."""
+
+    UNKNOWN = ""  # an older coordinator does not say it
+    WAITING = "waiting"  # for members, or for a restore
+    RUNNING = "running"  # every member is there, and without a model on the servers nobody sees its steps
+    LOADING = "loading"  # its parameters are uploaded or restored
+    READY = "ready"  # every member is there, and no step has committed since
+    TRAINING = "training"  # steps commit
+    STALLED = "stalled"  # every member is there, and no step commits any more
+    FINISHED = "finished"  # its workers have done all there was to do
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -470,6 +486,9 @@ class Status:
         draining: ranks of the shard servers that give up what they hold.
         checkpoints: its checkpoints.
         progress: what the training script has reported last; None = nothing.
+        phase: what the job is doing.
+        headline: the same in words, and what is amiss.
+        steps_per_s: the steps of the first model that commit, without a model the script's; 0 = unknown, or none.
     """
 
     job: str
@@ -488,3 +507,6 @@ class Status:
     draining: tuple[int, ...] = ()
     checkpoints: CheckpointStatus = field(default_factory=CheckpointStatus)
     progress: Report | None = None
+    phase: JobPhase = JobPhase.UNKNOWN
+    headline: str = ""
+    steps_per_s: float = 0.0

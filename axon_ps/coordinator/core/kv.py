@@ -143,11 +143,15 @@ class KeyValues:
     def delete(self, call: int, key: str) -> None:
         """Remove a key."""
         _check_key(key)
+        self._out.reply(call, KVResult(self.remove(key)))
+
+    def remove(self, key: str) -> bool:
+        """Remove a key, for the coordinator itself; returns whether there was a value."""
         value = self._values.pop(key, None)
         if value is not None:
             self._bytes -= _cost(key, value)
             self._out.persist([kv_record(key, None)])
-        self._out.reply(call, KVResult(value is not None))
+        return value is not None
 
     def cancel(self, call: int) -> None:
         """The caller does not wait any more."""

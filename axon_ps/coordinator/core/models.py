@@ -82,7 +82,12 @@ class Model:
         """What members get of it; the layout only when `full`."""
         return replace(self.registration.state(shards, self.version, full=full), committed=self.committed)
 
-    def status(self, shards: list[Member], copies: int) -> ModelStatus:
+    @property
+    def run_began(self) -> int:
+        """The version that the present run of the workers began with, or that was restored in it."""
+        return self.registration.parameters.run_began
+
+    def status(self, shards: list[Member], copies: int, steps_per_s: float) -> ModelStatus:
         """Its current state, for users; each slice is to have so many copies."""
         spec, placement = self.registration.spec, self.registration.parameters.placement
         state = self.state(shards)
@@ -96,6 +101,7 @@ class Model:
             parameters=0 if spec is None else spec.layout.numel,
             slices=0 if placement is None else len(placement.holders),
             lacking=0 if placement is None else placement.lacking(copies),
+            steps_per_s=steps_per_s,
         )
 
 

@@ -64,6 +64,7 @@ class ParameterState:
         lost: by incarnation of a lost shard server, the slices that it held.
         lost_version: the version that they are of.
         corrupt: by slice that nobody else has, the incarnation of the shard server whose memory failed.
+        run_began: the version that the present run of the workers began with, or that was restored in it.
     """
 
     epoch: int = 0
@@ -78,6 +79,7 @@ class ParameterState:
     lost: dict[str, tuple[int, ...]] = field(default_factory=dict)
     lost_version: int = 0
     corrupt: dict[int, str] = field(default_factory=dict)
+    run_began: int = 0
 
 
 @dataclass
@@ -163,6 +165,7 @@ def parameters_record(model: int, parameters: ParameterState) -> Record:
         lost={incarnation: state_pb2.Slices(numbers=slices) for incarnation, slices in parameters.lost.items()},
         lost_version=parameters.lost_version,
         corrupt=parameters.corrupt,
+        run_began=parameters.run_began,
         placement=None if parameters.placement is None else codec.placement_to_proto(parameters.placement),
     )
     return _record(_of(model, "parameters"), message)
@@ -334,6 +337,7 @@ def _parameters(message: state_pb2.ParametersRecord) -> ParameterState:
         lost={incarnation: tuple(slices.numbers) for incarnation, slices in message.lost.items()},
         lost_version=message.lost_version,
         corrupt=dict(message.corrupt),
+        run_began=message.run_began,
         placement=codec.placement_from_proto(message.placement) if message.HasField("placement") else None,
     )
 

@@ -347,7 +347,8 @@ class Registration:
         order = RestoreOrder(
             epoch=p.epoch + 1, uri=uri, version=version, model=self.number, section=section, sha256=sha256
         )
-        self.parameters = ParameterState(epoch=order.epoch, restore=order, replaced=p.replaced or uri != FIRST_VALUES)
+        replaced = p.replaced or uri != FIRST_VALUES
+        self.parameters = ParameterState(epoch=order.epoch, restore=order, replaced=replaced, run_began=version)
         self.no_room.clear()
         self.place(placement)
         return order

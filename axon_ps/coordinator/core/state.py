@@ -43,6 +43,7 @@ from axon_ps.coordinator.core.isolation import Isolation
 from axon_ps.coordinator.core.kv import KeyValues
 from axon_ps.coordinator.core.members import Members
 from axon_ps.coordinator.core.models import Models
+from axon_ps.coordinator.core.phase import with_phase
 from axon_ps.coordinator.core.registrations import Registrations
 from axon_ps.coordinator.core.roster import RosterEntry, names_of
 from axon_ps.coordinator.core.statistics import statistics
@@ -125,7 +126,10 @@ class CoordinatorState:
                 "the coordinator came back without the state it had, so the job cannot go on with this process (was "
                 "the coordinator restarted with another state file, or with none?)"
             )
+        was_over = self.membership.is_over
         self._members.join(session, role, request, now)
+        if was_over and not self.membership.is_over:
+            self._kv.remove(REPORT_KEY)  # it is of the run before
         return self._out.take()
 
     def heartbeat(self, session: int, metrics: Mapping[str, float], now: float) -> list[Action]:
@@ -578,13 +582,18 @@ class CoordinatorState:
         """The current status of the job.
 
         Args:
-            now: the time; without it the status does not say how long the job has waited.
+            now: the time; without it the status says neither rates nor how long the job has waited, and no phase.
             measures: whether it has what the members measure.
         """
         a, first, shards = self._assembly, self._models.first, self._assembly.shards()
         last_norm = 0.0 if first is None else first.last_norm
         counters: dict[str, float] = {**a.counters, "last_grad_norm": last_norm, "kv_keys": len(self._kv)}
-        models = tuple(m.status(shards, self.config.copies) for m in self._models.registered)
+        rates = {m.number: 0.0 if now is None else self.history.steps_per_s(now, m.number) for m in self._models}
+        models = tuple(m.status(shards, self.config.copies, rates[m.number]) for m in self._models.registered)
+        report = parse(self._kv.peek(REPORT_KEY))
+        rate = 0.0 if first is None else rates[first.number]
+        if report is not None and first is not None:
+            report = report.at_version(first.version, first.run_began, rate)
         if len(models) > 1:
             counters |= {f"model/{m.name}/last_grad_norm": m.last_norm for m in self._models.registered}
         for entry in a.roster if measures else ():
@@ -597,7 +606,7 @@ class CoordinatorState:
             *self._barriers.pending(a.membership),
             *self._snapshots.pending(),
         )
-        return Status(
+        status = Status(
             job=self.config.job,
             membership=a.membership,
             version=0 if first is None else first.version,
@@ -611,8 +620,13 @@ class CoordinatorState:
             models=models,
             replication=self.config.copies,
             draining=tuple(sorted(a.draining)),
-            progress=parse(self._kv.peek(REPORT_KEY)),
+            progress=report,
+            steps_per_s=report.steps_per_s if report is not None and not models else rate,
         )
+        if now is None:
+            return status
+        history = self.history
+        return with_phase(status, stepped=history.stepped, step_s=history.step_s, since_s=history.since_step_s(now))
 
     def statistics(self, status: Status, now: float) -> dict[str, float]:
         """The numbers of a status that was taken now; see `core.statistics`."""

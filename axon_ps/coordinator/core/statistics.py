@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from axon_ps.coordinator.core.events import Status
+from axon_ps.coordinator.core.events import JobPhase, Status
 from axon_ps.coordinator.core.roster import Roster
 
 _COUNTERS = ("steps_committed", "steps_skipped", "steps_aborted", "joins", "leaves", "losses")
@@ -28,6 +28,8 @@ def statistics(status: Status, roster: Roster, now: float, longest_wait_s: float
         "nodes": len({m.node for m in (*members.workers, *members.shards)}),
         "draining": len(status.draining),
         "complete": members.complete,
+        "training": status.phase is JobPhase.TRAINING,
+        "stalled": status.phase is JobPhase.STALLED,
         "leads": 1,
         "uptime_s": status.uptime_s,
         "replication": status.replication,
@@ -41,7 +43,7 @@ def statistics(status: Status, roster: Roster, now: float, longest_wait_s: float
         "checkpoint_failed": bool(failed),
     }
     for model in status.models:
-        for name in ("version", "step", "epoch", "parameters", "slices", "lacking", "initialized"):
+        for name in ("version", "step", "epoch", "parameters", "slices", "lacking", "initialized", "steps_per_s"):
             values[f"model/{model.name or model.model}/{name}"] = getattr(model, name)
     for entry in roster:
         renewed_s = entry.deadline - status.lease_s

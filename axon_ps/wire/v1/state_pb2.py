@@ -27,7 +27,7 @@ from axon_ps.wire.v1 import membership_pb2 as axon__ps_dot_wire_dot_v1_dot_membe
 from axon_ps.wire.v1 import placement_pb2 as axon__ps_dot_wire_dot_v1_dot_placement__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1b\x61xon_ps/wire/v1/state.proto\x12\x0f\x61xon_ps.wire.v1\x1a axon_ps/wire/v1/checkpoint.proto\x1a axon_ps/wire/v1/membership.proto\x1a\x1f\x61xon_ps/wire/v1/placement.proto\"R\n\tJobRecord\x12\x10\n\x08state_id\x18\x01 \x01(\t\x12\x0b\n\x03job\x18\x02 \x01(\t\x12\x12\n\nworld_size\x18\x03 \x01(\r\x12\x12\n\nnum_shards\x18\x04 \x01(\r\"\x94\x01\n\rMembersRecord\x12\x34\n\nmembership\x18\x01 \x01(\x0b\x32 .axon_ps.wire.v1.MembershipEvent\x12\x14\n\x0cwas_complete\x18\x02 \x01(\x08\x12\x0e\n\x06vacant\x18\x03 \x01(\r\x12\x10\n\x08\x64raining\x18\x04 \x03(\r\x12\x15\n\rneeded_shards\x18\x05 \x01(\r\"\x83\x01\n\x0cModelsRecord\x12\x37\n\x05names\x18\x01 \x03(\x0b\x32(.axon_ps.wire.v1.ModelsRecord.NamesEntry\x12\x0c\n\x04next\x18\x02 \x01(\r\x1a,\n\nNamesEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\xd3\x04\n\x10ParametersRecord\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x13\n\x0binitialized\x18\x02 \x01(\x08\x12?\n\x07holders\x18\x03 \x03(\x0b\x32..axon_ps.wire.v1.ParametersRecord.HoldersEntry\x12\x10\n\x08uploader\x18\x04 \x01(\t\x12.\n\x07restore\x18\x05 \x01(\x0b\x32\x1d.axon_ps.wire.v1.RestoreOrder\x12\x0f\n\x07\x66\x61ilure\x18\x06 \x01(\t\x12-\n\tplacement\x18\x08 \x01(\x0b\x32\x1a.axon_ps.wire.v1.Placement\x12\x0e\n\x06\x63opied\x18\x07 \x01(\x04\x12\x10\n\x08replaced\x18\t \x01(\x08\x12\x39\n\x04lost\x18\n \x03(\x0b\x32+.axon_ps.wire.v1.ParametersRecord.LostEntry\x12\x14\n\x0clost_version\x18\x0b \x01(\x04\x12?\n\x07\x63orrupt\x18\x0c \x03(\x0b\x32..axon_ps.wire.v1.ParametersRecord.CorruptEntry\x1a.\n\x0cHoldersEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x1a\x44\n\tLostEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12&\n\x05value\x18\x02 \x01(\x0b\x32\x17.axon_ps.wire.v1.Slices:\x02\x38\x01\x1a.\n\x0c\x43orruptEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\x19\n\x06Slices\x12\x0f\n\x07numbers\x18\x01 \x03(\r\"~\n\x0f\x43ommittedRecord\x12<\n\x06values\x18\x01 \x03(\x0b\x32,.axon_ps.wire.v1.CommittedRecord.ValuesEntry\x1a-\n\x0bValuesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1b\x61xon_ps/wire/v1/state.proto\x12\x0f\x61xon_ps.wire.v1\x1a axon_ps/wire/v1/checkpoint.proto\x1a axon_ps/wire/v1/membership.proto\x1a\x1f\x61xon_ps/wire/v1/placement.proto\"R\n\tJobRecord\x12\x10\n\x08state_id\x18\x01 \x01(\t\x12\x0b\n\x03job\x18\x02 \x01(\t\x12\x12\n\nworld_size\x18\x03 \x01(\r\x12\x12\n\nnum_shards\x18\x04 \x01(\r\"\x94\x01\n\rMembersRecord\x12\x34\n\nmembership\x18\x01 \x01(\x0b\x32 .axon_ps.wire.v1.MembershipEvent\x12\x14\n\x0cwas_complete\x18\x02 \x01(\x08\x12\x0e\n\x06vacant\x18\x03 \x01(\r\x12\x10\n\x08\x64raining\x18\x04 \x03(\r\x12\x15\n\rneeded_shards\x18\x05 \x01(\r\"\x83\x01\n\x0cModelsRecord\x12\x37\n\x05names\x18\x01 \x03(\x0b\x32(.axon_ps.wire.v1.ModelsRecord.NamesEntry\x12\x0c\n\x04next\x18\x02 \x01(\r\x1a,\n\nNamesEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\xe6\x04\n\x10ParametersRecord\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x13\n\x0binitialized\x18\x02 \x01(\x08\x12?\n\x07holders\x18\x03 \x03(\x0b\x32..axon_ps.wire.v1.ParametersRecord.HoldersEntry\x12\x10\n\x08uploader\x18\x04 \x01(\t\x12.\n\x07restore\x18\x05 \x01(\x0b\x32\x1d.axon_ps.wire.v1.RestoreOrder\x12\x0f\n\x07\x66\x61ilure\x18\x06 \x01(\t\x12-\n\tplacement\x18\x08 \x01(\x0b\x32\x1a.axon_ps.wire.v1.Placement\x12\x0e\n\x06\x63opied\x18\x07 \x01(\x04\x12\x10\n\x08replaced\x18\t \x01(\x08\x12\x39\n\x04lost\x18\n \x03(\x0b\x32+.axon_ps.wire.v1.ParametersRecord.LostEntry\x12\x14\n\x0clost_version\x18\x0b \x01(\x04\x12?\n\x07\x63orrupt\x18\x0c \x03(\x0b\x32..axon_ps.wire.v1.ParametersRecord.CorruptEntry\x12\x11\n\trun_began\x18\r \x01(\x04\x1a.\n\x0cHoldersEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x1a\x44\n\tLostEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12&\n\x05value\x18\x02 \x01(\x0b\x32\x17.axon_ps.wire.v1.Slices:\x02\x38\x01\x1a.\n\x0c\x43orruptEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\x19\n\x06Slices\x12\x0f\n\x07numbers\x18\x01 \x03(\r\"~\n\x0f\x43ommittedRecord\x12<\n\x06values\x18\x01 \x03(\x0b\x32,.axon_ps.wire.v1.CommittedRecord.ValuesEntry\x1a-\n\x0bValuesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -53,17 +53,17 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_MODELSRECORD_NAMESENTRY']._serialized_start=472
   _globals['_MODELSRECORD_NAMESENTRY']._serialized_end=516
   _globals['_PARAMETERSRECORD']._serialized_start=519
-  _globals['_PARAMETERSRECORD']._serialized_end=1114
-  _globals['_PARAMETERSRECORD_HOLDERSENTRY']._serialized_start=950
-  _globals['_PARAMETERSRECORD_HOLDERSENTRY']._serialized_end=996
-  _globals['_PARAMETERSRECORD_LOSTENTRY']._serialized_start=998
-  _globals['_PARAMETERSRECORD_LOSTENTRY']._serialized_end=1066
-  _globals['_PARAMETERSRECORD_CORRUPTENTRY']._serialized_start=1068
-  _globals['_PARAMETERSRECORD_CORRUPTENTRY']._serialized_end=1114
-  _globals['_SLICES']._serialized_start=1116
-  _globals['_SLICES']._serialized_end=1141
-  _globals['_COMMITTEDRECORD']._serialized_start=1143
-  _globals['_COMMITTEDRECORD']._serialized_end=1269
-  _globals['_COMMITTEDRECORD_VALUESENTRY']._serialized_start=1224
-  _globals['_COMMITTEDRECORD_VALUESENTRY']._serialized_end=1269
+  _globals['_PARAMETERSRECORD']._serialized_end=1133
+  _globals['_PARAMETERSRECORD_HOLDERSENTRY']._serialized_start=969
+  _globals['_PARAMETERSRECORD_HOLDERSENTRY']._serialized_end=1015
+  _globals['_PARAMETERSRECORD_LOSTENTRY']._serialized_start=1017
+  _globals['_PARAMETERSRECORD_LOSTENTRY']._serialized_end=1085
+  _globals['_PARAMETERSRECORD_CORRUPTENTRY']._serialized_start=1087
+  _globals['_PARAMETERSRECORD_CORRUPTENTRY']._serialized_end=1133
+  _globals['_SLICES']._serialized_start=1135
+  _globals['_SLICES']._serialized_end=1160
+  _globals['_COMMITTEDRECORD']._serialized_start=1162
+  _globals['_COMMITTEDRECORD']._serialized_end=1288
+  _globals['_COMMITTEDRECORD_VALUESENTRY']._serialized_start=1243
+  _globals['_COMMITTEDRECORD_VALUESENTRY']._serialized_end=1288
 # @@protoc_insertion_point(module_scope)

@@ -51,7 +51,7 @@ class ModelsRecord(_message.Message):
     def __init__(self, names: _Optional[_Mapping[int, str]] = ..., next: _Optional[int] = ...) -> None: ...
 
 class ParametersRecord(_message.Message):
-    __slots__ = ("epoch", "initialized", "holders", "uploader", "restore", "failure", "placement", "copied", "replaced", "lost", "lost_version", "corrupt")
+    __slots__ = ("epoch", "initialized", "holders", "uploader", "restore", "failure", "placement", "copied", "replaced", "lost", "lost_version", "corrupt", "run_began")
     class HoldersEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -85,6 +85,7 @@ class ParametersRecord(_message.Message):
     LOST_FIELD_NUMBER: _ClassVar[int]
     LOST_VERSION_FIELD_NUMBER: _ClassVar[int]
     CORRUPT_FIELD_NUMBER: _ClassVar[int]
+    RUN_BEGAN_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     initialized: bool
     holders: _containers.ScalarMap[int, str]
@@ -97,7 +98,8 @@ class ParametersRecord(_message.Message):
     lost: _containers.MessageMap[str, Slices]
     lost_version: int
     corrupt: _containers.ScalarMap[int, str]
-    def __init__(self, epoch: _Optional[int] = ..., initialized: bool = ..., holders: _Optional[_Mapping[int, str]] = ..., uploader: _Optional[str] = ..., restore: _Optional[_Union[_checkpoint_pb2.RestoreOrder, _Mapping]] = ..., failure: _Optional[str] = ..., placement: _Optional[_Union[_placement_pb2.Placement, _Mapping]] = ..., copied: _Optional[int] = ..., replaced: bool = ..., lost: _Optional[_Mapping[str, Slices]] = ..., lost_version: _Optional[int] = ..., corrupt: _Optional[_Mapping[int, str]] = ...) -> None: ...
+    run_began: int
+    def __init__(self, epoch: _Optional[int] = ..., initialized: bool = ..., holders: _Optional[_Mapping[int, str]] = ..., uploader: _Optional[str] = ..., restore: _Optional[_Union[_checkpoint_pb2.RestoreOrder, _Mapping]] = ..., failure: _Optional[str] = ..., placement: _Optional[_Union[_placement_pb2.Placement, _Mapping]] = ..., copied: _Optional[int] = ..., replaced: bool = ..., lost: _Optional[_Mapping[str, Slices]] = ..., lost_version: _Optional[int] = ..., corrupt: _Optional[_Mapping[int, str]] = ..., run_began: _Optional[int] = ...) -> None: ...
 
 class Slices(_message.Message):
     __slots__ = ("numbers",)

@@ -15,7 +15,7 @@ class StatusRequest(_message.Message):
     def __init__(self, context: _Optional[_Union[_common_pb2.CallContext, _Mapping]] = ...) -> None: ...
 
 class StatusReply(_message.Message):
-    __slots__ = ("job", "membership", "version", "step", "registered", "initialized", "parameters", "uptime_s", "counters", "pending", "lease_s", "models", "replication", "draining", "checkpoints", "progress")
+    __slots__ = ("job", "membership", "version", "step", "registered", "initialized", "parameters", "uptime_s", "counters", "pending", "lease_s", "models", "replication", "draining", "checkpoints", "progress", "phase", "headline", "steps_per_s")
     class CountersEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -39,6 +39,9 @@ class StatusReply(_message.Message):
     DRAINING_FIELD_NUMBER: _ClassVar[int]
     CHECKPOINTS_FIELD_NUMBER: _ClassVar[int]
     PROGRESS_FIELD_NUMBER: _ClassVar[int]
+    PHASE_FIELD_NUMBER: _ClassVar[int]
+    HEADLINE_FIELD_NUMBER: _ClassVar[int]
+    STEPS_PER_S_FIELD_NUMBER: _ClassVar[int]
     job: str
     membership: _membership_pb2.MembershipEvent
     version: int
@@ -55,10 +58,13 @@ class StatusReply(_message.Message):
     draining: _containers.RepeatedScalarFieldContainer[int]
     checkpoints: CheckpointStatus
     progress: ProgressReport
-    def __init__(self, job: _Optional[str] = ..., membership: _Optional[_Union[_membership_pb2.MembershipEvent, _Mapping]] = ..., version: _Optional[int] = ..., step: _Optional[int] = ..., registered: bool = ..., initialized: bool = ..., parameters: _Optional[int] = ..., uptime_s: _Optional[float] = ..., counters: _Optional[_Mapping[str, float]] = ..., pending: _Optional[_Iterable[str]] = ..., lease_s: _Optional[float] = ..., models: _Optional[_Iterable[_Union[ModelStatus, _Mapping]]] = ..., replication: _Optional[int] = ..., draining: _Optional[_Iterable[int]] = ..., checkpoints: _Optional[_Union[CheckpointStatus, _Mapping]] = ..., progress: _Optional[_Union[ProgressReport, _Mapping]] = ...) -> None: ...
+    phase: str
+    headline: str
+    steps_per_s: float
+    def __init__(self, job: _Optional[str] = ..., membership: _Optional[_Union[_membership_pb2.MembershipEvent, _Mapping]] = ..., version: _Optional[int] = ..., step: _Optional[int] = ..., registered: bool = ..., initialized: bool = ..., parameters: _Optional[int] = ..., uptime_s: _Optional[float] = ..., counters: _Optional[_Mapping[str, float]] = ..., pending: _Optional[_Iterable[str]] = ..., lease_s: _Optional[float] = ..., models: _Optional[_Iterable[_Union[ModelStatus, _Mapping]]] = ..., replication: _Optional[int] = ..., draining: _Optional[_Iterable[int]] = ..., checkpoints: _Optional[_Union[CheckpointStatus, _Mapping]] = ..., progress: _Optional[_Union[ProgressReport, _Mapping]] = ..., phase: _Optional[str] = ..., headline: _Optional[str] = ..., steps_per_s: _Optional[float] = ...) -> None: ...
 
 class ProgressReport(_message.Message):
-    __slots__ = ("step", "steps", "loss", "steps_per_s", "values", "at")
+    __slots__ = ("step", "steps", "loss", "steps_per_s", "values", "at", "by_version")
     class ValuesEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -72,13 +78,15 @@ class ProgressReport(_message.Message):
     STEPS_PER_S_FIELD_NUMBER: _ClassVar[int]
     VALUES_FIELD_NUMBER: _ClassVar[int]
     AT_FIELD_NUMBER: _ClassVar[int]
+    BY_VERSION_FIELD_NUMBER: _ClassVar[int]
     step: float
     steps: float
     loss: float
     steps_per_s: float
     values: _containers.ScalarMap[str, float]
     at: float
-    def __init__(self, step: _Optional[float] = ..., steps: _Optional[float] = ..., loss: _Optional[float] = ..., steps_per_s: _Optional[float] = ..., values: _Optional[_Mapping[str, float]] = ..., at: _Optional[float] = ...) -> None: ...
+    by_version: bool
+    def __init__(self, step: _Optional[float] = ..., steps: _Optional[float] = ..., loss: _Optional[float] = ..., steps_per_s: _Optional[float] = ..., values: _Optional[_Mapping[str, float]] = ..., at: _Optional[float] = ..., by_version: bool = ...) -> None: ...
 
 class CheckpointStatus(_message.Message):
     __slots__ = ("uri", "version", "age_s", "took_s", "bytes", "failure", "failure_age_s", "activity")
@@ -101,7 +109,7 @@ class CheckpointStatus(_message.Message):
     def __init__(self, uri: _Optional[str] = ..., version: _Optional[int] = ..., age_s: _Optional[float] = ..., took_s: _Optional[float] = ..., bytes: _Optional[int] = ..., failure: _Optional[str] = ..., failure_age_s: _Optional[float] = ..., activity: _Optional[str] = ...) -> None: ...
 
 class ModelStatus(_message.Message):
-    __slots__ = ("model", "name", "version", "step", "epoch", "initialized", "parameters", "slices", "lacking")
+    __slots__ = ("model", "name", "version", "step", "epoch", "initialized", "parameters", "slices", "lacking", "steps_per_s")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
@@ -111,6 +119,7 @@ class ModelStatus(_message.Message):
     PARAMETERS_FIELD_NUMBER: _ClassVar[int]
     SLICES_FIELD_NUMBER: _ClassVar[int]
     LACKING_FIELD_NUMBER: _ClassVar[int]
+    STEPS_PER_S_FIELD_NUMBER: _ClassVar[int]
     model: int
     name: str
     version: int
@@ -120,4 +129,5 @@ class ModelStatus(_message.Message):
     parameters: int
     slices: int
     lacking: int
-    def __init__(self, model: _Optional[int] = ..., name: _Optional[str] = ..., version: _Optional[int] = ..., step: _Optional[int] = ..., epoch: _Optional[int] = ..., initialized: bool = ..., parameters: _Optional[int] = ..., slices: _Optional[int] = ..., lacking: _Optional[int] = ...) -> None: ...
+    steps_per_s: float
+    def __init__(self, model: _Optional[int] = ..., name: _Optional[str] = ..., version: _Optional[int] = ..., step: _Optional[int] = ..., epoch: _Optional[int] = ..., initialized: bool = ..., parameters: _Optional[int] = ..., slices: _Optional[int] = ..., lacking: _Optional[int] = ..., steps_per_s: _Optional[float] = ...) -> None: ...

@@ -26,7 +26,16 @@ def begun(workers: int = 2, shards: int = 2) -> watch_pb2.WatchEvent:
         begins=True,
         history="one",
         at_s=60.0,
-        status=status_pb2.StatusReply(job="gpt", membership=members, version=12, uptime_s=61.0, pending=["worker 1"]),
+        status=status_pb2.StatusReply(
+            job="gpt",
+            membership=members,
+            version=12,
+            uptime_s=61.0,
+            pending=["worker 1"],
+            phase="training",
+            headline="training",
+            steps_per_s=0.5,
+        ),
         steps=[watch_pb2.StepRecord(step=13, outcome="commit", duration_s=0.045, waiting_s=0.01, waited_for=1)],
         events=[watch_pb2.EventRecord(number=1, at_s=1.0, kind="joined", text="worker 0 joined")],
         curves=[watch_pb2.Curve(name="loss", at_s=[1, 2], step=[1, 2], value=[4.0, 2.0])],
@@ -76,7 +85,7 @@ def test_what_it_shows() -> None:
     state.apply(begun())
     picture = "\n".join(shown(state, width=120))
     for text in (
-        "job gpt at node0:7077: complete", "version 12, generation 3, up 1m01s", "45 ms, 10 for worker 1",
+        "job gpt at node0:7077: training", "version 12, generation 3, up 1m01s, 0.5 steps/s", "45 ms, 10 for worker 1",
         "loss 2", "waits for: worker 1", "worker 0", "2 MB", "300 MB", "4 primary, 5 backup, 1 copying",
         "12 ms, 97, cost 3 s", "59s ago  worker 0 joined", KEYS,
     ):  # fmt: skip

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from axon_ps.coordinator.core import records
 from axon_ps.coordinator.core.access.callers import Caller
-from axon_ps.coordinator.core.actions import Action, CloseSession, Persist, Reply, SendEvent
+from axon_ps.coordinator.core.actions import Action, CloseSession, Happened, Persist, Reply, SendEvent
 from axon_ps.coordinator.core.config import CoordinatorConfig
 from axon_ps.coordinator.core.events import (
     Copied,
@@ -29,7 +29,7 @@ from axon_ps.sharding.placement import Placement
 from axon_ps.storage.state_store import MemoryStateStore
 from axon_ps.testing.clock import ManualClock
 from axon_ps.types import Decision, DType, Membership, OptimizerSpec, Role
-from axon_ps.wire.v1 import membership_pb2, state_pb2
+from axon_ps.wire.v1 import membership_pb2, state_pb2, watch_pb2
 
 T = TypeVar("T")
 
@@ -121,8 +121,8 @@ class Peer:
         fields = {**self._attempt(changes), **changes}
         self.driver.perform(self.driver.state.arrived(self.session, now=self.driver.clock(), **fields))
 
-    def beat(self) -> None:
-        self.driver.perform(self.driver.state.heartbeat(self.session, {}, self.driver.clock()))
+    def beat(self, **metrics: float) -> None:
+        self.driver.perform(self.driver.state.heartbeat(self.session, metrics, self.driver.clock()))
 
     def vote(self, **changes: Any) -> None:
         fields = {**self._attempt(changes), "max_norm": 0.0, "hyper": (), **changes}
@@ -278,6 +278,21 @@ class Driver:
             assert members.membership.generation >= event.generation
             if "progress" in stored:  # the first model was not released
                 assert membership_pb2.ModelProgress.FromString(stored["progress"]).step >= event.step
+
+
+class Recording(Driver):
+    """A driver that passes what is announced to the history, as the shell does."""
+
+    def perform(self, actions: list[Action]) -> None:
+        super().perform(actions)
+        for action in actions:
+            if isinstance(action, SendEvent):
+                self.state.history.published(action.event, self.clock())
+            elif isinstance(action, Happened):
+                self.state.history.happened(action.kind, action.text, self.clock())
+
+    def everything(self) -> watch_pb2.WatchEvent:
+        return self.state.history.everything(self.clock())
 
 
 _ids = 0

@@ -20,8 +20,8 @@ def test_it_is_named_in_the_status() -> None:
     assert d.state.longest_wait(d.clock()) == (0.0, "")
     a.vote()
     d.advance(12.0, beat=True)
-    assert d.state.longest_wait(d.clock()) == (12.0, "step 1 has waited 12 s for worker 1, 2")
-    assert d.state.status(d.clock()).pending[-1] == "step 1 has waited 12 s for worker 1, 2"
+    assert d.state.longest_wait(d.clock()) == (12.0, "the step to version 1 has waited 12 s for worker 1, 2")
+    assert d.state.status(d.clock()).pending[-1] == "the step to version 1 has waited 12 s for worker 1, 2"
     d.advance(10_000.0, beat=True)
     assert len(a.membership.workers) == 3, "without a time it is waited for"
 
@@ -42,8 +42,8 @@ def test_it_is_set_aside_and_the_others_go_on() -> None:
     assert not c.open
     assert isinstance(c.error, Timeout)
     assert str(c.error) == (
-        "worker 2 (node a) was set aside: step 1 waited 30 s for it (--step-timeout-s) while 2 other workers took "
-        "part; start it again to take part"
+        "worker 2 (node a) was set aside: the step to version 1 waited 30 s for it (--step-timeout-s) while 2 other "
+        "workers took part; start it again to take part"
     )
     assert a.last(Decision).outcome is Outcome.ABORT
     assert [w.replica for w in a.membership.workers] == [0, 1]

@@ -61,7 +61,15 @@ def test_names_are_unique_and_units_are_at_their_end() -> None:
     assert len(set(names)) == len(names)
     for source, described_ in TABLE.items():
         for statistic, metric in described_.items():
-            unit = "_seconds" if statistic.endswith("_s") else "_bytes" if "bytes" in statistic else ""
+            unit = (
+                "_per_second"
+                if statistic.endswith("_per_s")
+                else "_seconds"
+                if statistic.endswith("_s")
+                else "_bytes"
+                if "bytes" in statistic
+                else ""
+            )
             assert metric.name.endswith(unit), f"{source} {statistic}"
             assert not metric.name.endswith("_total")
 

@@ -76,7 +76,7 @@ def test_what_is_no_number_is_refused() -> None:
 def test_it_is_shown_as_text(report: dict[str, Any], line: str) -> None:
     found = parse(json.dumps(report).encode())
     assert found is not None
-    shown = progress_line(found, 1000.0)
+    shown = progress_line(found, 1000.0, steps_per_s=found.steps_per_s)
     assert shown.startswith(line)
     assert len(shown) - len(line) in (0, 5)  # an hour and a minute
     assert "left" not in progress_line(found, 1000.0, over=True)

@@ -2,18 +2,25 @@
 
 It is told what the coordinator publishes and what members report, and is asked for what is new (`take_new`) or for
 everything. It decides nothing and is not durable: after a restart or a failover another one begins.
+
+Note: [Events that happen again]
+    One dead server has each of its slices copied, and votes that differ abort one step after the other. Such events are
+    one event that counts, until something else happens: so they do not bury their cause. Readers get it again, with the
+    number that it had.
 """
 
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Final
 
 from axon_ps.coordinator.core.events import UPLOADED, JobState, RestoreOrder, ServerEvent, SnapshotOrder
 from axon_ps.coordinator.core.history.curves import Curves
 from axon_ps.coordinator.core.history.loads import Loads
 from axon_ps.coordinator.core.history.logs import Logs
+from axon_ps.coordinator.core.history.pace import Beat, Pace
 from axon_ps.coordinator.core.history.report import REPORT_KEY, parse
 from axon_ps.coordinator.core.history.timing import Timing
 from axon_ps.coordinator.core.steps.decision import format_ranks
@@ -25,9 +32,24 @@ from axon_ps.wire.v1 import watch_pb2
 MAX_STEPS: Final = 240
 MAX_EVENTS: Final = 400
 SAMPLE_S: Final = 1.0
-"""How often rates are taken."""
+"""How often the curves of rates get a point."""
 
 MAX_TEXT: Final = 500
+
+
+@dataclass
+class _Event:
+    """An event that may happen again; see Note: [Events that happen again].
+
+    Attributes:
+        record: what readers get.
+        cause: what it has in common with the next one.
+        counts: how often, by shard server or outcome.
+    """
+
+    record: watch_pb2.EventRecord
+    cause: str
+    counts: Counter[int]
 
 
 class History:
@@ -39,6 +61,7 @@ class History:
 
     Attributes:
         logs: what the processes of the job have logged.
+        stepped: whether a step has committed since every member is there.
         step_seconds: from a decision on a step to the next, of all models.
     """
 
@@ -53,6 +76,10 @@ class History:
         self._decided_s: dict[int, float] = {}  # by model
         self._placements: dict[int, Placement] = {}
         self._membership: Membership | None = None
+        self._repeated: dict[str, _Event] = {}  # by kind, the events that may go on
+        self._paces: dict[int, Pace] = {}  # by model
+        self.stepped = False
+        self._active_s = now  # since then every member is there, or a step has committed
         self._commits, self._sampled, self._version, self._norm = 0, now, 0, 0.0
         self._timing, self._curves, self._loads = Timing(), Curves(), Loads()
         self.logs = Logs()
@@ -62,10 +89,8 @@ class History:
 
     def happened(self, kind: str, text: str, now: float) -> None:
         """Something happened; the kinds are those of `EventRecord`."""
-        self._numbers += 1
-        event = watch_pb2.EventRecord(number=self._numbers, at_s=self._at(now), kind=kind, text=text[:MAX_TEXT])
-        self._events.append(event)
-        self._new_events.append(event)
+        self._repeated.clear()
+        self._tell(kind, text, now)
 
     def published(self, event: ServerEvent, now: float) -> None:
         """The coordinator has announced something to members. What is only repeated for one of them is ignored."""
@@ -89,7 +114,7 @@ class History:
 
     def measured(self, member: Member, metrics: Mapping[str, float], now: float) -> None:
         """A member has reported its metrics."""
-        self._loads.measured((member.role, member.rank), metrics, self._at(now))
+        self._loads.measured((member.role, member.rank), metrics, self._at(now), self._beat(now))
 
     def stored(self, key: str, value: bytes, now: float) -> None:
         """A value was put into the store: perhaps the report of a training script."""
@@ -99,18 +124,33 @@ class History:
 
     def tick(self, now: float) -> None:
         """Time has passed."""
-        elapsed_s = now - self._sampled
-        if elapsed_s < SAMPLE_S:
+        if now - self._sampled < SAMPLE_S:
             return
-        values = {"steps_per_s": self._commits / elapsed_s}
+        values = {}
+        if rate := self.steps_per_s(now):
+            values["steps_per_s"] = rate
         if self._commits:
             values["grad_norm"] = self._norm
-        if sent := self._loads.bytes_per_s():
+        if (sent := self._loads.bytes_per_s()) is not None:
             values["sent_bytes_per_s"] = sent
         self._curves.add(self._at(now), self._version, values)
         self._commits, self._sampled = 0, now
 
     # ------------------------------------------------------------------ what is shown
+
+    def steps_per_s(self, now: float, model: int = 0) -> float:
+        """The steps of a model that commit, per second; 0 = unknown, before the second one."""
+        pace = self._paces.get(model)
+        return 0.0 if pace is None else pace.steps_per_s(now)
+
+    @property
+    def step_s(self) -> float:
+        """How long a step takes, of the model whose steps take longest; 0 = unknown."""
+        return max((pace.step_s for pace in self._paces.values()), default=0.0)
+
+    def since_step_s(self, now: float) -> float:
+        """Since when no step has committed while every member was there."""
+        return now - self._active_s
 
     def take_new(self, now: float) -> watch_pb2.WatchEvent:
         """What is new since the last call of this."""
@@ -142,6 +182,32 @@ class History:
     def _at(self, now: float) -> float:
         return round(now - self._began, 3)
 
+    def _tell(self, kind: str, text: str, now: float) -> watch_pb2.EventRecord:
+        self._numbers += 1
+        event = watch_pb2.EventRecord(number=self._numbers, at_s=self._at(now), kind=kind, text=text[:MAX_TEXT])
+        self._events.append(event)
+        self._new_events.append(event)
+        return event
+
+    def _again(
+        self, kind: str, cause: str, counted: Iterable[int], told: Callable[[Counter[int]], str], now: float
+    ) -> None:
+        """Something happened, perhaps again; see Note: [Events that happen again]."""
+        event = self._repeated.get(kind)
+        if event is None or event.cause != cause:
+            counts = Counter(counted)
+            self._repeated[kind] = _Event(self._tell(kind, told(counts), now), cause, counts)
+            return
+        event.counts.update(counted)
+        event.record.text, event.record.at_s = told(event.counts)[:MAX_TEXT], self._at(now)
+        if all(new is not event.record for new in self._new_events):
+            self._new_events.append(event.record)
+
+    def _beat(self, now: float) -> Beat | None:
+        """The rhythm of the model whose steps take longest: in a step of its own the others make whole ones."""
+        beats = [beat for pace in self._paces.values() if (beat := pace.beat(now)) is not None]
+        return max(beats, key=lambda beat: beat.step_s, default=None)
+
     def _decision(self, decision: Decision, now: float) -> None:
         model = decision.model
         if decision.step < self._next_step.get(model, 0):
@@ -167,18 +233,23 @@ class History:
         )
         self._steps.append(record)
         self._new_steps.append(record)
-        self._commits += commits
+        if commits:
+            self._commits += 1
+            self._paces.setdefault(model, Pace(model)).made(now)
+            self._active_s, self.stepped = now, True
         if model == 0 and commits:
             self._version, self._norm = decision.version, decision.grad_norm
-        if decision.outcome is Outcome.ABORT:
-            self.happened("aborted", f"step {decision.step} was aborted: {decision.reason}", now)
-        elif decision.outcome is Outcome.SKIP:
-            self.happened("skipped", f"step {decision.step} was skipped: {decision.reason}", now)
+        if not commits:
+            kind = "aborted" if decision.outcome is Outcome.ABORT else "skipped"
+            cause = f"{model}, {decision.version}: {decision.reason}"
+            self._again(kind, cause, [model], lambda counts: _not_made(kind, decision, counts.total()), now)
 
     def _members(self, membership: Membership, now: float) -> None:
         if self._membership is not None and membership.generation <= self._membership.generation:
             return
         before = () if self._membership is None else self._membership.workers
+        if membership.complete and (self._membership is None or not self._membership.complete):
+            self._active_s, self.stepped = now, False
         self._membership = membership
         ranks = {m.rank for m in membership.workers}
         for member in before:
@@ -203,9 +274,9 @@ class History:
         promoted = [new.primary for old, new in pairs if new.primary != old.primary]
         copied = [rank for old, new in pairs for rank in set(new.complete) & set(old.copying)]
         if promoted:
-            self.happened("promoted", f"{_servers(promoted)} now the primary of {_slices(promoted)}", now)
+            self._again("promoted", "", promoted, lambda counts: _more_slices(counts, "the primary"), now)
         if copied:
-            self.happened("copied", f"{_servers(copied)} now a backup of {_slices(copied)}", now)
+            self._again("copied", "", copied, lambda counts: _more_slices(counts, "a backup"), now)
 
     def _count_slices(self) -> None:
         """How many slices each shard server has."""
@@ -232,10 +303,14 @@ class History:
 _SECONDS: Final = ("computing_s", "waiting_s", "summing_s", "marginal_s")
 
 
-def _servers(ranks: Sequence[int]) -> str:
-    there = sorted(set(ranks))
-    return f"shard server {format_ranks(there)} {'is' if len(there) == 1 else 'are'}"
+def _not_made(kind: str, decision: Decision, times: int) -> str:
+    """That a step was aborted or skipped, so many times."""
+    what = "the step" if times == 1 else f"{times} steps"
+    return f"{what} to version {decision.version + 1} {'was' if times == 1 else 'were'} {kind}: {decision.reason}"
 
 
-def _slices(ranks: Sequence[int]) -> str:
-    return "1 slice more" if len(ranks) == 1 else f"{len(ranks)} slices more"
+def _more_slices(counts: Counter[int], role: str) -> str:
+    """What shard servers are now, of how many slices more."""
+    slices = counts.total()
+    servers = f"shard server {format_ranks(sorted(counts))} {'is' if len(counts) == 1 else 'are'}"
+    return f"{servers} now {role} of {slices} slice{'' if slices == 1 else 's'} more"

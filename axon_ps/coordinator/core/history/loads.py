@@ -1,6 +1,12 @@
 """What each member does: bytes, memory and CPU as it reports them, lag and slices as the coordinator sees them. Pure.
 
 A member's heartbeat may have metrics. Those named below are understood; rates are taken of the totals.
+
+Note: [Rates over whole steps]
+    A member sends in bursts, once a step, so a rate over the second between two heartbeats says nothing where steps
+    take longer. While a model steps, rates are taken over whole steps: from one decision to a later one. A total is
+    read at a heartbeat, so it is read when the burst around the decision is over: in the second half of a step. Where
+    steps are shorter than `SETTLED_S`, no heartbeat need come then, and rates are taken over `MOST_STEPS` and more.
 """
 
 from __future__ import annotations
@@ -9,6 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
+from axon_ps.coordinator.core.history.pace import Beat
 from axon_ps.types import Role
 from axon_ps.wire import codec
 from axon_ps.wire.v1 import watch_pb2
@@ -23,17 +30,52 @@ CPU_S: Final = "cpu_s"
 
 _RATES: Final = {SENT_BYTES: "sent_bytes_per_s", RECEIVED_BYTES: "received_bytes_per_s", CPU_S: "cpu"}
 
+SETTLED_S: Final = 2.0
+"""Steps that take so long have a heartbeat in their second half."""
+
+MOST_STEPS: Final = 8
+"""After so many shorter steps rates are taken, in any part of one."""
+
 Place = tuple[Role, int]
 """Role and rank."""
 
 
 @dataclass
 class Load:
-    """What is known of a member."""
+    """What is known of a member.
+
+    Attributes:
+        message: for readers.
+        totals: its newest metrics.
+        begin: the metrics from which the next rates are taken.
+        begin_s: when those steps were over that are in them.
+        begin_at: the model that steps, and its step then; None = no model stepped.
+    """
 
     message: watch_pb2.MemberLoad
     totals: Mapping[str, float] = field(default_factory=dict)
-    totals_s: float = 0.0
+    begin: Mapping[str, float] = field(default_factory=dict)
+    begin_s: float = 0.0
+    begin_at: tuple[int, int] | None = None
+
+    def take_rates(self, at_s: float, beat: Beat | None) -> None:
+        """There are new totals; see Note: [Rates over whole steps]."""
+        goes_on = beat is None
+        if beat is not None:
+            goes_on = self.begin_at is not None and self.begin_at[0] == beat.model
+            steps = beat.steps - self.begin_at[1] if goes_on and self.begin_at is not None else 1
+            settled = (
+                beat.since_s >= beat.step_s / 2 if beat.step_s >= SETTLED_S else steps >= MOST_STEPS or not goes_on
+            )
+            if not steps or not settled:
+                return
+            at_s -= beat.since_s
+        if self.begin and goes_on and (elapsed_s := at_s - self.begin_s) > 0:
+            for name, rate in _RATES.items():
+                grown = self.totals.get(name, 0.0) - self.begin.get(name, 0.0)
+                setattr(self.message, rate, max(0.0, float(f"{grown / elapsed_s:.4g}")))
+        self.begin, self.begin_s = self.totals, at_s
+        self.begin_at = None if beat is None else (beat.model, beat.steps)
 
 
 class Loads:
@@ -44,17 +86,13 @@ class Loads:
         self._new: set[Place] = set()
         self._measured: set[Place] = set()
 
-    def measured(self, place: Place, metrics: Mapping[str, float], at_s: float) -> None:
-        """A member has reported its metrics."""
+    def measured(self, place: Place, metrics: Mapping[str, float], at_s: float, beat: Beat | None = None) -> None:
+        """A member has reported its metrics, while a model steps, or none does."""
         load = self._load(place)
-        elapsed_s = at_s - load.totals_s
-        if load.totals and elapsed_s > 0:
-            for name, rate in _RATES.items():
-                grown = metrics.get(name, 0.0) - load.totals.get(name, 0.0)
-                setattr(load.message, rate, max(0.0, float(f"{grown / elapsed_s:.4g}")))
+        load.totals = dict(metrics)
+        load.take_rates(at_s, beat)
         load.message.memory_bytes = metrics.get(MEMORY_BYTES, 0.0)
         load.message.reported_s = at_s
-        load.totals, load.totals_s = dict(metrics), at_s
         self._measured.add(place)
 
     def changed(self, place: Place, **values: float) -> None:
@@ -69,9 +107,10 @@ class Loads:
         """These are the members now."""
         self._loads = {place: load for place, load in self._loads.items() if place in members}
 
-    def bytes_per_s(self) -> float:
-        """What all members send together."""
-        return sum(load.message.sent_bytes_per_s for load in self._loads.values())
+    def bytes_per_s(self) -> float | None:
+        """What all members send together; None = none has said it."""
+        known = [load.message.sent_bytes_per_s for load in self._loads.values() if SENT_BYTES in load.totals]
+        return sum(known) if known else None
 
     def take_new(self) -> list[watch_pb2.MemberLoad]:
         """The members about which something is new since the last call of this."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from collections.abc import Mapping
@@ -23,6 +24,7 @@ class Report:
         steps_per_s: as measured by the script's worker; 0 = unknown.
         values: further numbers, by name.
         at: when it was made, in seconds since 1970; 0 = unknown.
+        by_version: whether `step` is the version of the parameters, since the script has not given another.
     """
 
     step: int = 0
@@ -31,6 +33,27 @@ class Report:
     steps_per_s: float = 0.0
     values: Mapping[str, float] = field(default_factory=dict)
     at: float = 0.0
+    by_version: bool = False
+
+    def at_version(self, version: int, run_began: int, steps_per_s: float) -> Report:
+        """The report as of now: one by version has the step of now, and the job's rate.
+
+        `steps` may be those of all runs of the job or those of this run alone. It is this run's where the other cannot
+        be: the job had as many before this run, or has more now. A number of steps that is exceeded all the same is
+        left out: it counts something else.
+
+        Args:
+            version: of the first model.
+            run_began: its version when this run of the workers began.
+            steps_per_s: the job's rate.
+        """
+        report = self
+        if self.by_version:
+            of_this_run = self.steps is not None and self.steps <= max(run_began, version - 1)
+            step = version - run_began if of_this_run else version
+            report = dataclasses.replace(self, step=step, steps_per_s=steps_per_s)
+        exceeded = report.steps is not None and report.step > report.steps
+        return dataclasses.replace(report, steps=None) if exceeded else report
 
     def left_s(self, now: float) -> float | None:
         """How long the rest will take, if it goes on like this, in seconds; None = that cannot be known.
@@ -40,7 +63,8 @@ class Report:
         """
         if self.steps is None or self.step >= self.steps or self.steps_per_s <= 0:
             return None
-        left_s = (self.steps - self.step) / self.steps_per_s - (now - self.at if self.at else 0.0)
+        since_s = now - self.at if self.at and not self.by_version else 0.0
+        left_s = (self.steps - self.step) / self.steps_per_s - since_s
         return left_s if left_s > 0 else None
 
 
@@ -55,6 +79,7 @@ def parse(value: bytes | None) -> Report | None:
             steps_per_s=_finite(found.get("steps_per_s")),
             values={str(name): float(number) for name, number in (found.get("values") or {}).items()},
             at=_finite(found.get("at")),
+            by_version=bool(found.get("by_version")),
         )
     except (ValueError, TypeError, AttributeError, OverflowError, RecursionError):
         return None

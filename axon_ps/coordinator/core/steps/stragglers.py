@@ -94,7 +94,7 @@ class Stragglers:
 
     def _name(self, model: Model) -> str:
         number = self._waits[model.number].name[1]
-        step = f"clock {number}" if model.attempts.asynchronous else f"step {number}"
+        step = f"clock {number}" if model.attempts.asynchronous else f"the step to version {model.version + 1}"
         return f"{step} of model {model.name!r}" if len(self._models) > 1 else step
 
     def _deadline(self, model: Model) -> float:

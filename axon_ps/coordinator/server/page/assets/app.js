@@ -8,7 +8,6 @@ const clock = new Intl.DateTimeFormat([], { hour: "2-digit", minute: "2-digit", 
 const SERVER = "ROLE_SHARD";
 const SHOWN_STEPS = 60;
 const SLOW = 0.1; // the last in so many more of the steps than by chance: it is marked
-const STUCK_S = 5; // what a step waits for is shown when none was decided for so long
 
 function put(element, text) {
   if (element.textContent !== text) element.textContent = text;
@@ -53,20 +52,19 @@ function newest(name) {
 }
 
 function job() {
-  const { status, membership } = model;
+  const { status } = model;
   put($("job"), status.job);
   document.title = `${status.job} – axon_ps`;
-  const state = over() ? "finished" : membership.complete ? "training" : "waiting";
-  set($("state"), "data-state", state);
-  put($("state"), state === "waiting" ? `waiting for ${membership.waiting_for ?? "members"}` : state);
+  set($("state"), "data-state", status.phase ?? "");
+  put($("state"), status.headline ?? "");
   const counters = status.counters ?? {};
   const facts = [
     ["version", number(Number(status.version ?? 0))],
     ...progress(status.progress),
     ["loss", number(newest("loss"))],
-    ["steps / s", over() ? "0" : number(newest("steps_per_s"))],
+    ["steps / s", number(status.steps_per_s)],
     ["parameters", number(Number(status.parameters ?? 0))],
-    ["replication", replication(status)],
+    ["replication", number(status.replication ?? 1)],
     ["steps aborted", number(counters.steps_aborted ?? 0)],
     ["members lost", number(counters.losses ?? 0)],
     ["checkpoint", checkpoint(status.checkpoints ?? {})],
@@ -78,21 +76,16 @@ function job() {
     make("dd", pair);
     return pair;
   }, (pair, [, value]) => put(pair.lastElementChild, value));
-  const decided = model.steps.length ? model.steps[model.steps.length - 1].at_s ?? 0 : 0;
-  const stuck = model.at - decided > STUCK_S;
+  const stuck = status.phase === "stalled"; // else a step waits for what every step waits for
   const waits = over() ? [] : (status.pending ?? []).filter((w) => stuck || !/^votes of|^gradients at|has waited/.test(w)).slice(0, 8);
   each($("pending"), waits, (w) => w, () => make("li", $("pending")), put);
 }
 
 function progress(report) {
   if (!report?.steps) return [];
-  const left = (report.steps - (report.step ?? 0)) / (report.steps_per_s || NaN) - (report.at ? model.began + model.at - report.at : 0);
+  const since = report.at && !report.by_version ? model.began + model.at - report.at : 0;
+  const left = (report.steps - (report.step ?? 0)) / (report.steps_per_s || NaN) - since;
   return [["step", `${report.step ?? 0} of ${report.steps}`], ...(left > 0 && !over() ? [["left", seconds(left)]] : [])];
-}
-
-function replication(status) {
-  const lacking = (status.models ?? []).reduce((sum, m) => sum + (m.lacking ?? 0), 0);
-  return `${status.replication ?? 1}${lacking ? `, ${lacking} slices lack copies` : ""}`;
 }
 
 function checkpoint(known) {
@@ -269,7 +262,7 @@ function chooseByKey(event) {
 }
 
 function stepSentence(s) {
-  if (s.outcome !== "commit") return `step ${s.step}: ${s.outcome}: ${s.reason ?? ""}`;
+  if (s.outcome !== "commit") return `the step to version ${(s.version ?? 0) + 1}: ${s.outcome}: ${s.reason ?? ""}`;
   const waited = s.waiting_s > 0.001 ? `, ${seconds(s.waiting_s)} waiting for worker ${s.waited_for ?? 0}` : "";
   return `version ${s.version ?? 0}: ${seconds(s.duration_s ?? 0)}${waited}`;
 }
@@ -297,11 +290,15 @@ function events() {
   each(list, model.events.slice(-100).reverse(), (e) => `${model.history}/${e.number}`, (e) => {
     const row = make("li", list);
     set(row, "data-kind", e.kind);
-    put(make("time", row), clock.format(new Date(1000 * (model.began + (e.at_s ?? 0)))));
+    make("time", row);
     put(make("b", row), e.kind);
-    put(make("span", row), e.text);
+    make("span", row);
     return row;
-  }, () => {});
+  }, (row, e) => {
+    const [time, , text] = row.children;
+    put(time, clock.format(new Date(1000 * (model.began + (e.at_s ?? 0)))));
+    put(text, e.text);
+  });
 }
 
 // ---------------------------------------------------------------- the log

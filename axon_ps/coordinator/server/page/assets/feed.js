@@ -15,7 +15,9 @@ function merge(event) {
   model.status = event.status;
   if (event.status.membership) model.membership = event.status.membership;
   model.steps = [...model.steps, ...(event.steps ?? [])].slice(-MAX.steps);
-  model.events = [...model.events, ...(event.events ?? [])].slice(-MAX.events);
+  const happened = new Map(model.events.map((e) => [e.number, e]));
+  for (const e of event.events ?? []) happened.set(e.number, e); // one that has happened again stays where it was
+  model.events = [...happened.values()].slice(-MAX.events);
   for (const { name, at_s = [], value = [] } of event.curves ?? []) {
     const curve = model.curves.get(name) ?? [[], []];
     curve[0].push(...at_s);

@@ -1,0 +1,71 @@
+"""The phase of a job, from facts: the only place that names it, for `status`, `top`, the page and the metrics. Pure."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Final
+
+from axon_ps.coordinator.core.events import JobPhase, Status
+from axon_ps.coordinator.core.steps.decision import format_ranks
+
+STALLED_S: Final = 10.0
+"""A job whose next step has not committed for so long, and for `STALLED_STEPS`, has stalled."""
+
+STALLED_STEPS: Final = 5
+
+FIRST_STEP_S: Final = 60.0
+"""So long a step may take before it is known how long one takes."""
+
+
+def with_phase(status: Status, *, stepped: bool, step_s: float, since_s: float) -> Status:
+    """A status with its phase, and with the words for it.
+
+    Args:
+        status: everything else.
+        stepped: whether a step has committed since every member is there.
+        step_s: how long a step takes; 0 = unknown.
+        since_s: since when no step has committed while every member is there.
+    """
+    phase = _phase(status, stepped=stepped, step_s=step_s, since_s=since_s)
+    said = _said(phase, status, since_s)
+    if phase is JobPhase.FINISHED:
+        models = tuple(dataclasses.replace(model, steps_per_s=0.0) for model in status.models)
+        return dataclasses.replace(status, phase=phase, headline=said, steps_per_s=0.0, models=models)
+    return dataclasses.replace(status, phase=phase, headline=", ".join([said, *_flaws(status)]))
+
+
+def _phase(status: Status, *, stepped: bool, step_s: float, since_s: float) -> JobPhase:
+    if status.membership.is_over:
+        return JobPhase.FINISHED
+    if not status.membership.complete:
+        return JobPhase.WAITING
+    if not status.registered:
+        return JobPhase.RUNNING
+    if not status.initialized:
+        return JobPhase.LOADING
+    patience_s = max(STALLED_S, STALLED_STEPS * step_s) if stepped and step_s else FIRST_STEP_S
+    if since_s > patience_s:
+        return JobPhase.STALLED
+    return JobPhase.TRAINING if stepped else JobPhase.READY
+
+
+def _said(phase: JobPhase, status: Status, since_s: float) -> str:
+    count = len(status.membership.finished)
+    workers = "its worker has" if count == 1 else f"all {count} workers have"
+    return {
+        JobPhase.FINISHED: f"finished: {workers} done all there was to do",
+        JobPhase.WAITING: f"waiting for {status.membership.waiting_for or 'members'}",
+        JobPhase.RUNNING: "running, no model on the shard servers",
+        JobPhase.READY: "ready to train",
+        JobPhase.LOADING: "loading parameters",
+        JobPhase.STALLED: f"no step has committed for {since_s:.0f} s",
+        JobPhase.TRAINING: "training",
+    }[phase]
+
+
+def _flaws(status: Status) -> list[str]:
+    """What is amiss beside the phase."""
+    lacking = sum(model.lacking for model in status.models if model.initialized)
+    slices = sum(model.slices for model in status.models)
+    flaws = [f"{lacking} of {slices} slices lack copies"] if lacking else []
+    return flaws + ([f"shard server {format_ranks(status.draining)} is drained"] if status.draining else [])
