@@ -134,15 +134,22 @@ def _kernel_cache() -> Finding:
 
 
 def _security(settings: Settings) -> Finding:
+    from axon_ps.rpc.auth.tokens import is_strong  # imports gRPC
+
     try:
         security = settings.security()
     except AxonError as error:
         return Finding("security", "settings do not fit together", str(error))
-    findings = [
-        "a token" if security.token else "no token",
-        "TLS" if security.ca_file or security.cert_file else "no TLS",
-    ]
-    return Finding("security", ", ".join(findings))
+    token = "a token" if security.token else f"a token of {security.token_file}" if security.tokens() else "no token"
+    if security.ca_file or security.cert_file:
+        tls = "TLS by certificates in files"
+    elif security.tls:
+        tls = "TLS by the job's own authority"
+    elif is_strong(next(iter(security.tokens()), "")) and not security.insecure:
+        tls = "TLS by the job's own authority beyond loopback"
+    else:
+        tls = "no TLS"
+    return Finding("security", f"{token}, {tls}")
 
 
 def _coordinator(address: str) -> Finding:

@@ -21,6 +21,8 @@ from axon_ps.cli.launch import run
 from axon_ps.cli.main import main
 from axon_ps.errors import AxonError, Unreachable
 
+SECRET = "abcdefghijklmnopqrstuvwxyz0123456789"
+
 
 @pytest.fixture(autouse=True)
 def _no_variables_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,6 +110,34 @@ def test_the_doctor_checks_the_coordinator_it_is_given(capsys: pytest.CaptureFix
     found = {f["what"]: f for f in json.loads(capsys.readouterr().out)}
     assert found["coordinator"]["found"] == "127.0.0.1:1"
     assert "nobody answers there" in found["coordinator"]["problem"]
+
+
+@pytest.mark.parametrize(
+    ("variables", "found"),
+    [
+        ({}, "no token, no TLS"),
+        ({"TOKEN": "guessed"}, "a token, no TLS"),
+        ({"TOKEN": SECRET}, "a token, TLS by the job's own authority beyond loopback"),
+        ({"TOKEN_FILE": "{file}"}, "a token of {file}, TLS by the job's own authority beyond loopback"),
+        ({"TOKEN_FILE": "{file}", "TLS": "1"}, "a token of {file}, TLS by the job's own authority"),
+        ({"TLS_CA": "ca.pem"}, "no token, TLS by certificates in files"),
+    ],
+)
+def test_the_doctor_finds_the_token_and_tls_wherever_they_are_given(
+    variables: dict[str, str],
+    found: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    file = tmp_path / "token"
+    file.write_text(SECRET)
+    file.chmod(0o600)
+    for name, value in variables.items():
+        monkeypatch.setenv(f"AXON_PS_{name}", value.format(file=file))
+    main(["doctor", "--json"])
+    said = {f["what"]: f["found"] for f in json.loads(capsys.readouterr().out)}
+    assert said["security"] == found.format(file=file)
 
 
 def test_listing_no_checkpoints_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
