@@ -41,7 +41,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 	touch $@
 
 demo: $(INSTALLED) ## train a small GPT on two workers and two shard servers of this machine
-	$(BIN)/axon-ps run --http-port 0 --nproc-per-node 2 --shards 2 examples/train_gpt.py $(DEMO_ARGS)
+	$(BIN)/axon-ps run --http-port 0 --nproc-per-node 2 --shards 2 examples/train_gpt.py --time-budget-s 150 $(DEMO_ARGS)
 
 test: $(INSTALLED) ## run the tests; PYTEST_ARGS='-k word' picks some
 	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder --durations 20 $(PYTEST_ARGS)

@@ -48,7 +48,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     job.add_argument("--resume", default="", metavar="URI", help="checkpoint, or directory of them, to go on from")
     job.add_argument("--steps", type=int, default=240)
     job.add_argument(
-        "--time-budget-s", type=float, default=150.0, help="make fewer steps if these take longer; 0: no limit"
+        "--time-budget-s", type=float, default=0.0, help="make fewer steps if these take longer; 0: no limit"
     )
     job.add_argument("--seed", type=int, default=0)
     model = parser.add_argument_group("model and batch")
@@ -209,6 +209,8 @@ def train(
         version = world.version
         if planned is None and version >= min(first + PLAN_AFTER, schedule.steps):
             schedule.steps = planned = steps_in_time(version, began, world, options)
+            if planned < options.steps:
+                report.say(f"{planned} of {options.steps} steps fit into the {options.time_budget_s:g} s there are")
         if version >= schedule.steps:
             break
         if not failed and version > first and version % max(1, options.steps // 5) == 0:

@@ -65,8 +65,8 @@ class Block:
         """Whether a script needs libraries that only `make integrations` installs."""
         return any(_OF_EXTRAS.search(text) for _, text in self.scripts)
 
-    def run(self, directory: Path, limit_s: float, variables: Mapping[str, str] = {}) -> None:
-        """Save the files in a directory and type the block there; fails if it does not end well in time."""
+    def run(self, directory: Path, limit_s: float, variables: Mapping[str, str] = {}) -> str:
+        """Save the files in a directory and type the block there; what is printed. Fails if it does not end well."""
         for name, script in self.scripts:
             (directory / name).write_text(script)
         path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
@@ -85,12 +85,13 @@ class Block:
                 os.killpg(process.pid, signal.SIGTERM)  # `axon-ps run` ends its processes
                 output, _ = process.communicate()
         assert process.returncode == 0, output
+        return output
 
-    def try_in(self, directory: Path) -> None:
+    def try_in(self, directory: Path) -> str:
         """Run it as `run` does, or skip the test where a tool is not installed."""
         if (tool := self.commands[0][0]) in HERE and shutil.which(tool) is None:
             pytest.skip(f"there is no {tool}")
-        self.run(directory, LONGEST_S)
+        return self.run(directory, LONGEST_S)
 
     @property
     def commands(self) -> list[list[str]]:

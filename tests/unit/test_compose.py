@@ -50,6 +50,9 @@ def interpolated(text: str) -> str:
     return re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", text)
 
 
+DEMO = ("--time-budget-s", "150")
+"""The demo is over in a few minutes; wherever else somebody says how many steps, so many are made."""
+
 JOB = {name: service for name, service in COMPOSE["services"].items() if name != MAKES_SECRET}
 """The services of the job."""
 
@@ -249,3 +252,13 @@ def test_what_dies_is_started_again() -> None:
         assert str(service["restart"]).startswith("on-failure")
         if image_of(service) == "worker":
             assert str(service["restart"]) != "on-failure", "a program that always fails ends some time"
+
+
+def test_so_many_steps_are_made_as_somebody_says_but_in_the_demo() -> None:
+    (made_by_demo,) = re.findall(r"train_gpt\.py (.*)\$\(DEMO_ARGS\)", (ROOT / "Makefile").read_text())
+    assert tuple(made_by_demo.split()) == DEMO
+    program = (ROOT / "examples" / "train_gpt.py").read_text()
+    (default,) = re.findall(r'"--time-budget-s", type=float, default=([\d.]+)', program)
+    assert float(default) == 0.0
+    assert "--steps=${STEPS:-300}" in COMPOSE["services"]["worker"]["command"]
+    assert not any("time-budget" in word for word in COMPOSE["services"]["worker"]["command"])
