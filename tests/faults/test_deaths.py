@@ -126,11 +126,13 @@ def lose_a_server(pipes: Path) -> str:
         optimizer = parallel.SGD(model, lr=0.1)
         model(torch.ones(1, 4)).sum().backward()
         assert optimizer.step().committed
+        optimizer.zero_grad()
         pause(pipes)
         try:
             for _ in range(3):
                 model(torch.ones(1, 4)).sum().backward()
                 optimizer.step()
+                optimizer.zero_grad()
         except AxonError as error:
             return str(error)
         return ""

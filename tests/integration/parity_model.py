@@ -172,6 +172,7 @@ def train_lion(world: axon_ps.World) -> Any:
     for step in range(20):
         model(integers(step, world.replica)).backward()
         assert optimizer.step().committed
+        optimizer.zero_grad()
     return model.state_dict()["weight"].numpy().copy()
 
 

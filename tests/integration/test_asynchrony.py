@@ -69,6 +69,7 @@ def train_alone(pipe: Path) -> dict[str, Any]:
                 with open(pipe, "ab"):  # the coordinator is killed now
                     pass
             result = optimizer.step()
+            optimizer.zero_grad()
             assert result.committed, result.reason
             versions.append(result.version)
         if world.rank == 0:
@@ -145,6 +146,7 @@ def train_bounded(steps: int, bound: int) -> dict[str, Any]:
         for step in range(steps):
             model(batch(step, world.replica)).backward()
             assert optimizer.step().committed
+            optimizer.zero_grad()
             committed += 1
             statistics = world.steps.statistics()
             ahead = max(ahead, int(statistics["clock"] - statistics["slowest_clock"]))
@@ -157,6 +159,7 @@ def train_bounded(steps: int, bound: int) -> dict[str, Any]:
         while committed < steps + MORE:  # the first was begun, with the last step, in the generation that is over
             model(batch(steps + committed, world.replica)).backward()
             result = optimizer.step()
+            optimizer.zero_grad()
             committed += result.committed
             aborted += not result.committed
         world.steps.view.wait_version(3 * steps + 2 * MORE)

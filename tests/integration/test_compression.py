@@ -104,6 +104,7 @@ def train_compressed(per_node: int, wire_dtype: str, reduce_dtype: str) -> Any:
                 (loss * (math.nan if rank else 1.0)).backward()
                 pushes[-1] += 1  # not again
                 result = optimizer.step()
+                optimizer.zero_grad()
                 assert not result.committed
                 assert "finite" in result.reason
                 continue
@@ -221,6 +222,7 @@ def train_top_k() -> Any:
                 model(gradient(step, world.replica) * 0.5).backward()
             model(gradient(step, world.replica) * (math.nan if bad and world.replica == 1 else 0.5)).backward()
             assert optimizer.step().committed == (not bad)
+            optimizer.zero_grad()
         with model.summon_full_params():
             seen = next(model.parameters()).detach().numpy().copy()
         value = model.state_dict()["weight"].numpy().copy()

@@ -60,6 +60,7 @@ def train(strategy: str, precision: dict[str, torch.dtype], blocks: int = BLOCKS
             torch.manual_seed(step)
             model(torch.randn(BATCH, WIDTH)).square().mean().backward()
             assert optimizer.step().committed
+            optimizer.zero_grad()
         worker = model.statistics()
         model.state_dict()  # comes when every unit has been updated; while one is, its frames are being exchanged
         world.barrier("trained")
