@@ -288,3 +288,37 @@ def test_hyperparameters_left_out_are_the_registered_ones() -> None:
     d = Driver()
     workers, shards = d.assembled()
     assert step(workers, shards).hyper == ({**FULL, **OPTIMIZER.groups[0]},)
+
+
+# ---------------------------------------------------------------------- parameters without a gradient, withdrawals
+
+
+def test_a_commit_names_the_parameters_that_no_worker_has_a_gradient_of() -> None:
+    d = Driver()
+    workers, shards = d.assembled()
+    shards[0].ready(4.0)
+    workers[0].vote(untouched=(0, 7))
+    workers[1].vote(untouched=(7,))  # there is no parameter 7: nobody leaves it alone
+    assert decided(workers[0]).outcome is Outcome.COMMIT
+    assert decided(workers[0]).untouched == ()
+
+
+def test_a_step_without_any_gradient_is_skipped_and_what_it_commits_is_committed() -> None:
+    d = Driver()
+    workers, shards = d.assembled()
+    everything = tuple(range(len(OPTIMIZER.group_of)))
+    decision = step(workers, shards, untouched=everything, commit={"position": "3"})
+    assert (decision.outcome, decision.version) == (Outcome.SKIP, 0)
+    assert "no worker has a gradient" in decision.reason
+    assert decision.commit == {"position": "3"}
+    assert step(workers, shards).outcome is Outcome.COMMIT
+
+
+def test_a_withdrawal_aborts_the_step_at_once_and_names_the_worker() -> None:
+    d = Driver()
+    workers, shards = d.assembled()
+    workers[1].vote(withdrawn=True)
+    assert decided(workers[0]).outcome is Outcome.ABORT
+    assert "worker 1 withdrew" in decided(workers[0]).reason
+    assert decided(workers[0]).next_generation == 0
+    assert step(workers, shards).outcome is Outcome.COMMIT

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 
 from axon_ps.types import Array, DType, OptimizerSpec
-from engine_driver import Servers, job_of, layout_of
+from engine_driver import Servers, apply, commit_of, job_of, layout_of
 
 torch = pytest.importorskip("torch")
 
@@ -159,3 +160,39 @@ def test_a_dtype_of_the_callers_choice_is_encoded_on_demand() -> None:
     frame = engine.parameters.encode(engine.slices[0], 1, DType.F32)
     assert values[64:].tobytes() in frame
     assert engine.statistics()["encodings"] == before + 1
+
+
+@pytest.mark.parametrize(
+    ("name", "make", "hyper"),
+    [
+        ("sgd", lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.1), {"momentum": 0.9}),
+        ("adamw", lambda p: torch.optim.AdamW(p, lr=0.1, weight_decay=0.1), {}),
+        ("rmsprop", lambda p: torch.optim.RMSprop(p, lr=0.1, weight_decay=0.1), {}),
+    ],
+)
+@pytest.mark.parametrize("num_servers", [1, 3])
+def test_parameters_without_a_gradient_are_left_alone(
+    name: str, make: Callable[[Any], Any], hyper: dict[str, float], num_servers: int
+) -> None:
+    """Values, moments and counts of updates, whatever slices and chunks they are cut into."""
+    numels = (7, 40, 5, 33)
+    layout = layout_of(numels[:2], numels[2:])
+    spec = OptimizerSpec(name=name, groups=({"lr": 0.1, "weight_decay": 0.1, **hyper},), group_of=(0, 0, 0, 0))
+    servers = Servers(job_of(layout, chunk_numel=16), num_servers, optimizer=spec)
+    servers.upload([np.ones(unit.numel, np.float32) for unit in layout.units])
+    params = [torch.nn.Parameter(torch.ones(n)) for n in numels]
+    optimizer, rng = make(params), np.random.default_rng(3)
+    for untouched in ((1,), (0, 3), (), (1, 2), (0, 1)):
+        grads = [rng.standard_normal(n).astype(np.float32) for n in numels]
+        for number, (param, grad) in enumerate(zip(params, grads, strict=True)):
+            param.grad = None if number in untouched else torch.from_numpy(grad)
+            grad *= number not in untouched
+        optimizer.step()
+        for unit in (0, 1):
+            absent = {2 * unit, 2 * unit + 1} <= set(untouched)
+            servers.push(unit, 0, None if absent else np.concatenate(grads[2 * unit : 2 * unit + 2]))
+        for engine in servers.engines:
+            apply(engine, dataclasses.replace(commit_of(engine), untouched=untouched))
+    for unit in (0, 1):
+        expected = torch.cat(params[2 * unit : 2 * unit + 2]).detach().numpy()
+        np.testing.assert_allclose(servers.values(unit), expected, rtol=1e-5, atol=1e-6)

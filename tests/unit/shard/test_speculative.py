@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -9,7 +11,7 @@ from axon_ps.errors import InvalidRequest, Misuse, StepAborted
 from axon_ps.shard.core.engine import ShardEngine
 from axon_ps.types import Array, DType, Hyper, Outcome
 from axon_ps.wire.frames import decode_chunk
-from engine_driver import Servers, job_of, layout_of, one_group
+from engine_driver import Servers, apply, commit_of, job_of, layout_of, one_group
 
 N, FROZEN = 300, 100
 LAYOUT = layout_of([N - 20, 20], [FROZEN], frozen=[1])
@@ -127,3 +129,19 @@ def test_what_cannot_be_prepared_says_so() -> None:
     made.push(0, 0, grad(0))
     with pytest.raises(InvalidRequest, match="2 groups"):
         engine.prepare_chunk(engine.step, engine.slices[0], 0, (ADAMW, ADAMW), engine.scratch())
+
+
+def test_what_was_prepared_of_a_slice_is_discarded_if_one_of_its_parameters_is_left_alone() -> None:
+    speculative, plain = servers(), servers()
+    for made in (speculative, plain):
+        for replica in (0, 1):
+            made.push(0, replica, grad(replica))
+    (engine,) = speculative.engines
+    prepared = prepare(engine)
+    for made in (speculative, plain):
+        (each,) = made.engines
+        apply(each, dataclasses.replace(commit_of(each, [ADAMW]), untouched=(1,)))
+    assert engine.parameters.frames(0, 0, N) != prepared
+    assert engine.parameters.frames(0, 0, N) == plain.engines[0].parameters.frames(0, 0, N)
+    with pytest.raises(StepAborted, match="did not commit as expected"):
+        prepare(engine, step=engine.step - 1)
