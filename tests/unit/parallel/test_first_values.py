@@ -15,6 +15,11 @@ from axon_ps.parallel import FSDP, DiLoCo, ShardingStrategy
 from axon_ps.parallel.fsdp import materialize, wrap
 from axon_ps.testing import run_threads
 
+LIMIT_S = 300.0
+"""For a hang: compiled loops may be cold, and others busy."""
+
+pytestmark = pytest.mark.timeout(600)
+
 SERVED = [ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.HYBRID_SHARD]
 
 
@@ -33,11 +38,11 @@ def rank_0_comes_last(world: World, others_registered: threading.Barrier) -> Non
     def late(*args: Any) -> Any:
         world.models.register = register  # type: ignore[method-assign]
         if world.rank == 0:
-            others_registered.wait(30.0)
+            others_registered.wait(LIMIT_S)
             return register(*args)
         reply = register(*args)
         assert not reply[1].upload
-        others_registered.wait(30.0)
+        others_registered.wait(LIMIT_S)
         return reply
 
     world.models.register = late  # type: ignore[method-assign]
@@ -57,7 +62,7 @@ def test_rank_0_counts_when_it_comes_last(strategy: ShardingStrategy, caplog: py
         made = FSDP(module(float(world.rank)), sharding_strategy=strategy, unit_types={nn.Linear})
         return list(made.state_dict().values())
 
-    for values in run_threads(worker, 3):
+    for values in run_threads(worker, 3, timeout_s=LIMIT_S):
         assert all(bool((v == 0.0).all()) for v in values)
     if strategy in SERVED:
         told = warnings_of(caplog)
@@ -75,7 +80,7 @@ def test_the_outer_model_of_diloco_too() -> None:
         DiLoCo(made, torch.optim.SGD(made.parameters(), lr=0.1), inner_steps=2)
         return list(made.state_dict().values())
 
-    for values in run_threads(worker, 2):
+    for values in run_threads(worker, 2, timeout_s=LIMIT_S):
         assert all(bool((v == 0.0).all()) for v in values)
 
 
@@ -87,7 +92,7 @@ def test_equal_values_and_none_at_all_are_no_reason_to_warn(kind: str, caplog: p
         else:
             FSDP(module(1.0, dtype=torch.bfloat16 if kind == "in bf16" else torch.float32))
 
-    run_threads(worker, 2)
+    run_threads(worker, 2, timeout_s=LIMIT_S)
     assert not warnings_of(caplog)
 
 

@@ -20,6 +20,11 @@ INPUTS = torch.randn(STEPS, ROWS, 4, generator=torch.Generator().manual_seed(1))
 PRECISIONS = {"f32": None, "bf16": MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)}
 State = dict[str, torch.Tensor]
 
+LIMIT_S = 300.0
+"""For a hang: compiled loops may be cold, and others busy."""
+
+pytestmark = pytest.mark.timeout(600)
+
 
 class Block(nn.Module):
     def __init__(self) -> None:
@@ -120,7 +125,7 @@ def test_forward_optimizer_and_state_dict_have_what_was_written(kind: Any, preci
         return found
 
     tolerance = 1e-6 if precision == "f32" else 2e-2
-    for found in run_threads(worker, 2):
+    for found in run_threads(worker, 2, timeout_s=LIMIT_S):
         for (write, steps_before), got in zip(programs, found, strict=True):
             reference = plain()
             optimizer = torch.optim.SGD(reference.parameters(), lr=0.1)
@@ -199,7 +204,7 @@ def test_gradients_are_averaged_wherever_the_loss_comes_from(optimizer: Any) -> 
             for model, (kind, _) in zip(models, programs, strict=True)
         ]
 
-    for states in run_threads(worker, 2):
+    for states in run_threads(worker, 2, timeout_s=LIMIT_S):
         for (kind, _), state in zip(programs, states, strict=True):
             reference = Returning(kind)
             want = trained(reference, kind, torch.optim.SGD(reference.parameters(), lr=0.1), 0, 1)
