@@ -93,6 +93,7 @@ class ReplicatedUnit(FlatUnit):
             wrapping.meter.add(self._master.nbytes)
             self._sharded_data = [self._master[p.offset : p.end].view(p.shape) for p in self.unit.parameters]
             self._set_data(self._sharded_data)
+            self._set_readable(False)  # what is written between uses is written to the masters
         else:
             self.allocate()
             self._master = self.flat
