@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from axon_ps.collectives.work import LoopWork
+from axon_ps.coordinator.client.attachments import Attachments
 from axon_ps.coordinator.client.session import CoordinatorClient
 from axon_ps.coordinator.core.events import UPLOADED
 from axon_ps.errors import InvalidRequest
 from axon_ps.rpc.background_loop import BackgroundLoop
 from axon_ps.rpc.deadlines import Deadline
 from axon_ps.types import Array
-from axon_ps.worker.attachments import Attachments
 from axon_ps.worker.job_view import JobView
 from axon_ps.worker.models import Models
 from axon_ps.worker.rendezvous import Rendezvous

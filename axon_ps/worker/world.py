@@ -24,6 +24,7 @@ from axon_ps.collectives.group_base import LINGER_S
 from axon_ps.collectives.process_group import ProcessGroup
 from axon_ps.collectives.selection import BackendMaker
 from axon_ps.collectives.work import LoopWork
+from axon_ps.coordinator.client.attachments import Attachments
 from axon_ps.coordinator.client.session import CoordinatorClient, Event, SessionLost
 from axon_ps.errors import Closed, InvalidRequest, Misuse
 from axon_ps.host import fork
@@ -31,7 +32,6 @@ from axon_ps.observe.loggers.base import Logger
 from axon_ps.observe.metrics.sources import Source
 from axon_ps.rpc.http import HttpServer
 from axon_ps.types import Array, Member, Membership, Role
-from axon_ps.worker.attachments import Attachments
 from axon_ps.worker.bootstrap.job import FormedJob, find_job
 from axon_ps.worker.checkpoints import CheckpointInfo, Checkpoints
 from axon_ps.worker.curves import Curves

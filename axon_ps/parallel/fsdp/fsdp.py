@@ -20,8 +20,9 @@ from axon_ps.collectives.functional import current_group
 from axon_ps.collectives.process_group import ProcessGroup
 from axon_ps.errors import InvalidRequest, Misuse
 from axon_ps.observe.metrics.sources import register
+from axon_ps.parallel import buffers
 from axon_ps.parallel.dtypes import TORCH_DTYPES, MixedPrecision
-from axon_ps.parallel.fsdp import arguments, buffers, build, hooks, materialize, stats, wrap
+from axon_ps.parallel.fsdp import arguments, build, hooks, materialize, stats, wrap
 from axon_ps.parallel.fsdp.runtime import Runtime
 from axon_ps.parallel.fsdp.sent_gradients import Home, PendingNorm
 from axon_ps.parallel.fsdp.stats import FSDPMemoryStats, MemoryStats, UnitBytes

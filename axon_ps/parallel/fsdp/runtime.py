@@ -49,8 +49,8 @@ from torch import nn
 from axon_ps.data.elastic import Place
 from axon_ps.errors import Misuse, StepAborted
 from axon_ps.observe.moments import Moment, reached
+from axon_ps.parallel.buffers import ModuleBuffers
 from axon_ps.parallel.compile import uncompiled
-from axon_ps.parallel.fsdp.buffers import ModuleBuffers
 from axon_ps.parallel.fsdp.flat_unit import FlatUnit, ModuleUnit
 from axon_ps.parallel.fsdp.memory import BufferPool, Meter
 from axon_ps.parallel.fsdp.order import GatherOrder

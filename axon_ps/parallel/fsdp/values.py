@@ -13,8 +13,8 @@ from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
 
 from axon_ps.errors import InvalidRequest, Misuse, StepAborted
+from axon_ps.parallel.buffers import ServedBuffers
 from axon_ps.parallel.dtypes import TORCH_DTYPES
-from axon_ps.parallel.fsdp.buffers import ServedBuffers
 from axon_ps.parallel.fsdp.runtime import TORN, Runtime
 from axon_ps.parallel.fsdp.wrap import Wrapping
 from axon_ps.parallel.wrapper import ModuleWrapper

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from axon_ps.optim import registry
+from axon_ps.parallel.buffers import ModuleBuffers
 from axon_ps.parallel.counterpart import counterpart
-from axon_ps.parallel.fsdp.buffers import ModuleBuffers
 from axon_ps.shard.core.engine import ShardEngine
 from axon_ps.shard.server import snapshot
 from axon_ps.shard.server.apply import Pin, VersionPins

@@ -6,9 +6,9 @@ takes them, whoever ordered it.
 
 Note: [Between a worker and a checkpoint]
     With servers the coordinator writes the file, from what workers have attached in the job's key-value store
-    (`worker.attachments`). The worker of lowest rank attaches its buffers when it orders a checkpoint, and, for those
-    that nobody orders, after a committed step, at most every `CADENCE_S`: an automatic checkpoint may have buffers that
-    are so much older than its parameters. A restore puts the buffers there too, with the epoch that it begins; a worker
+    (`coordinator.client.attachments`). The worker of lowest rank attaches its buffers when it orders a checkpoint. For
+    those that nobody orders it does so after a committed step, at most every `CADENCE_S`: an automatic checkpoint may
+    have buffers that are so much older than its parameters. A restore puts the buffers there too, with the epoch that it begins; a worker
     compares that with the epoch which it computes with. A worker that joins takes what is there.
 """
 
