@@ -16,6 +16,7 @@ from axon_ps.cli.settings import Settings
 from axon_ps.host import loop_cache
 from axon_ps.shard import loops
 from axon_ps.testing import LocalCluster
+from deadlines import WHOLE_S
 
 FINDS_ALL = """
 import importlib, pkgutil
@@ -40,7 +41,8 @@ loop_cache.record(loop_cache.folder(), "abc")
 
 def test_every_loop_is_found_where_a_record_says_that_it_is() -> None:
     assert loop_cache.is_complete()  # `tests/conftest.py` has seen to it
-    done = subprocess.run([sys.executable, "-c", FINDS_ALL], capture_output=True, text=True, timeout=120, check=True)
+    program = [sys.executable, "-c", FINDS_ALL]
+    done = subprocess.run(program, capture_output=True, text=True, timeout=WHOLE_S, check=True)
     assert done.stdout.split("\n")[:2] == ["{}", "True"]
 
 
