@@ -7,7 +7,7 @@ import subprocess
 import sys
 from collections.abc import Mapping
 
-from deadlines import HANG_S
+from deadlines import WHOLE_S
 
 AXON_PS = (sys.executable, "-m", "axon_ps.cli.main")
 
@@ -20,4 +20,4 @@ def environment(values: Mapping[str, str]) -> dict[str, str]:
 def axon_ps(*arguments: str, **values: str) -> subprocess.CompletedProcess[str]:
     """Run a command to its end, with some environment variables."""
     command = [*AXON_PS, *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=HANG_S, env=environment(values))
+    return subprocess.run(command, capture_output=True, text=True, timeout=WHOLE_S, env=environment(values))

@@ -20,7 +20,7 @@ import pytest
 from axon_ps.host.ports import free_ports
 from axon_ps.testing import LocalCluster
 from command_line import AXON_PS, axon_ps, environment
-from deadlines import HANG_S
+from deadlines import WHOLE_S
 
 GONE_S = 20.0
 WRONG_TOKEN = "the token is none of this server's; is it the token of this job?"
@@ -202,7 +202,7 @@ def test_one_signal_ends_everything(number: signal.Signals, code: int, script: C
         below = descendants(process.pid)
         assert len(below) == 7  # a coordinator, two shard servers, two workers, and a child of each worker
         process.send_signal(number)
-        rest, _ = process.communicate(timeout=HANG_S)
+        rest, _ = process.communicate(timeout=WHOLE_S)
         assert process.returncode == code
         assert "Traceback" not in rest
         assert_gone(below)
@@ -213,7 +213,7 @@ def test_a_dead_service_ends_the_run_too(script: Callable[..., str]) -> None:
         lines_until(process, "pids")
         below = descendants(process.pid)
         next(p for p in below if "shard" in p.cmdline()).kill()
-        rest, _ = process.communicate(timeout=HANG_S)
+        rest, _ = process.communicate(timeout=WHOLE_S)
         assert process.returncode == 137
         assert "was ended by SIGKILL" in rest
         assert_gone(below)
@@ -279,7 +279,7 @@ def test_two_launchers_are_two_nodes_of_one_job(script: Callable[..., str], unus
     arguments += ["--coordinator-port", str(unused_port), "--node-rank"]
     with started(*arguments, "1", script(MEET)) as other:
         done = axon_ps(*arguments, "0", script(MEET))
-        rest, _ = other.communicate(timeout=HANG_S)
+        rest, _ = other.communicate(timeout=WHOLE_S)
     assert (done.returncode, done.stdout) == (0, "[worker 0] everybody: [0, 1]\n")
     assert (other.returncode, rest.splitlines()[-1]) == (0, "[worker 1] everybody: [0, 1]")
 
@@ -310,11 +310,11 @@ def test_services_drain_on_sigterm_and_end_on_ctrl_c(unused_port: int) -> None:
         with started("shard", "--coordinator", address, "--port", "0", "--token", "t", "--log", "plain") as shard:
             lines_until(shard, "shard server 0 of job 'default'")
             shard.send_signal(signal.SIGTERM)
-            rest, _ = shard.communicate(timeout=HANG_S)
+            rest, _ = shard.communicate(timeout=WHOLE_S)
             assert shard.returncode == 0, rest
             assert "Traceback" not in rest
         first.send_signal(signal.SIGINT)
-        rest, _ = first.communicate(timeout=HANG_S)
+        rest, _ = first.communicate(timeout=WHOLE_S)
         assert first.returncode == 130, rest
         assert "Traceback" not in rest
 

@@ -13,9 +13,9 @@ from pathlib import Path
 import psutil
 
 from command_line import environment
-from deadlines import HANG_S
+from deadlines import WHOLE_S
 
-END_S = HANG_S
+END_S = WHOLE_S
 
 SCRIPT = """
 import sys
