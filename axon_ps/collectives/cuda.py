@@ -55,7 +55,7 @@ class CudaMemory:
     def pinned(self, size_bytes: int) -> Array:
         """See `DeviceMemory`; torch's where torch is loaded, since its caching allocator makes that cheap."""
         if (torch := sys.modules.get("torch")) is not None:
-            array: Array = torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True).numpy()
+            array: Array = torch.empty(size_bytes, dtype=torch.uint8, device="cpu", pin_memory=True).numpy()
             return array
         return np.frombuffer(load().cuda.alloc_pinned_memory(max(1, size_bytes)), np.uint8, size_bytes)
 

@@ -72,7 +72,7 @@ class GradScaler(torch.amp.GradScaler):
         torch._amp_update_scale_(
             scale,
             tracker,
-            torch.full((1,), float(found), device=scale.device),
+            torch.full((1,), float(found), dtype=torch.float32, device=scale.device),
             self.get_growth_factor(),
             self.get_backoff_factor(),
             self.get_growth_interval(),

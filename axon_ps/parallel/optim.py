@@ -138,6 +138,11 @@ class ServerOptimizer(torch.optim.Optimizer):
                     )
                 result.append(group_of[param] if flat.trainable else -1)
                 group_of.pop(param, None)
+        if ignored := [name for name, param in owner.named_parameters() if param in group_of]:
+            raise InvalidRequest(
+                f"parameter {ignored[0]!r} is one of the model's ignored_parameters, which it does not move: "
+                "give it model.sharded_parameters(), and those to be trained on each worker to an optimizer of torch"
+            )
         if group_of:
             raise InvalidRequest(
                 f"{len(group_of)} parameters of the optimizer's groups are not of the wrapped model; make the groups "

@@ -15,9 +15,9 @@ from axon_ps.shard.client import transfers
 
 def warm_up() -> None:
     """One training step of a single weight on the CPU. Leaves no thread, no gradient and no random number behind."""
-    weight = torch.nn.Parameter(torch.ones(1, 1))
+    weight = torch.nn.Parameter(torch.ones(1, 1, dtype=torch.float32, device="cpu"))
     optimizer = torch.optim.SGD([weight], lr=0.0)
-    torch.nn.functional.linear(torch.ones(1, 1), weight).sum().backward()  # type: ignore[no-untyped-call]
+    torch.nn.functional.linear(torch.ones(1, 1, dtype=torch.float32, device="cpu"), weight).sum().backward()  # type: ignore[no-untyped-call]
     optimizer.step()
     Int8().warm_up()
     Int4().warm_up()

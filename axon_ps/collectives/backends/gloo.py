@@ -307,7 +307,7 @@ class GlooBackend(Backend):
         self._check_message(data, dtype, to, tag, receiving=False)
         deadline = time.monotonic() + timeout_s
         payload_tag = _FIRST_PAYLOAD_TAG + next(self._payload_tags) % _PAYLOAD_TAGS
-        envelope = torch.tensor([_DTYPES.index(dtype), data.size, payload_tag])
+        envelope = torch.tensor([_DTYPES.index(dtype), data.size, payload_tag], dtype=torch.int64, device="cpu")
         tensor, what = _tensor(data, dtype), f"a message with tag {tag}"
 
         def start() -> list[Any]:
@@ -328,7 +328,7 @@ class GlooBackend(Backend):
         """See `Backend.recv`."""
         self._check_message(data, dtype, source, tag, receiving=True)
         deadline = time.monotonic() + timeout_s
-        envelope = torch.zeros(3, dtype=torch.int64)
+        envelope = torch.zeros(3, dtype=torch.int64, device="cpu")
         what, wire_tag = f"a message with tag {tag}", _FIRST_MESSAGE_TAG + tag
 
         def missing() -> str:
@@ -417,7 +417,9 @@ class GlooBackend(Backend):
             for peer in range(self.world_size):
                 if peer != self.rank:
                     with contextlib.suppress(RuntimeError):  # as intended: it closed the connection
-                        native.recv([torch.zeros(1)], peer, _POISON_TAG).wait(_POISON_WAIT)
+                        native.recv([torch.zeros(1, dtype=torch.float32, device="cpu")], peer, _POISON_TAG).wait(
+                            _POISON_WAIT
+                        )
 
     def close(self) -> None:
         """See `Backend.close`."""

@@ -63,7 +63,7 @@ def _encoding(theirs: Any) -> Callable[..., Any]:
         if (ours := _ours(group)) is None:
             return theirs(obj, device, group)  # type: ignore[no-any-return]
         encoded = np.frombuffer(_encoded(obj, ours), np.uint8)
-        data = torch.tensor(encoded, device=device)  # with memory of its own, which torch resizes
+        data = torch.tensor(encoded, dtype=torch.uint8, device=device)  # with memory of its own, which torch resizes
         return data, torch.tensor([data.numel()], dtype=torch.int64, device=device)
 
     return _object_to_tensor

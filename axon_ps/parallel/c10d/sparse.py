@@ -33,7 +33,8 @@ def all_reduce_sparse(performer: Performer, tensor: Tensor, options: Any) -> Axo
     timeout_s = seconds(options.timeout) or performer.timeout_s
     ours = tensor.detach().coalesce()
     indices, values = ours.indices(), ours.values()
-    nonzeros = group.all_gather(torch.tensor([values.shape[0]], device=values.device), timeout_s=timeout_s).tolist()
+    count = torch.tensor([values.shape[0]], dtype=torch.int64, device=values.device)
+    nonzeros = group.all_gather(count, timeout_s=timeout_s).tolist()
     rows, dims = sum(nonzeros), indices.shape[0]
 
     all_indices = indices.new_empty((rows, dims))
@@ -46,7 +47,8 @@ def all_reduce_sparse(performer: Performer, tensor: Tensor, options: Any) -> Axo
 
     if average:
         all_values /= group.world_size
-    total = torch.sparse_coo_tensor(all_indices.t(), all_values, tensor.shape, check_invariants=False)
+    as_given = {"dtype": all_values.dtype, "device": all_values.device}
+    total = torch.sparse_coo_tensor(all_indices.t(), all_values, tensor.shape, check_invariants=False, **as_given)
     with torch.no_grad():
         tensor.copy_(total.coalesce())  # not into a detached one, whose insides would be replaced, not the tensor's
     return AxonWork.done([tensor], "all_reduce")

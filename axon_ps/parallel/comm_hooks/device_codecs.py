@@ -85,8 +85,8 @@ def top_k(values: Tensor, out: Tensor, residual: Tensor | None = None) -> None:
             residual.copy_(total)
             residual[indices] = 0.0
     else:
-        indices = torch.arange(count, device=values.device)
-        sent = torch.full((count,), torch.nan, device=values.device)
+        indices = torch.arange(count, dtype=torch.int64, device=values.device)
+        sent = torch.full((count,), torch.nan, dtype=torch.float32, device=values.device)
     out[: 4 * count] = indices.to(torch.int32).view(torch.uint8)
     out[4 * count :] = sent.view(torch.uint8)
 

@@ -44,7 +44,7 @@ class Residuals:
     def _get(residuals: dict[int, Tensor], index: int, numel: int, device: torch.device) -> Tensor:
         residual = residuals.get(index)
         if residual is None:
-            residual = residuals[index] = torch.zeros(numel, device=device)
+            residual = residuals[index] = torch.zeros(numel, dtype=torch.float32, device=device)
         if residual.numel() != numel:
             raise InvalidRequest(
                 f"the errors of bucket {index} are of {residual.numel()} elements and it has {numel}; they are of "

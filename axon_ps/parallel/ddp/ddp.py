@@ -25,6 +25,7 @@ from axon_ps.parallel.ddp import replicas
 from axon_ps.parallel.ddp.buckets import GradientBucket, check_dtype
 from axon_ps.parallel.ddp.reducer import Reducer
 from axon_ps.parallel.ddp.synchronizer import GradSyncStrategy
+from axon_ps.parallel.fsdp import wrap
 from axon_ps.parallel.fsdp.hooks import tensors_of
 from axon_ps.types import ReduceOp
 from axon_ps.worker.world import World
@@ -81,6 +82,7 @@ class DistributedDataParallel(nn.Module):
         grad_sync_strategy: GradSyncStrategy = GradSyncStrategy.OVERLAPPED,
     ) -> None:
         super().__init__()
+        wrap.refuse_wrapped(module, "DistributedDataParallel")
         self.module = module
         self._group = current_group(group)
         self._strategy = grad_sync_strategy

@@ -81,7 +81,7 @@ class Reducer:
         self._find_unused = find_unused
         self._order = list(reversed(range(len(named))))
         self._ready_order: list[int] | None = []  # the order of the first backward; None once buckets follow it
-        self._used = torch.zeros(len(named), dtype=torch.uint8)
+        self._used = torch.zeros(len(named), dtype=torch.uint8, device="cpu")
         self._reachable: set[int] = set()
         self._index: dict[Tensor, int] = {param: i for i, param in enumerate(self.params)}
         self._round: Round | None = None

@@ -31,6 +31,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -259,12 +260,13 @@ class Fragment:
         return (param for wrapped in self.units for param in wrapped.params)
 
     def _new_values(self) -> list[torch.Tensor]:
-        return [torch.empty(wrapped.unit.numel, pin_memory=self._pinned) for wrapped in self.units]
+        options: Any = {"dtype": torch.float32, "device": "cpu", "pin_memory": self._pinned}
+        return [torch.empty(wrapped.unit.numel, **options) for wrapped in self.units]
 
     @staticmethod
     def _local(wrapped: wrap.WrappedUnit) -> torch.Tensor:
         """f32[unit_numel] on the host: the parameters of a unit."""
-        local = torch.empty(wrapped.unit.numel)
+        local = torch.empty(wrapped.unit.numel, dtype=torch.float32, device="cpu")
         with torch.no_grad():
             for spec, param in zip(wrapped.unit.parameters, wrapped.params, strict=True):
                 _of(local, spec).copy_(param)

@@ -45,7 +45,10 @@ def broadcast_values(
     group = wrapping.group
     replicas.check_same(group, [f"{w.unit.name}: {p}" for w in wrapped_units for p in w.unit.parameters])
     values = [
-        materialize.values_of(module, w, init) if group.rank == 0 else torch.zeros(w.unit.numel) for w in wrapped_units
+        materialize.values_of(module, w, init)
+        if group.rank == 0
+        else torch.zeros(w.unit.numel, dtype=torch.float32, device="cpu")
+        for w in wrapped_units
     ]
     replicas.broadcast(group, values)
     return values

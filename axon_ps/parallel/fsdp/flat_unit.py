@@ -53,13 +53,13 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from axon_ps.collectives import cuda
-from axon_ps.errors import AxonError, InternalError, Misuse, StepAborted
+from axon_ps.errors import AxonError, InternalError, InvalidRequest, Misuse, StepAborted
 from axon_ps.parallel.dtypes import scale_into
 from axon_ps.parallel.fsdp import saved_tensors
 from axon_ps.parallel.fsdp.sharded_parameter import become, own_grad, set_own_data, set_own_grad, states_of
 from axon_ps.parallel.fsdp.sources import ParameterSource, PendingGather
 from axon_ps.parallel.fsdp.steps import Mapped, Position
-from axon_ps.parallel.fsdp.wrap import WrappedUnit, Wrapping
+from axon_ps.parallel.fsdp.wrap import WrappedUnit, Wrapping, sparse_gradient
 from axon_ps.types import Hyper
 from axon_ps.worker.steps.ticket import Ticket
 
@@ -347,7 +347,7 @@ class FlatUnit:
         if mapped is not None:
             self._set_flat(torch.from_numpy(mapped.values).view(self._nan.dtype))
         else:
-            self._set_flat(torch.empty(self.unit.numel, dtype=self._nan.dtype))
+            self._set_flat(torch.empty(self.unit.numel, dtype=self._nan.dtype, device="cpu"))
             self._storage.resize_(0)
 
     def free_storage(self) -> None:
@@ -366,6 +366,7 @@ class FlatUnit:
         for i, param in enumerate(self.params):
             if (grad := own_grad(param)) is not None:
                 set_own_grad(param, None)
+                self._check_dense(i, grad)
                 staged = self._staged[i]
                 if staged is None:
                     self._staged[i] = grad.to(self.stage_device, torch.float32, copy=True)
@@ -409,11 +410,16 @@ class FlatUnit:
         if not memory.is_on_device(out) and any(g is not None and memory.is_on_device(g) for g in grads):
             packed = torch.empty_like(out, device=self.flat.device)
         with torch.no_grad():
-            for spec, grad in zip(self.unit.parameters, grads, strict=True):
+            for i, (spec, grad) in enumerate(zip(self.unit.parameters, grads, strict=True)):
+                self._check_dense(i, grad)
                 scale_into(packed[spec.offset : spec.end].view(spec.shape), grad, scale)
             if packed is not out:
                 out.copy_(packed)
         return [grad is not None for grad in grads]
+
+    def _check_dense(self, index: int, grad: torch.Tensor | None) -> None:
+        if grad is not None and grad.layout != torch.strided:
+            raise InvalidRequest(sparse_gradient(self.unit.parameters[index].name, str(grad.layout)))
 
     @property
     def has_grads(self) -> bool:

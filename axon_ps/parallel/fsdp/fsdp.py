@@ -135,6 +135,8 @@ class FullyShardedDataParallel(ShardedValues):
         replicated = strategy is ShardingStrategy.NO_SHARD
         policy = checked_policy(given.policy, strategy, given.cpu_offload)
         node_size = checked_node_size(given.intra_node_size, strategy, world.membership.workers)
+        wrap.refuse_wrapped(module, "FSDP")
+        wrap.refuse_sparse(module, given.ignored_parameters)
         is_unit = given.auto_wrap_policy or (lambda child: isinstance(child, given.unit_types))
         wrapped_units = wrap.partition(module, is_unit, given.ignored_parameters)
         built = TORCH_DTYPES[wrapped_units[0].unit.parameters[0].dtype]

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from axon_ps.errors import InvalidRequest
-from axon_ps.parallel.fsdp.wrap import WrappedUnit
+from axon_ps.parallel.fsdp.wrap import WrappedUnit, module_of, name_in_states
 from axon_ps.sharding.job import JobSpec
 from axon_ps.types import Array
 from axon_ps.worker.steps.client import StepClient
@@ -117,7 +117,7 @@ def upload(
 
 def values_of(module: nn.Module, wrapped: WrappedUnit, init: Callable[[nn.Module], None] | None) -> torch.Tensor:
     """The first values of a unit, f32[unit_numel] on the host; arguments and errors as of `upload`."""
-    values = torch.empty(wrapped.unit.numel, dtype=torch.float32)
+    values = torch.empty(wrapped.unit.numel, dtype=torch.float32, device="cpu")
     made = _meta_values(module, wrapped, init)
     with torch.no_grad():
         for spec, param in zip(wrapped.unit.parameters, wrapped.params, strict=True):
@@ -136,7 +136,7 @@ def _meta_values(
         if not param.is_meta or holder in done:
             continue
         done.add(holder)
-        child = module.get_submodule(holder)
+        child = module_of(module, holder)
         saved = dict(child._parameters)
         try:
             for name, p in saved.items():
@@ -195,7 +195,7 @@ def cast_buffers(module: nn.Module, dtype: torch.dtype | None) -> dict[str, torc
     for prefix, child in module.named_modules():
         for key, b in child._buffers.items():
             if dtype is not None and b is not None and b.is_floating_point() and b.dtype != dtype:
-                before[f"{prefix}.{key}" if prefix else key] = b.dtype
+                before[name_in_states(f"{prefix}.{key}" if prefix else key)] = b.dtype
                 child._buffers[key] = b.to(dtype)
     return before
 
@@ -207,7 +207,7 @@ def replace_meta(module: nn.Module, wrapped_units: tuple[WrappedUnit, ...]) -> t
         for name, param in child._parameters.items():
             if param is not None and param.is_meta:
                 if param not in fresh:
-                    fresh[param] = nn.Parameter(torch.empty(0, dtype=param.dtype), param.requires_grad)
+                    fresh[param] = nn.Parameter(torch.empty(0, dtype=param.dtype, device="cpu"), param.requires_grad)
                 child._parameters[name] = fresh[param]
     return tuple(
         WrappedUnit(owner=p.owner, unit=p.unit, params=tuple(fresh.get(param, param) for param in p.params))

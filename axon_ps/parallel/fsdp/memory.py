@@ -32,7 +32,7 @@ class Meter:
 def host_empty(numel: int, dtype: torch.dtype, *, pinned: bool) -> torch.Tensor:
     """T[numel] in host memory, page-locked if `pinned`."""
     if not pinned:
-        return torch.empty(numel, dtype=dtype)
+        return torch.empty(numel, dtype=dtype, device="cpu")
     return torch.from_numpy(cuda.memory().pinned(numel * dtype.itemsize)).view(dtype)
 
 
@@ -98,7 +98,7 @@ class BufferPool:
         """A buffer of exactly `numel` elements, room or not."""
         size_bytes = numel * dtype.itemsize
         if size_bytes == 0:
-            return torch.empty(0, dtype=dtype)
+            return torch.empty(0, dtype=dtype, device="cpu")
         with self._changed:
             memory = self._smallest_idle(size_bytes)
             self._out_bytes += size_bytes if memory is None else memory.nbytes

@@ -25,6 +25,11 @@ Note: [Memory]
     round trip where that is long (`shard.client.line`). What backward needs first, the units that
     forward used last, is not resharded in between if it fits, and so not gathered twice.
 
+Note: [One thread]
+    Units are gathered and resharded for one forward or backward at a time, so a second thread inside one is refused. A
+    forward or a backward that raised leaves the runtime as if it were still under way. So where something seems to be
+    under way and the thread is another one, the stack of the thread that began the last forward decides.
+
 Note: [One version a step]
     While this worker is a member nothing commits without its vote, so all that a step reads is of one version. A worker
     that the coordinator gave up (it was frozen, or cut off) does not know it: others commit, units that it has mapped
@@ -38,13 +43,18 @@ Note: [One version a step]
 from __future__ import annotations
 
 import functools
+import sys
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import FrameType
 from typing import Any, ParamSpec, Self, TypeVar
 
 import torch
 from torch import nn
+from torch.autograd.graph import _engine_run_backward
+from torch.utils.checkpoint import CheckpointFunction
 
 from axon_ps.data.elastic import Place
 from axon_ps.errors import Misuse, StepAborted
@@ -130,6 +140,7 @@ class Runtime:
         self._stage_grads = wrapping.offload.stages_grads and not wrapping.replicated
         self._training = True
         self._callback_queued = False
+        self._thread = threading.get_ident()  # that began the last forward
         self._read: Position = (0, 0)  # when the forward began
         self._uses: list[int] = []  # of every unit, when the forward began
         self._forwards = 0  # attempts at this forward
@@ -253,6 +264,36 @@ class Runtime:
 
     # ------------------------------------------------------------------ forward
 
+    def _refuse_second_thread(self, during: tuple[str, ...], what: str) -> None:
+        """See Note: [One thread].
+
+        Args:
+            during: what the other thread must not be in the midst of, of "forward" and "backward".
+            what: what this thread is about to do.
+
+        Raises:
+            Misuse: it is in the midst of one of these.
+        """
+        if self._thread == threading.get_ident() or not (self.units[0].depth or self._callback_queued):
+            return
+        if (doing := self._doing(self._thread)) in during:
+            other = next((t.name for t in threading.enumerate() if t.ident == self._thread), str(self._thread))
+            raise Misuse(
+                f"{what} in thread {threading.current_thread().name!r} while thread {other!r} is inside the model's "
+                f"{doing}: the parameters of a wrapped model are gathered for one thread at a time. Hold one lock "
+                "around forward and backward in all threads, or evaluate another module that was loaded from "
+                "model.state_dict()"
+            )
+
+    def _doing(self, thread: int) -> str | None:
+        """What a thread does with the model, as its stack tells: "forward", "backward" or nothing."""
+        for frame in _stack(sys._current_frames().get(thread)):
+            if frame.f_code is _engine_run_backward.__code__:
+                return "backward"
+            if "_run_once" in frame.f_code.co_name and frame.f_locals.get("runtime") is self:
+                return "forward"
+        return None
+
     @uncompiled
     def before_forward(self, unit: ModuleUnit, *_: object) -> None:
         """A module is about to run: unshard it.
@@ -261,6 +302,9 @@ class Runtime:
             Misuse: its parameters are not those that were wrapped, or a transform of torch.func runs it.
         """
         recomputing = in_backward()
+        if not recomputing:
+            self._refuse_second_thread(("forward", "backward"), f"a forward of {unit.name or 'the model'!r} begins")
+            self._thread = threading.get_ident()
         if torch._C._functorch.peek_interpreter_stack() is not None:
             raise Misuse(
                 "a wrapped model cannot run inside torch.func's transforms (grad, vmap, jvp, jacrev): its parameters "
@@ -387,6 +431,7 @@ class Runtime:
         """
         if self._callback_queued:
             return
+        self._refuse_second_thread(("forward",), "a backward begins")
         if self._broken:
             raise Misuse(
                 "the backward before was broken off by an error, with a part of its gradients made: call "
@@ -691,3 +736,15 @@ class Runtime:
             "peak_grad_buffer_bytes": float(self.grad_meter.peak_bytes),
             "peak_memory_bytes": float(self.meter.peak_bytes + self.grad_meter.peak_bytes),
         }
+
+
+def in_reentrant_checkpoint() -> bool:
+    """Whether this thread runs the backward of `torch.utils.checkpoint.checkpoint(use_reentrant=True)`."""
+    return any(frame.f_code is CheckpointFunction.backward.__code__ for frame in _stack(sys._getframe()))
+
+
+def _stack(frame: FrameType | None) -> Iterator[FrameType]:
+    """A frame and those that called it."""
+    while frame is not None:
+        yield frame
+        frame = frame.f_back

@@ -229,7 +229,7 @@ class PendingNorm(Tensor):
     @classmethod
     def of(cls, sent: SentGradients, stage: str, order: float = 2.0, homes: tuple[Home, ...] = ()) -> PendingNorm:
         """A norm, or what comes before or after it."""
-        norm: PendingNorm = torch.full((), math.nan).as_subclass(cls)
+        norm: PendingNorm = torch.full((), math.nan, dtype=torch.float32, device="cpu").as_subclass(cls)
         norm.stage, norm.order, norm.homes, norm.max_norm = stage, order, homes, 0.0
         norm._sent, norm._known = sent, False
         return norm
@@ -237,7 +237,7 @@ class PendingNorm(Tensor):
     def resolve(self, value: float | None) -> None:
         """Be a number; infinite where it is larger than a number of 32 bits can be."""
         with torch._C.DisableTorchFunctionSubclass():
-            self.copy_(torch.tensor(math.nan if value is None else value, dtype=torch.float64))
+            self.copy_(torch.tensor(math.nan if value is None else value, dtype=torch.float64, device="cpu"))
         self._known = True
 
     @classmethod

@@ -36,7 +36,7 @@ from axon_ps.observe.moments import Moment, reached
 from axon_ps.parallel.dtypes import TORCH_DTYPES
 from axon_ps.parallel.fsdp.flat_unit import FlatUnit, ModuleUnit
 from axon_ps.parallel.fsdp.memory import BufferPool
-from axon_ps.parallel.fsdp.runtime import BUFFERS, TORN, Runtime
+from axon_ps.parallel.fsdp.runtime import BUFFERS, TORN, Runtime, in_reentrant_checkpoint
 from axon_ps.parallel.fsdp.sources import array_of
 from axon_ps.parallel.fsdp.steps import Pending, Position, Standing, Steps
 from axon_ps.parallel.fsdp.wrap import Wrapping
@@ -120,6 +120,12 @@ class ServerRuntime(Runtime):
     def _push(self, flat: FlatUnit) -> None:
         """Flatten, scale, cast and send a unit's gradient; the vote names the parameters that have none."""
         if flat.index in self._pushed:
+            if in_reentrant_checkpoint():
+                raise Misuse(
+                    f"the gradient of unit {flat.unit.name!r} was sent already. It is used more than once inside "
+                    "checkpoint(use_reentrant=True), which makes a backward of each use: pass use_reentrant=False. Or "
+                    "this is a second backward before optimizer.step(): step after each one"
+                )
             raise Misuse(
                 f"a second backward before optimizer.step(): the first one's gradient of unit {flat.unit.name!r} was "
                 "sent already. Step after each backward, with an optimizer of axon_ps.parallel; to accumulate, run all "
@@ -357,7 +363,7 @@ class ServerRuntime(Runtime):
         view, spec = self._client.view, self._wrapping.spec
         began = view.epoch, view.latest_version
         for index, unit in enumerate(spec.layout.units):
-            values = torch.empty(unit.numel, dtype=torch.float32)
+            values = torch.empty(unit.numel, dtype=torch.float32, device="cpu")
             self._client.parameters.gather(index, values.numpy(), exact=True).wait()
             if (view.epoch, view.latest_version) != began and not spec.policy.asynchronous:
                 raise StepAborted(TORN)

@@ -164,15 +164,15 @@ def set_own_data(param: Any, values: Tensor) -> None:
 
 
 def _refuse_read(func: Any, args: Sequence[Any]) -> NoReturn:
-    homes = (
-        getattr(a, "_axon_home", None) for arg in args for a in (arg if isinstance(arg, (list, tuple)) else (arg,))
-    )
+    given = (a for arg in args for a in (arg if isinstance(arg, (list, tuple)) else (arg,)))
+    homes = (getattr(a, "_axon_home", None) for a in given if isinstance(a, _Sharded))  # not those that have values
     name = next((home.name for home in homes if home is not None), "?")
     raise Misuse(
         f"{function_name(func)} was called on parameter {name!r}, whose values are on the shard servers; they are here "
         "only while its unit runs. Read it inside `with model.summon_full_params():` or from model.state_dict(); "
         "change it with model.load_state_dict(); to train it use an optimizer of "
-        "axon_ps.parallel, as axon_ps.parallel.AdamW"
+        "axon_ps.parallel, as axon_ps.parallel.AdamW. A module whose forward reads a parameter of another module needs "
+        "it in its own unit: make the reader, or a module around both, a unit (unit_types)"
     )
 
 

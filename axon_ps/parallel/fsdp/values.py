@@ -16,7 +16,7 @@ from axon_ps.errors import InvalidRequest, Misuse, StepAborted
 from axon_ps.parallel.buffers import ServedBuffers
 from axon_ps.parallel.dtypes import TORCH_DTYPES
 from axon_ps.parallel.fsdp.runtime import TORN, Runtime
-from axon_ps.parallel.fsdp.wrap import Wrapping
+from axon_ps.parallel.fsdp.wrap import Wrapping, module_of, name_in_states
 from axon_ps.parallel.wrapper import ModuleWrapper
 from axon_ps.sharding.layout import Parameter
 from axon_ps.worker.checkpoints import CheckpointInfo
@@ -165,7 +165,8 @@ class ShardedValues(ModuleWrapper):
             self.module.named_parameters(remove_duplicate=False),
             self.module.named_buffers(remove_duplicate=False),
         )
-        for name, own in itertools.chain(*members):
+        for place, own in itertools.chain(*members):
+            name = name_in_states(place)
             if (key := prefix + name) in state and key not in keys:
                 state[key] = own.detach().to(self._buffer_dtypes.get(name, own.dtype), copy=True)
 
@@ -212,7 +213,7 @@ class ShardedValues(ModuleWrapper):
                 if name in given and name not in sharded:
                     tensor.copy_(given[name])
         for name in given.keys() - tensors.keys():  # extra state
-            self.module.get_submodule(name.rpartition(".")[0]).set_extra_state(given[name])
+            module_of(self.module, name.rpartition(".")[0]).set_extra_state(given[name])
         self._replace(lambda p: next((given[n] for n in (p.name, *p.aliases) if n in given), None))
         return keys
 
@@ -268,10 +269,11 @@ class ShardedValues(ModuleWrapper):
     ) -> Iterator[torch.Tensor]:
         """f32[unit_numel] of every unit."""
         for unit in self._wrapping.spec.layout.units:
-            values = torch.empty(unit.numel)
+            values = torch.empty(unit.numel, dtype=torch.float32, device="cpu")
             for spec in unit.parameters:
                 value = value_of(spec)
-                values[spec.offset : spec.end].view(spec.shape).copy_(old[spec.name] if value is None else value)
+                new = old[spec.name] if value is None else value.detach()
+                values[spec.offset : spec.end].view(spec.shape).copy_(new)
             yield values
 
     # ------------------------------------------------------------------ checkpoints

@@ -4,6 +4,9 @@ The unit of a parameter is the innermost module around it that is a unit; what i
 parameter that is reachable from two units (tied weights) belongs to the root, which is unsharded during all of forward
 and backward. Frozen and trainable parameters of a module become two units of the layout, so that gradients and moments
 exist only for the second.
+
+Parameters have the names that state dicts have, without torch's wrappers for activation checkpointing. What cannot be
+sharded is refused here, before any other process hears of the model: `partition` names the parameter and what to do.
 """
 
 from __future__ import annotations
@@ -23,9 +26,18 @@ from axon_ps.parallel.fsdp.stats import Counters
 from axon_ps.parallel.fsdp.strategy import CPUOffload, ShardingStrategy
 from axon_ps.sharding.job import JobSpec
 from axon_ps.sharding.layout import Layout, Parameter, Unit
-from axon_ps.types import DType
+from axon_ps.types import WIRE_DTYPES, DType
 
 ROOT = "(root)"
+
+SHARDED_DTYPES = tuple(TORCH_DTYPES[dtype] for dtype in WIRE_DTYPES)
+"""The dtypes of parameters that can be stored on the servers and travel."""
+
+_CHECKPOINT_WRAPPED = "_checkpoint_wrapped_module"
+"""The module inside a wrapper of torch's activation checkpointing; it is in no name of a state dict."""
+
+_WRAPPERS = {"FullyShardedDataParallel", "DistributedDataParallel", "DataParallel"}
+"""Classes that average gradients, ours and torch's."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,6 +107,64 @@ class Wrapping:
         return cuda.memory().is_device(self.device)
 
 
+def name_in_states(name: str) -> str:
+    """The name that a parameter, a buffer or a module has in state dicts."""
+    return ".".join(step for step in name.split(".") if step != _CHECKPOINT_WRAPPED)
+
+
+def module_of(root: nn.Module, name: str) -> nn.Module:
+    """The module that state dicts have by a name."""
+    found = root.get_submodule(name)
+    while (inside := found._modules.get(_CHECKPOINT_WRAPPED)) is not None:
+        found = inside
+    return found
+
+
+def refuse_wrapped(module: nn.Module, wrapper: str) -> None:
+    """Raise where a module is to be wrapped that is wrapped already, or has a wrapped one inside.
+
+    Args:
+        module: what is to be wrapped.
+        wrapper: the class that is to wrap it.
+
+    Raises:
+        InvalidRequest: the message names the module inside.
+    """
+    for name, child in module.named_modules():
+        found = next((base.__name__ for base in type(child).__mro__ if base.__name__ in _WRAPPERS), None)
+        if found is None:
+            continue
+        if child is module:
+            raise InvalidRequest(f"the module is wrapped by {found} already; use it as it is, or wrap the one inside")
+        raise InvalidRequest(
+            f"{wrapper} was given a module of which {name_in_states(name)!r} is wrapped by {found} already. A model is "
+            "wrapped once, at its root: leave the inner wrappers out, and name the classes that are to be gathered "
+            f"together: FSDP(model, unit_types={{{type(_inside(child)).__name__}}})"
+        )
+
+
+def refuse_sparse(module: nn.Module, ignored: Collection[nn.Parameter] = ()) -> None:
+    """Raise where a parameter would get sparse gradients.
+
+    Raises:
+        InvalidRequest: the message names the parameter.
+    """
+    for name, child in module.named_modules():
+        if not isinstance(child, (nn.Embedding, nn.EmbeddingBag)) or not child.sparse:
+            continue
+        if child.weight.requires_grad and not any(child.weight is other for other in ignored):
+            weight = name_in_states(f"{name}.weight" if name else "weight")
+            raise InvalidRequest(sparse_gradient(weight, f"{type(child).__name__}(sparse=True)"))
+
+
+def sparse_gradient(name: str, cause: str) -> str:
+    """What is said of a parameter that gets a sparse gradient."""
+    return (
+        f"parameter {name!r} has sparse gradients ({cause}), and gradients are summed as dense ones; use sparse=False, "
+        "which gives the same values"
+    )
+
+
 def partition(
     module: nn.Module, is_unit: Callable[[nn.Module], bool], ignored: Collection[nn.Parameter] = ()
 ) -> tuple[WrappedUnit, ...]:
@@ -103,16 +173,19 @@ def partition(
     Raises:
         InvalidRequest: there is no parameter, or one of a dtype or kind that cannot be sharded.
     """
-    owners = [""] + [name for name, child in module.named_modules() if name and is_unit(child)]
-    names: dict[nn.Parameter, list[str]] = {}
-    for name, param in module.named_parameters(remove_duplicate=False):
+    owners = ["", *_unit_names(module, is_unit)]
+    places: dict[nn.Parameter, list[str]] = {}
+    for place, param in module.named_parameters(remove_duplicate=False):
         if not any(param is other for other in ignored):
-            names.setdefault(param, []).append(name)
-    if not names:
+            places.setdefault(param, []).append(place)
+    if not places:
         raise InvalidRequest("the module has no parameters (beside those to be ignored); there is nothing to shard")
+    names = {param: [name_in_states(place) for place in found] for param, found in places.items()}
+    for param, (first, *_) in names.items():
+        _check_parameter(param, first)
     members: dict[tuple[str, bool], list[nn.Parameter]] = {}
-    for param, aliases in names.items():
-        found = {_owner(name, owners) for name in aliases}
+    for param, aliases in places.items():
+        found = {_owner(place, owners) for place in aliases}
         owner = found.pop() if len(found) == 1 else ""
         members.setdefault((owner, param.requires_grad), []).append(param)
     wrapped_units = []
@@ -120,7 +193,7 @@ def partition(
         for trainable in (True, False):
             params = members.get((owner, trainable))
             if params:
-                name = (owner or ROOT) + ("" if trainable else " (frozen)")
+                name = (name_in_states(owner) or ROOT) + ("" if trainable else " (frozen)")
                 wrapped_units.append(
                     WrappedUnit(owner=owner, unit=_unit(name, params, names, trainable), params=tuple(params))
                 )
@@ -132,8 +205,56 @@ def layout_of(wrapped_units: tuple[WrappedUnit, ...]) -> Layout:
     return Layout(units=tuple(p.unit for p in wrapped_units))
 
 
+def _unit_names(module: nn.Module, is_unit: Callable[[nn.Module], bool]) -> list[str]:
+    """The modules that are units, beside the root, by name.
+
+    None is inside an `nn.MultiheadAttention`: that reads the weight of its `out_proj` without running it.
+    """
+    found: list[str] = []
+    closed: list[str] = []
+    for name, child in module.named_modules():
+        if name and is_unit(child) and not any(name.startswith(f"{outer}." if outer else "") for outer in closed):
+            found.append(name)
+        if isinstance(child, nn.MultiheadAttention):
+            closed.append(name)
+    return found
+
+
 def _owner(parameter_name: str, owners: list[str]) -> str:
     return max((o for o in owners if not o or parameter_name.startswith(o + ".")), key=len)
+
+
+def _inside(module: nn.Module) -> nn.Module:
+    """The module in a wrapper."""
+    inside = getattr(module, "module", module)
+    return inside if isinstance(inside, nn.Module) else module
+
+
+def _check_parameter(param: nn.Parameter, name: str) -> None:
+    """Raise where a parameter cannot be sharded."""
+    beside = "give it in FSDP's ignored_parameters (each worker retains its own, averaged by nobody)"
+    if isinstance(param, nn.UninitializedParameter):
+        raise InvalidRequest(f"parameter {name!r} has no shape yet; run a lazy module once before wrapping it")
+    if hasattr(param, "_axon_home"):
+        raise InvalidRequest(f"parameter {name!r} is of a module that is wrapped already; build the module anew")
+    if not issubclass(type(param), nn.Parameter):
+        raise InvalidRequest(
+            f"parameter {name!r} is a {type(param).__name__}; needed is a plain tensor. Build it without that class, "
+            f"or {beside}"
+        )
+    if param.layout != torch.strided:
+        raise InvalidRequest(f"parameter {name!r} has layout {param.layout}; only dense parameters can be sharded")
+    if not param.numel():
+        raise InvalidRequest(
+            f"parameter {name!r} has shape {list(param.shape)}, so no elements; there is nothing of it to train: leave "
+            f"it out, make it a buffer (register_buffer), or {beside}"
+        )
+    if param.dtype not in SHARDED_DTYPES:
+        possible = ", ".join(map(str, SHARDED_DTYPES))
+        do = "build it in one of these" if param.requires_grad else "make it a buffer (register_buffer)"
+        raise InvalidRequest(
+            f"parameter {name!r} has dtype {param.dtype}; it can be one of {possible}: {do}, or {beside}"
+        )
 
 
 def _unit(name: str, params: list[nn.Parameter], names: dict[nn.Parameter, list[str]], trainable: bool) -> Unit:
@@ -141,10 +262,6 @@ def _unit(name: str, params: list[nn.Parameter], names: dict[nn.Parameter, list[
     offset = 0
     for param in params:
         first, *aliases = names[param]
-        if isinstance(param, nn.UninitializedParameter):
-            raise InvalidRequest(f"parameter {first!r} has no shape yet; run a lazy module once before wrapping it")
-        if param.layout != torch.strided:
-            raise InvalidRequest(f"parameter {first!r} has layout {param.layout}; only dense parameters can be sharded")
         packed.append(
             Parameter(
                 name=first,
@@ -155,11 +272,11 @@ def _unit(name: str, params: list[nn.Parameter], names: dict[nn.Parameter, list[
             )
         )
         offset += param.numel()
-    dtypes = {p.dtype for p in packed}
-    if len(dtypes) > 1:
-        listed = ", ".join(sorted(d.value for d in dtypes))
+    by_dtype = {p.dtype: p.name for p in reversed(packed)}
+    if len(by_dtype) > 1:
+        listed = ", ".join(f"{TORCH_DTYPES[d]} ({by_dtype[d]!r})" for d in sorted(by_dtype, key=lambda d: d.value))
         raise InvalidRequest(
-            f"unit {name!r} has parameters of several dtypes ({listed}); make them one dtype, or wrap them as units of "
-            "their own"
+            f"unit {name!r} has parameters of several dtypes: {listed}; make them one dtype, or make units of the "
+            "modules that have another one (unit_types)"
         )
     return Unit(name=name, parameters=tuple(packed), trainable=trainable)

@@ -227,7 +227,8 @@ class Pipeline(nn.Module):
         self._ties.begin()
         losses = self._run(batch, target, training=True)
         self._ties.reduce()
-        return torch.tensor(next(loss for loss in losses if loss is not None), dtype=torch.float32)
+        last = next(loss for loss in losses if loss is not None)
+        return torch.tensor(last, dtype=torch.float32, device="cpu")
 
     def forward(self, batch: Any = None, *, everywhere: bool = False) -> Any:
         """Inference: the output of a batch, without a graph. Collective.

@@ -189,7 +189,7 @@ class TensorParallelAttention(TensorParallelModule):
 
     def _dropout_mask(self, probabilities: torch.Tensor) -> torch.Tensor:
         """0 where it is dropped and 1 / (1 - dropout) elsewhere. See Note: [Dropout by head]."""
-        seed = int(torch.randint(1 << 62, ()))
+        seed = int(torch.randint(1 << 62, (), dtype=torch.int64, device="cpu"))
         mask = torch.empty_like(probabilities)
         generator = torch.Generator(mask.device)
         heads = mask.size(-3)

@@ -113,7 +113,7 @@ def clip_grad_norm(
 def _term(grad: torch.Tensor, norm_type: float) -> torch.Tensor:
     """What a gradient adds: its norm to the power, or its largest element. f32[]."""
     if grad.numel() == 0:
-        return torch.zeros((), device=grad.device)
+        return torch.zeros((), dtype=torch.float32, device=grad.device)
     norm: torch.Tensor = torch.linalg.vector_norm(grad.detach(), norm_type, dtype=torch.float32)
     return norm if math.isinf(norm_type) else norm.pow(norm_type)
 

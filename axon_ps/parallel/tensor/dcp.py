@@ -75,7 +75,7 @@ class _Wrap:
 
         layer, name = self._sharded[full]
         partition = layer.partitions[name]
-        full_tensor = torch.empty(partition.full_shape(value.shape), device="meta")
+        full_tensor = torch.empty(partition.full_shape(value.shape), dtype=value.dtype, device="meta")
         return DTensor.from_local(
             value.detach(),
             self._device_mesh,

@@ -77,7 +77,9 @@ class NodeSteps:
         retain_on_device: bool = True,
         meter: Meter,
     ) -> None:
-        self.device = None if device is None else torch.empty(0, device=device).device  # with its number
+        self.device = (
+            None if device is None else torch.empty(0, dtype=torch.uint8, device=device).device
+        )  # with its number
         self._steps = steps
         self._staging = Staging()
         self._size = groups.data.world_size

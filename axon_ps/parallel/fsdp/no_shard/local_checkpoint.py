@@ -75,7 +75,10 @@ class Moments:
             return self._ours.state[flat.index]
         if self.spec is None:
             return {}
-        arrays = {name: torch.full((flat.unit.numel,), value) for name, value in _initial_states(self.spec).items()}
+        arrays = {
+            name: torch.full((flat.unit.numel,), value, dtype=torch.float32, device="cpu")
+            for name, value in _initial_states(self.spec).items()
+        }
         for spec, param in zip(flat.unit.parameters, flat.params, strict=True):
             for name, array in arrays.items():
                 value = self._state(param).get(name)
@@ -101,7 +104,7 @@ class Moments:
                         for name, array in arrays.items()
                     }
                     if not isinstance(self._torch, torch.optim.SGD):
-                        state["step"] = torch.tensor(float(count))
+                        state["step"] = torch.tensor(float(count), dtype=torch.float32, device="cpu")
                     self._torch.state[param] = state
 
     def _state(self, param: torch.Tensor) -> Mapping[str, Any]:

@@ -198,9 +198,9 @@ class ReplicatedRuntime(Runtime):
         """Reduce it when it is its turn; see `parallel.rounds`."""
         if flat.index not in self._round.missing:
             raise Misuse(
-                f"unit {flat.unit.name!r} got its gradient twice: it is used inside a checkpoint with "
-                "use_reentrant=True (use False), or the last backward was broken off by an error while gradients were "
-                "on their way to the other workers, and the model must be built again"
+                f"unit {flat.unit.name!r} got its gradient twice: it is used inside checkpoint(use_reentrant=True), "
+                "which makes a backward of each use (pass use_reentrant=False), or the last backward was broken off by "
+                "an error while gradients were on their way to the other workers, and the model must be built again"
             )
         self._round.ready(flat.index)
 
@@ -290,7 +290,7 @@ class ReplicatedRuntime(Runtime):
         self.sent.clip(max_norm)  # checks it
         params = [p for f in self._trained for p in f.params]
         self._clipped_norm = float(torch.nn.utils.clip_grad_norm_(params, max_norm))
-        return torch.tensor(self._clipped_norm)
+        return torch.tensor(self._clipped_norm, dtype=torch.float32, device="cpu")
 
     # ------------------------------------------------------------------ our optimizers
 
@@ -402,7 +402,9 @@ class LocalOptimizer:
                     "cpu_offload=CPUOffload.OPTIMIZER_STATES, or use an optimizer of torch.optim"
                 )
             self.state[flat.index] = {
-                name: torch.full((flat.unit.numel,), self._kernels.initial_state(name, groups))
+                name: torch.full(
+                    (flat.unit.numel,), self._kernels.initial_state(name, groups), dtype=torch.float32, device="cpu"
+                )
                 for name in self._kernels.state_names(groups)
             }
             self.updates[flat.index] = [0] * len(flat.params)
