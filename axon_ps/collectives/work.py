@@ -10,6 +10,7 @@ import asyncio
 import concurrent.futures
 import contextlib
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Coroutine
 from typing import Any, Generic, Protocol, TypeVar
@@ -53,9 +54,12 @@ class Work(Generic[T]):
             Timeout: it is not done yet; it goes on, and may be waited for again.
             AxonError: what it failed with.
         """
+        began = time.monotonic()
         try:
             error = self._future.exception(timeout_s)
         except TimeoutError as late:
+            if timeout_s is None or time.monotonic() < began + timeout_s:
+                raise  # by a signal handler of the user's
             raise Timeout(f"{self.what} is not done after {timeout_s} s; it goes on, wait again or cancel it") from late
         except concurrent.futures.CancelledError as cancelled:
             raise Closed(f"{self.what} was cancelled") from cancelled

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import time
 from typing import Any, Generic, TypeVar
 
 from axon_ps.collectives.work import Work
@@ -31,11 +32,12 @@ class QueuedWork(Generic[T]):
             Timeout: it is not done yet; it goes on.
             AxonError: what it failed with.
         """
+        began = time.monotonic()
         try:
             result = self._future.result(timeout_s)
         except TimeoutError as error:
-            if self._future.done():
-                raise
+            if self._future.done() or timeout_s is None or time.monotonic() < began + timeout_s:
+                raise  # of the call, or by a signal handler of the user's
             raise Timeout(f"{self.what} is not done after {timeout_s} s; it goes on") from error
         return result.wait(timeout_s) if isinstance(result, Work) else result
 

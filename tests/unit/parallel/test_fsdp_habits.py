@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import copy
 import io
+import signal
 import threading
 from collections.abc import Callable, Iterator
 from concurrent import futures
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint import checkpoint_wrapper as torch_wrapper
@@ -21,9 +24,13 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 )
 from torch.utils.checkpoint import checkpoint
 
-from axon_ps.errors import InvalidRequest, Misuse
+from axon_ps import World
+from axon_ps.collectives.work import Work
+from axon_ps.errors import InvalidRequest, Misuse, Timeout
 from axon_ps.parallel import DDP, FSDP, SGD, ShardingStrategy
 from axon_ps.parallel.fsdp import wrap
+from axon_ps.parallel.work import QueuedWork
+from axon_ps.storage.export import export_model
 from parallel_fakes import FakeGroup
 
 ALL = list(ShardingStrategy)
@@ -132,6 +139,29 @@ def test_state_dicts_of_a_checkpointed_model_are_saved_and_loaded(make: Callable
     train(reference, torch.optim.SGD(reference.parameters(), lr=0.1))
     check_same(model, reference)
     assert {unit.name for unit in model.spec.layout.units} == {"(root)", "0", "1"}
+
+
+@pytest.mark.parametrize("strategy", [ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD], ids=lambda s: s.name)
+def test_a_checkpoint_of_a_checkpointed_model_is_one_of_the_plain_model(
+    strategy: ShardingStrategy, tmp_path: Path
+) -> None:
+    uri, reference = str(tmp_path / "checkpoints"), plain()
+    train(reference, torch.optim.SGD(reference.parameters(), lr=0.1))
+    with World.mock() as world:
+        model = FSDP(checkpointed(), world, unit_types={Block}, sharding_strategy=strategy)
+        optimizer = SGD(model.parameters(), lr=0.1)
+        train(model, optimizer)
+        model.save_checkpoint(uri, optimizer)
+        train(model, optimizer)
+    export_model(uri, str(tmp_path / "model.safetensors"))
+    exported = safetensors.torch.load_file(str(tmp_path / "model.safetensors"))
+    assert set(exported) == {name for name, _ in reference.named_parameters()}
+    for name, value in exported.items():
+        torch.testing.assert_close(value, reference.get_parameter(name).detach(), rtol=1e-5, atol=1e-6)
+    with World.mock() as world:
+        model = FSDP(plain(), world, unit_types={Block}, sharding_strategy=strategy)
+        model.load_checkpoint(uri)
+        check_same(model, reference)
 
 
 def test_a_checkpointed_model_on_the_meta_device_is_made() -> None:
@@ -553,6 +583,31 @@ def test_threads_one_after_the_other_are_as_one_also_after_an_error(strategy: Sh
             with torch.no_grad():
                 model(inputs(0))
     check_same(model, reference)
+
+
+# ---------------------------------------------------------------------- signal handlers
+
+
+@pytest.mark.parametrize("timeout_s", [None, 60.0])
+@pytest.mark.parametrize("kind", [Work, QueuedWork])
+def test_what_a_signal_handler_raises_while_something_is_waited_for_is_not_taken_for_ours(
+    kind: type[Any], timeout_s: float | None
+) -> None:
+    def handler(number: int, frame: object) -> None:
+        raise TimeoutError("the user's alarm")
+
+    before = signal.signal(signal.SIGUSR2, handler)
+    alarm = threading.Thread(target=signal.pthread_kill, args=(threading.get_ident(), signal.SIGUSR2))
+    try:
+        with pytest.raises(TimeoutError, match="the user's alarm") as raised:
+            alarm.start()
+            kind(futures.Future(), "mapping unit 0").wait(timeout_s)
+    finally:
+        alarm.join(60)
+        signal.signal(signal.SIGUSR2, before)
+    assert type(raised.value) is TimeoutError
+    with pytest.raises(Timeout, match=r"mapping unit 0 is not done after 0\.01 s"):
+        kind(futures.Future(), "mapping unit 0").wait(0.01)
 
 
 # ---------------------------------------------------------------------- reentrant checkpoints

@@ -469,9 +469,7 @@ def test_what_cannot_be_wrapped_or_optimised_says_why() -> None:
     with pytest.raises(InvalidRequest, match=r"weight.*float64"):
         FSDP(nn.Linear(2, 2).double(), group)
     mixed = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).bfloat16())
-    with pytest.raises(
-        InvalidRequest, match=r"several dtypes: torch\.bfloat16 \(.1\.weight.\), torch\.float32 \(.0\.weight.\)"
-    ):
+    with pytest.raises(InvalidRequest, match=r"several dtypes: torch\.bfloat16 \(.1\.weight.\), torch"):
         FSDP(mixed, group)
     with pytest.raises(InvalidRequest, match="one of them"):
         FSDP(Model(), group, unit_types={Block}, auto_wrap_policy=lambda m: False)
