@@ -491,7 +491,7 @@ class ModuleUnit:
     uses: int = 0  # forwards with gradients since the last backward
     fired: set[nn.Parameter] = field(default_factory=set)
     expected: int = 0  # how many parameters will fire: those that require a gradient
-    pushes: list[bool] = field(default_factory=list)  # of its forwards under way, whether saved tensor hooks began
+    pushes: list[tuple[int, bool]] = field(default_factory=list)  # its forwards under way: thread, whether hooks began
     held: bool = False  # a graph of a gradient reads its memory without hooks
     slots: list[Slot] = field(default_factory=list)
     grad_ready: Callable[[nn.Parameter], object] = lambda param: None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import threading
 from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
@@ -74,14 +75,16 @@ def _watch_inputs(
 
 @uncompiled
 def _before_forward(runtime: Runtime, unit: ModuleUnit, *_: object) -> None:
-    unit.pushes.append(saved_tensors.push())
     runtime.before_forward(unit)
+    unit.pushes.append((threading.get_ident(), saved_tensors.push()))
 
 
 @uncompiled
 def _after_forward(runtime: Runtime, unit: ModuleUnit, module: nn.Module, args: Any, output: Any) -> None:
-    """Also where forward has raised."""
-    if unit.pushes.pop():
+    """Also where forward has raised; nothing is to be done where it was refused, in this thread, before it began."""
+    if not unit.pushes or unit.pushes[-1][0] != threading.get_ident():
+        return
+    if unit.pushes.pop()[1]:
         saved_tensors.pop()
     watch_outputs(runtime, unit, output)
     runtime.after_forward(unit)
