@@ -27,6 +27,7 @@ from safetensors.torch import load, save
 from torch import nn
 
 from axon_ps.errors import AxonError, CheckpointCorrupt, InvalidRequest
+from axon_ps.parallel.fsdp.wrap import name_in_states
 from axon_ps.types import BUFFERS
 from axon_ps.worker.steps.view import ModelView
 from axon_ps.worker.world import World
@@ -57,7 +58,7 @@ class ModuleBuffers:
         for prefix, child in self._module.named_modules(remove_duplicate=False):
             for name, buffer in child._buffers.items():
                 if buffer is not None and name not in child._non_persistent_buffers_set:
-                    yield f"{prefix}.{name}" if prefix else name, buffer
+                    yield name_in_states(f"{prefix}.{name}" if prefix else name), buffer
 
     def state(self) -> tuple[tuple[int, int], ...]:
         """Changes when a buffer does, as far as torch counts."""

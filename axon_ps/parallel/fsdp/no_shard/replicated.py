@@ -213,7 +213,7 @@ class ReplicatedRuntime(Runtime):
         numel = flat.unit.numel
         buffer = torch.empty(numel + len(flat.params), dtype=wire, device=flat.flat.device)
         given = flat.pack_grads(buffer[:numel], 1.0 / (self._group.world_size * self.grad_scale))
-        buffer[numel:] = torch.tensor(given, dtype=wire)
+        buffer[numel:] = torch.tensor(given, dtype=wire, device="cpu")
         self.counters.pushed_bytes += buffer.nbytes
         self.grad_meter.add(buffer.nbytes)
         work: Work[Any] = self._group.all_reduce(buffer, async_op=True)
