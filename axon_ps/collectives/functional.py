@@ -259,7 +259,15 @@ def recv(
     """Fill `out` with the next message of rank `src` (-1: of any); returns who sent it. See `ProcessGroup.recv`.
 
     Without `out` it returns a new array of `shape` and `dtype` with the message.
+
+    Raises:
+        InvalidRequest: a rank was given for `out`, as in the Rust crates, or a group for `src`.
     """
+    if isinstance(out, int) or not isinstance(src, (int, np.integer)):
+        raise InvalidRequest(
+            f"recv() was given out={reprlib.repr(out)} and src={reprlib.repr(src)}; sizes do not travel ahead of a "
+            "message, so give the array to fill, recv(out, src, group), or its size, recv(src=0, group=group, shape=4)"
+        )
     more = {"shape": shape, "dtype": dtype, "timeout_s": timeout_s, "async_op": async_op}
     return current_group(group).recv(out, src, tag=tag, **more)
 
@@ -380,5 +388,5 @@ def _after(work: Work[Any], finish: Callable[[], T]) -> Work[T]:
         except BaseException as error:
             future.set_exception(error)
 
-    work.add_done_callback(ended)
+    work.on_end(ended)
     return Work(future, "sync_gradients")

@@ -2,6 +2,10 @@
 
 `LoopWork` is a coroutine on the background loop (streams to servers). `WorkQueue` runs calls one after the other
 (collectives of a group): on the caller's thread if the queue is empty, else on a thread that is started when needed.
+
+Note: [Callbacks]
+    A callback of a user may begin a collective and wait for it, so it never runs on a thread that performs collectives.
+    `CallbackThreads` runs them: each on a thread that is not blocked by another callback.
 """
 
 from __future__ import annotations
@@ -9,10 +13,12 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
+import logging
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine
+from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
 
 from axon_ps.errors import Closed, Timeout, again
@@ -20,6 +26,11 @@ from axon_ps.host import fork
 from axon_ps.rpc.background_loop import CANCEL_WAIT_S, BackgroundLoop
 
 T = TypeVar("T")
+
+IDLE_S = 10.0
+"""How long a thread for callbacks stays without one."""
+
+_logger = logging.getLogger(__name__)
 
 
 class Awaited(Protocol):
@@ -78,7 +89,14 @@ class Work(Generic[T]):
         return self._future.exception()
 
     def add_done_callback(self, callback: Callable[[Work[T]], object]) -> None:
-        """Call `callback(self)` when it has ended, on the thread that completes it; at once if it has ended already."""
+        """Call `callback(self)` when it has ended, on a thread for callbacks: it may wait for other operations.
+
+        Callbacks of several operations may run at the same time. What one raises is logged.
+        """
+        self.on_end(lambda work: CALLBACKS.run(partial(callback, work)))
+
+    def on_end(self, callback: Callable[[Work[T]], object]) -> None:
+        """Call `callback(self)` on the thread that completes it, at once if it has ended; for what does not block."""
         self._future.add_done_callback(lambda _: callback(self))
 
 
@@ -128,6 +146,48 @@ class LoopWork(Work[T]):
     async def _cancel_task(self) -> None:
         if self._task is not None:
             self._task.cancel()
+
+
+class CallbackThreads:
+    """Runs calls of users' code, each begun at once, in the order given; see Note: [Callbacks].
+
+    Args:
+        name: of the threads.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._mutex = threading.Condition()
+        self._queue: deque[Callable[[], object]] = deque()
+        self._idle = 0
+
+    def run(self, call: Callable[[], object]) -> None:
+        """Run a call on a thread that is idle, or on a new one; what it raises is logged."""
+        with self._mutex:
+            self._queue.append(call)
+            if len(self._queue) > self._idle:
+                threading.Thread(target=self._serve, name=self._name, daemon=True).start()
+            else:
+                self._mutex.notify()
+
+    def _serve(self) -> None:
+        while True:
+            with self._mutex:
+                self._idle += 1
+                found = self._mutex.wait_for(lambda: self._queue, IDLE_S)
+                self._idle -= 1
+                if not found:
+                    return
+                call = self._queue.popleft()
+            try:
+                call()
+            except Exception:
+                _logger.exception("a callback of an operation failed")
+            del call  # so that an idle thread keeps no result alive
+
+
+CALLBACKS = CallbackThreads("axon-ps-callback")
+"""Of this process."""
 
 
 class WorkQueue:

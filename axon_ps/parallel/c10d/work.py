@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import Work as C10dWork
 from torch.futures import Future
 
-from axon_ps.collectives.work import Work
+from axon_ps.collectives.work import CALLBACKS, Work
 from axon_ps.errors import AxonError, Timeout, again
 
 NO_TIMEOUT = timedelta()
@@ -67,7 +68,7 @@ class AxonWork(C10dWork):
                     error = failure
             work._end(error, value)
 
-        ours.add_done_callback(ended)
+        ours.on_end(ended)
         return work
 
     # ------------------------------------------------------------------ what c10d asks
@@ -139,8 +140,8 @@ class AxonWork(C10dWork):
         with self._lock:
             self._ended.set()
             asked_for = self._future is not None
-        if asked_for:
-            self._trigger.set_result(self._result)
+        if asked_for:  # callbacks of the user, which may wait for other operations
+            CALLBACKS.run(partial(self._trigger.set_result, self._result))
 
 
 class CoalescedWork(C10dWork):
