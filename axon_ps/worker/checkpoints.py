@@ -11,14 +11,18 @@ from axon_ps.collectives.work import LoopWork
 from axon_ps.coordinator.client.attachments import Attachments
 from axon_ps.coordinator.client.session import CoordinatorClient
 from axon_ps.coordinator.core.events import UPLOADED
-from axon_ps.errors import InvalidRequest
+from axon_ps.errors import Broken, InvalidRequest
 from axon_ps.rpc.background_loop import BackgroundLoop
 from axon_ps.rpc.deadlines import Deadline
 from axon_ps.types import Array
 from axon_ps.worker.job_view import JobView
 from axon_ps.worker.models import Models
 from axon_ps.worker.rendezvous import Rendezvous
+from axon_ps.worker.steps.client import StepClient
 from axon_ps.worker.steps.view import ModelView
+
+_LONGEST_BYTES = 2000
+"""Of a failure that the other workers are told."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,17 +135,35 @@ class Checkpoints:
         steps = self._models.named(model) if model else self._models.only()
         view, epoch = steps.view, steps.view.epoch
         self._rendezvous.barrier("axon_ps/replace_parameters", timeout_s)
+        failure: Exception | None = None
         if self._is_first:
-            replaced = LoopWork(
-                self._loop,
-                self._coordinator.restore_checkpoint(UPLOADED, timeout_s=timeout_s, models=[view.name]),
-                "replacing the parameters",
+            try:
+                self._upload(units, steps, epoch + 1, timeout_s)
+            except Exception as error:
+                failure = error
+        said = b"" if failure is None else f"{type(failure).__name__}: {failure}".encode()[:_LONGEST_BYTES]
+        first, *_ = self._rendezvous.all_gather(f"axon_ps/replaced/{view.name}", said, timeout_s)
+        if failure is not None:
+            raise failure
+        if first:
+            raise Broken(
+                f"the worker of lowest rank could not replace the parameters: {first.decode(errors='replace')}; the "
+                "shard servers may lack values: replace them again, or restore a checkpoint"
             )
-            view.wait_epoch(epoch + 1, timeout_s, initialized=False)
-            for unit, values in units:
-                steps.parameters.upload(unit, values, epoch=epoch + 1)
-            replaced.wait(timeout_s)
         view.wait_epoch(epoch + 1, timeout_s)
+
+    def _upload(self, units: Iterable[tuple[int, Array]], steps: StepClient, epoch: int, timeout_s: float) -> None:
+        """Have the servers begin an epoch, and give them its values."""
+        view = steps.view
+        replaced = LoopWork(
+            self._loop,
+            self._coordinator.restore_checkpoint(UPLOADED, timeout_s=timeout_s, models=[view.name]),
+            "replacing the parameters",
+        )
+        view.wait_epoch(epoch, timeout_s, initialized=False)
+        for unit, values in units:
+            steps.parameters.upload(unit, values, epoch=epoch)
+        replaced.wait(timeout_s)
 
     @property
     def _is_first(self) -> bool:

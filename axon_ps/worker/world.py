@@ -595,6 +595,7 @@ class World:
 
         Raises:
             InvalidRequest: a unit does not fit the layout.
+            Broken: the worker of lowest rank failed; the message says with what.
             Timeout: a worker or a server is missing.
 
         After an error: the values on the servers may be incomplete; call it again, or restore a checkpoint.

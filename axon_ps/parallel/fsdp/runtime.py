@@ -218,6 +218,10 @@ class Runtime:
         """Give every unit other values, f32[unit_numel], in layout order; those of the worker of lowest rank count."""
         raise NotImplementedError
 
+    def gather(self, value: Any) -> list[Any]:
+        """A small value of every worker that has the model, in rank order; collective."""
+        raise NotImplementedError
+
     def save(
         self, uri: str, optimizer: torch.optim.Optimizer | None, extra: Mapping[str, Any] | None, version: int | None
     ) -> CheckpointInfo | None:

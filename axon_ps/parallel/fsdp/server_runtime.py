@@ -374,6 +374,10 @@ class ServerRuntime(Runtime):
         units = ((index, value.numpy()) for index, value in enumerate(values))
         world_of(self._wrapping.group).replace_parameters(units, model=self._wrapping.name)
 
+    def gather(self, value: Any) -> list[Any]:
+        """See `Runtime.gather`."""
+        return world_of(self._wrapping.group).gather_json(value, name=f"axon_ps/gather/{self._wrapping.name}")
+
     def save(
         self, uri: str, optimizer: torch.optim.Optimizer | None, extra: Mapping[str, Any] | None, version: int | None
     ) -> CheckpointInfo | None:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import itertools
+import reprlib
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Self
+from functools import partial
+from typing import Any, Self, TypeVar
 
 import torch
 from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
 
-from axon_ps.errors import InvalidRequest, Misuse, StepAborted
+from axon_ps.errors import Disagreement, InvalidRequest, Misuse, StepAborted
 from axon_ps.parallel.buffers import ServedBuffers
 from axon_ps.parallel.dtypes import TORCH_DTYPES
 from axon_ps.parallel.fsdp.runtime import TORN, Runtime
@@ -20,6 +22,11 @@ from axon_ps.parallel.fsdp.wrap import Wrapping, module_of, name_in_states
 from axon_ps.parallel.wrapper import ModuleWrapper
 from axon_ps.sharding.layout import Parameter
 from axon_ps.worker.checkpoints import CheckpointInfo
+
+T = TypeVar("T")
+
+_LONGEST = 2000
+"""Characters of an error that the other ranks are told."""
 
 
 class ShardedValues(ModuleWrapper):
@@ -186,9 +193,31 @@ class ShardedValues(ModuleWrapper):
             The missing and unexpected names.
 
         Raises:
-            InvalidRequest: names or shapes do not match, or `assign` is set.
+            InvalidRequest: names, shapes or values do not fit, or `assign` is set.
+            Disagreement: they do not fit on another rank, which the message names.
 
-        After an error: before anything was sent, nothing has changed; later, see `World.replace_parameters`.
+        After an error: of these two, no parameter and no buffer has changed, on any rank. Of another, see
+        `World.replace_parameters`.
+        """
+        given, keys, old = self._agreed("load_state_dict", lambda: self._fitting(state_dict, strict, assign))
+        sharded = self._sharded_names()
+        with torch.no_grad():
+            for name, tensor in self.module.state_dict(keep_vars=True).items():
+                if name in given and name not in sharded and isinstance(tensor, torch.Tensor):
+                    tensor.copy_(given[name])
+        self._runtime.replace(self._new_values(partial(_value_in, given), old))
+        return keys
+
+    def _sharded_names(self) -> set[str]:
+        return {alias for _, p in self._wrapping.spec.layout.parameters() for alias in (p.name, *p.aliases)}
+
+    def _fitting(
+        self, state_dict: Mapping[str, Any], strict: bool, assign: bool
+    ) -> tuple[dict[str, Any], _IncompatibleKeys, dict[str, torch.Tensor]]:
+        """What fits of a state dict, the names that do not, and the values that stay. Sets extra state alone.
+
+        Raises:
+            InvalidRequest: as `load_state_dict`.
         """
         if assign:
             raise InvalidRequest("load_state_dict(assign=True) cannot be: the values of a sharded model are elsewhere")
@@ -201,21 +230,40 @@ class ShardedValues(ModuleWrapper):
             )
         tensors = {name: tensor for name, tensor in own.items() if isinstance(tensor, torch.Tensor)}
         for name, tensor in tensors.items():
-            if name in state_dict and state_dict[name].shape != tensor.shape:
-                raise InvalidRequest(
-                    f"{name!r} has shape {list(state_dict[name].shape)} in the state dict and {list(tensor.shape)} in "
-                    "the model"
-                )
+            if name in state_dict:
+                _check_value(repr(name), state_dict[name], tensor)
         given = {name: state_dict[name] for name in own if name in state_dict}
-        sharded = {alias for _, p in self._wrapping.spec.layout.parameters() for alias in (p.name, *p.aliases)}
-        with torch.no_grad():
-            for name, tensor in tensors.items():
-                if name in given and name not in sharded:
-                    tensor.copy_(given[name])
         for name in given.keys() - tensors.keys():  # extra state
             module_of(self.module, name.rpartition(".")[0]).set_extra_state(given[name])
-        self._replace(lambda p: next((given[n] for n in (p.name, *p.aliases) if n in given), None))
-        return keys
+        return given, keys, self._staying(partial(_value_in, given))
+
+    def _agreed(self, what: str, prepare: Callable[[], T]) -> T:
+        """What `prepare` gives, once every rank has it; collective.
+
+        Raises:
+            Disagreement: another rank has not; the message says why.
+            Exception: what `prepare` raised here.
+        """
+        problem: Exception | None = None
+        try:
+            self._check_idle(what)
+            self._runtime.reset()
+            prepared = prepare()
+        except Exception as error:
+            problem = error
+        try:
+            said = self._runtime.gather("" if problem is None else f"{type(problem).__name__}: {problem}"[:_LONGEST])
+        finally:
+            if problem is not None:
+                raise problem
+        if refused := [f"rank {rank}: {text}" for rank, text in enumerate(said) if text]:
+            raise Disagreement(f"{what}() changed nothing, since it failed on {'; '.join(refused)}")
+        return prepared
+
+    def _staying(self, value_of: Callable[[Parameter], torch.Tensor | None]) -> dict[str, torch.Tensor]:
+        """The values of all parameters, if some have no other: the servers drop what they have."""
+        some_stay = any(value_of(p) is None for _, p in self._wrapping.spec.layout.parameters())
+        return dict(self.full_parameters()) if some_stay else {}
 
     def _load_from_state_dict(
         self,
@@ -242,27 +290,32 @@ class ShardedValues(ModuleWrapper):
 
         Args:
             flat: [total_params], the parameters one after the other in layout order (that of `full_parameters()`); the
-                one of the worker of lowest rank counts.
+                one of the worker of lowest rank counts. A tensor, or what `torch.as_tensor` makes one of.
 
         Raises:
-            InvalidRequest: it is not of that length.
+            InvalidRequest: it is not of that length, or not of numbers.
+            Disagreement: it is not so on another rank.
 
-        After an error: see `World.replace_parameters`.
+        After an error: as for `load_state_dict`.
         """
+        values = self._agreed("update_shards", lambda: self._divided(flat))
+        self._runtime.replace(self._new_values(lambda p: values[p.name].view(p.shape), {}))
+
+    def _divided(self, flat: Any) -> dict[str, torch.Tensor]:
+        """A flat tensor's part for every parameter, by name."""
         layout = self._wrapping.spec.layout
+        try:
+            flat = torch.as_tensor(flat)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise InvalidRequest(
+                f"update_shards() was given {reprlib.repr(flat)}; it needs one tensor of {layout.numel} numbers, all "
+                f"parameters one after the other: {error}"
+            ) from error
         if flat.shape != (layout.numel,):
             raise InvalidRequest(f"flat has shape {list(flat.shape)}; needed is [{layout.numel}], one per parameter")
+        _check_value("flat", flat, torch.empty(layout.numel, device="meta"))
         values = torch.split(flat.detach(), [p.numel for _, p in layout.parameters()])
-        by_name = {p.name: value for (_, p), value in zip(layout.parameters(), values, strict=True)}
-        self._replace(lambda p: by_name[p.name].view(p.shape))
-
-    def _replace(self, value_of: Callable[[Parameter], torch.Tensor | None]) -> None:
-        """Set parameters to `value_of` them; where that is None their values stay."""
-        self._check_idle("load_state_dict")
-        self._runtime.reset()
-        some_stay = any(value_of(p) is None for _, p in self._wrapping.spec.layout.parameters())
-        old = dict(self.full_parameters()) if some_stay else {}  # the servers drop what they have
-        self._runtime.replace(self._new_values(value_of, old))
+        return {p.name: value for (_, p), value in zip(layout.parameters(), values, strict=True)}
 
     def _new_values(
         self, value_of: Callable[[Parameter], torch.Tensor | None], old: Mapping[str, torch.Tensor]
@@ -323,3 +376,36 @@ class ShardedValues(ModuleWrapper):
         info = self._runtime.load(uri, optimizer)
         self._follow_restores()
         return info
+
+
+def _value_in(given: Mapping[str, Any], parameter: Parameter) -> torch.Tensor | None:
+    """The value under one of a parameter's names; None = there is none."""
+    return next((given[name] for name in (parameter.name, *parameter.aliases) if name in given), None)
+
+
+def _check_value(what: str, value: Any, target: torch.Tensor) -> None:
+    """Check that a value of a state dict can be copied to `target`, whose memory is not touched.
+
+    Raises:
+        InvalidRequest: it cannot be, or would lose its imaginary part.
+    """
+    if not isinstance(value, torch.Tensor):
+        raise InvalidRequest(f"{what} is a {type(value).__name__} in the state dict; give a tensor (torch.as_tensor)")
+    if value.shape != target.shape:
+        raise InvalidRequest(
+            f"{what} has shape {list(value.shape)} in the state dict and {list(target.shape)} in the model"
+        )
+    made = f"{what} is a tensor of {value.dtype} with the layout {value.layout} on {value.device} in the state dict"
+    if value.is_meta:
+        raise InvalidRequest(f"{made}, which has no values; load it with a map_location that has")
+    if value.is_complex() and not target.is_complex():
+        raise InvalidRequest(f"{made}, and the model's is of {target.dtype}; give its real part")
+    try:  # quantised, sparse, of a class of its own: what torch can copy is right
+        torch.empty(target.shape, dtype=target.dtype).copy_(value) if _is_special(value) else None
+    except Exception as error:
+        raise InvalidRequest(f"{made}, which cannot be copied: {error}; give a dense tensor") from error
+
+
+def _is_special(value: torch.Tensor) -> bool:
+    known = type(value) in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+    return not known or value.layout is not torch.strided or value.is_quantized

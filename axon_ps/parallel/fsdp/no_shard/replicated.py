@@ -21,6 +21,7 @@ from typing import Any, Self
 import numpy as np
 import torch
 
+from axon_ps.collectives.objects import all_gather_object
 from axon_ps.collectives.work import Work
 from axon_ps.errors import InvalidRequest, Misuse
 from axon_ps.optim.registry import create
@@ -340,6 +341,10 @@ class ReplicatedRuntime(Runtime):
             for flat, value in zip(self._flats, values, strict=True):
                 flat.master.copy_(value)
         self.refresh()
+
+    def gather(self, value: Any) -> list[Any]:
+        """See `Runtime.gather`."""
+        return all_gather_object(value, self._group)
 
     def save(
         self, uri: str, optimizer: torch.optim.Optimizer | None, extra: Mapping[str, Any] | None, version: int | None
