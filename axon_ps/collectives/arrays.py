@@ -142,10 +142,9 @@ def _numpy(data: np.ndarray[Any, Any], writable: bool, what: str) -> Flat:
 
 def _torch(data: Any, what: str) -> Flat:
     torch = sys.modules["torch"]
+    check_memory(data, what)
     dtype = _dtype(str(data.dtype).removeprefix("torch."), what)
     tensor = data.detach()
-    if tensor.layout is not torch.strided or tensor.device.type not in ("cpu", "cuda"):
-        raise InvalidRequest(f"{what} is a {tensor.layout} tensor on {tensor.device}; give a dense one on cpu or cuda")
     dense, write_back = tensor, None
     if not tensor.is_contiguous():
         dense = tensor.contiguous()
@@ -159,6 +158,34 @@ def _torch(data: Any, what: str) -> Flat:
     flat = dense.reshape(-1)
     array = flat.view(torch.int16).numpy().view(np.uint16) if dtype is DType.BF16 else flat.numpy()
     return Flat(array, dtype, shape, write_back=write_back)
+
+
+def check_memory(tensor: Any, what: str) -> None:
+    """Check that the elements of a torch tensor lie in memory of its own, one beside the other, as its dtype says.
+
+    Raises:
+        InvalidRequest: they do not: sparse, nested, quantised, meta tensors, tensors of classes that hold others, and
+            those whose storage was freed.
+    """
+    torch = sys.modules["torch"]
+    if tensor.layout is not torch.strided or tensor.is_nested or tensor.device.type not in ("cpu", "cuda"):
+        kind = "nested" if tensor.is_nested else str(tensor.layout)
+        raise InvalidRequest(f"{what} is a {kind} tensor on {tensor.device}; give a dense one on cpu or cuda")
+    if tensor.is_quantized:
+        raise InvalidRequest(f"{what} is quantised ({tensor.dtype}); give its int_repr(), or dequantize() it")
+    if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        raise InvalidRequest(
+            f"{what} is a {type(tensor).__name__}, whose elements are those of other tensors; give one of them "
+            "(to_local() of a DTensor), or a plain tensor"
+        )
+    if tensor.numel():
+        last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+        end = tensor.storage_offset() + last + 1
+        if end * tensor.element_size() > (there := tensor.untyped_storage().nbytes()):
+            raise InvalidRequest(
+                f"{what} has {tensor.numel()} elements and a storage of {there} bytes, which was freed or resized; is "
+                "it a parameter of a sharded unit, outside of its forward and backward?"
+            )
 
 
 def _device(data: Any, shape: tuple[int, ...], dtype: DType, write_back: Callable[[], object] | None = None) -> Flat:

@@ -16,7 +16,9 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
+from axon_ps.collectives.arrays import check_memory
 from axon_ps.errors import InvalidRequest
 
 NATIVE = frozenset(
@@ -71,7 +73,7 @@ def readable(*tensors: Tensor) -> Tensor:
 
 def writable(*tensors: Tensor, filled: bool = False) -> Buffer:
     """A buffer for the elements of all tensors, one after the other; `filled`: it starts with their values."""
-    plain = [t.detach() for t in tensors]
+    plain = [_own(t) for t in tensors]
     _same_dtype(plain)
     joined = _joined(plain)
     if joined is not None:
@@ -89,7 +91,7 @@ def writable_rows(tensors: Sequence[Tensor], rows: int) -> Buffer:
     """A buffer [rows, sum(numel / rows)] whose row r is row r of every tensor: T[rows, numel / rows]."""
     if len(tensors) == 1:
         return writable(tensors[0])
-    plain = [t.detach() for t in tensors]
+    plain = [_own(t) for t in tensors]
     _same_dtype(plain)
     widths = [t.numel() // rows for t in plain]
     flat = plain[0].new_empty(rows * sum(widths))
@@ -110,8 +112,20 @@ def readable_rows(tensors: Sequence[Tensor], rows: int) -> Tensor:
     return torch.cat([t.reshape(rows, t.numel() // rows) for t in plain], dim=1).view(-1)
 
 
+def _own(tensor: Tensor) -> Tensor:
+    """The tensor, outside of the graph; of one whose collective is still under way, its result.
+
+    Raises:
+        InvalidRequest: its elements are not in memory that can be read as bytes.
+    """
+    if isinstance(tensor, AsyncCollectiveTensor):
+        tensor = tensor.trigger_wait()
+    check_memory(tensor, "a tensor of the call")
+    return tensor.detach()
+
+
 def _plain(tensor: Tensor) -> Tensor:
-    return tensor.detach().resolve_conj().resolve_neg()
+    return _own(tensor).resolve_conj().resolve_neg()
 
 
 def _same_dtype(tensors: Sequence[Tensor]) -> None:
@@ -119,9 +133,6 @@ def _same_dtype(tensors: Sequence[Tensor]) -> None:
     if len(kinds) > 1:
         listed = ", ".join(sorted(f"{dtype} on {device}" for dtype, device in kinds))
         raise InvalidRequest(f"the tensors of one call are {listed}; give one dtype and one device")
-    for tensor in tensors:
-        if tensor.layout is not torch.strided:
-            raise InvalidRequest(f"a tensor has the layout {tensor.layout}; give dense ones")
 
 
 def _joined(tensors: Sequence[Tensor]) -> Tensor | None:

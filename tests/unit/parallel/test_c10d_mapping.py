@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,8 @@ from torch._C._distributed_c10d import AllgatherOptions, GatherOptions, HashStor
 from axon_ps.collectives.process_group import ProcessGroup
 from axon_ps.errors import Disagreement, InvalidRequest
 from axon_ps.parallel.c10d import coalesced
+from axon_ps.parallel.c10d.coalesced import CoalescedCollectives
+from axon_ps.parallel.c10d.operations import Collectives
 from axon_ps.parallel.c10d.process_group import AxonProcessGroup
 from axon_ps.parallel.c10d.tensors import readable, writable
 
@@ -285,6 +288,96 @@ def test_futures_give_tensors_and_call_back() -> None:
         return doubled.wait().tolist()  # type: ignore[no-any-return]
 
     assert on_ranks(body) == [[6, 6]] * N
+
+
+def test_callbacks_of_futures_begin_collectives_and_wait_for_them() -> None:
+    """As torch's PowerSGD hook does, whose callbacks are three deep; also of several operations as one."""
+
+    def body(group: AxonProcessGroup) -> list[float]:
+        def again(future: Any) -> Tensor:
+            tensors = future.wait()
+            work = group.allreduce([tensors[0] if isinstance(tensors, list) else tensors])
+            return work.get_future().then(lambda inner: inner.value()[0]).wait()  # type: ignore[no-any-return]
+
+        three = group.allreduce([torch.ones(1)]).get_future().then(again).then(again).then(again)
+        value = three.wait().item()
+        group._start_coalescing(torch.device("cpu"))
+        for _ in range(2):
+            group.allreduce([torch.ones(1)])
+        both = group._end_coalescing(torch.device("cpu")).get_future().then(again)
+        return [value, both.wait().item()]
+
+    assert on_ranks(body) == [[81, 9]] * N
+
+
+class Wrapped(torch.Tensor):
+    """A tensor whose elements are those of another one."""
+
+    @staticmethod
+    def __new__(cls) -> Wrapped:
+        made: Wrapped = torch.Tensor._make_wrapper_subclass(cls, (4,))
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise AssertionError("its elements were asked for")
+
+
+def freed() -> Tensor:
+    tensor = torch.ones(4)
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
+UNREADABLE: dict[str, tuple[Callable[[], Tensor], str]] = {
+    "quantised": (lambda: torch._empty_affine_quantized([4], scale=1.0, zero_point=0, dtype=torch.quint8), "dequant"),
+    "meta": (lambda: torch.ones(4, device="meta"), "on meta"),
+    "csr": (lambda: torch.eye(2).to_sparse_csr(), "sparse_csr"),
+    "nested": (lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(2)]), "nested"),
+    "a class that holds others": (Wrapped, "a Wrapped"),
+    "freed": (freed, "freed or resized"),
+}
+ROOT: dict[str, Any] = {"rootRank": 0}
+ENTRIES: dict[str, Callable[[AxonProcessGroup, Tensor], object]] = {
+    "allreduce": lambda g, t: g.allreduce([t]),
+    "allreduce_coalesced": lambda g, t: g.allreduce_coalesced([t, t]),
+    "reduce": lambda g, t: g.reduce([t], options(dist.ReduceOptions, **ROOT)),
+    "broadcast": lambda g, t: g.broadcast([t], options(dist.BroadcastOptions, **ROOT)),
+    "all_gather_single": lambda g, t: g.all_gather_single(t, t),
+    "all_gather_single_coalesced": lambda g, t: g.all_gather_single_coalesced([t, t], [t, t]),
+    "allgather": lambda g, t: g.allgather([[t]], [t]),
+    "allgather_coalesced": lambda g, t: g.allgather_coalesced([[t, t]], [t, t]),
+    "reduce_scatter": lambda g, t: g.reduce_scatter([t], [[t]]),
+    "reduce_scatter_single": lambda g, t: g.reduce_scatter_single(t, t),
+    "reduce_scatter_single_coalesced": lambda g, t: g.reduce_scatter_single_coalesced([t, t], [t, t]),
+    "gather": lambda g, t: g.gather([[t]], [t], options(GatherOptions, **ROOT)),
+    "gather_single": lambda g, t: g.gather_single(t, t, options(GatherOptions, **ROOT)),
+    "scatter": lambda g, t: g.scatter([t], [[t]], options(ScatterOptions, **ROOT)),
+    "alltoall": lambda g, t: g.alltoall([t], [t]),
+    "all_to_all_single": lambda g, t: g.all_to_all_single(t, t, [4], [4]),
+    "send": lambda g, t: g.send([t], 0),
+    "recv": lambda g, t: g.recv([t], 0),
+}
+
+
+@pytest.mark.parametrize("kind", UNREADABLE)
+def test_what_cannot_be_read_as_bytes_is_refused_by_every_entry(kind: str) -> None:
+    make, message = UNREADABLE[kind]
+    with warnings.catch_warnings(action="ignore"):  # quantised ones will go, the others are new
+        tensor = make()
+    mine = ProcessGroup.mock()
+    group = AxonProcessGroup(mine, HashStore(), timeout_s=5.0, on_shutdown=lambda: None, split=no_split)
+    for name, entry in ENTRIES.items():
+        if (kind, name) in {("csr", "all_to_all_single"), ("nested", "all_to_all_single")}:
+            continue  # torch's own: it has no rows
+        with pytest.raises(InvalidRequest, match=message):
+            entry(group, tensor)
+    with pytest.raises(InvalidRequest):
+        mine.all_reduce(tensor)
+    named = {name for name in vars(Collectives) | vars(CoalescedCollectives) if not name.startswith("_")}
+    same = {"gather_into_tensor", "alltoall_base", "allgather_into_tensor_coalesced", "reduce_scatter_tensor_coalesced"}
+    assert named - same <= ENTRIES.keys()
+    mine.close()
 
 
 def test_errors_come_out_of_handles_and_futures() -> None:
