@@ -255,6 +255,40 @@ def own_function(side: Side) -> list[Tensor]:
     return train(side, model)
 
 
+def halve(param: Tensor) -> None:
+    assert param.grad is not None
+    param.grad.mul_(0.5)
+
+
+def post_accumulate(when: str) -> Callable[[Side], list[Tensor]]:
+    """Hooks that change gradients, on one rank more than on the others: the average is of what they leave."""
+
+    def scenario(side: Side) -> list[Tensor]:
+        module, kept = build(side.rank), []
+        model = None if when == "before" else side.wrap(module)
+        for param in (p for p in module.parameters() if p.requires_grad):
+            for _ in range(1 + side.rank):
+                param.register_post_accumulate_grad_hook(halve)
+            param.register_post_accumulate_grad_hook(lambda p: kept.append(p.grad.abs().sum()))
+        trained = train(side, model or side.wrap(module))
+        local = torch.stack([k for k in kept if torch.isfinite(k)])
+        return [*trained, local.sort().values]
+
+    return scenario
+
+
+def two_forwards(side: Side) -> list[Tensor]:
+    """Two forwards of a module with buffers, then one backward through both."""
+    model = side.wrap(build(side.rank))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    for step in range(STEPS):
+        first, second = model(batch(2 * step, side.rank)), model(batch(2 * step + 1, side.rank))
+        (first.square().mean() + second.square().mean()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return state(side, model)
+
+
 # Every scenario, and how much it may differ from torch's result: largest difference over largest value of a tensor.
 SCENARIOS: dict[str, tuple[Callable[[Side], list[Tensor]], float]] = {
     "plain": (plain, 1e-6),
@@ -269,6 +303,9 @@ SCENARIOS: dict[str, tuple[Callable[[Side], list[Tensor]], float]] = {
     "accumulation, views": (accumulation_views, 1e-5),
     "uneven": (uneven, 1e-6),
     "own function": (own_function, 1e-6),
+    "hooks registered before": (post_accumulate("before"), 1e-6),
+    "hooks registered after": (post_accumulate("after"), 1e-6),
+    "two forwards, one backward": (two_forwards, 1e-6),
     "bf16": (hooked("bf16"), 5e-3),
     "bf16 with feedback": (hooked("bf16", error_feedback=True), 5e-3),
     "fp16": (in_fp16, 1e-3),

@@ -12,7 +12,7 @@ from tables import Record
 
 HERE = Path(__file__).parent
 RANKS = 4
-SCENARIOS = 18
+SCENARIOS = 21
 
 
 def test_every_way_to_average_gives_what_torch_gives_on_one_to_four_ranks(

@@ -4,7 +4,9 @@ Owns: the hooks on parameters, the buckets, the reductions of one backward. Refu
 their names are all it has. The wrapper (`ddp`) calls it for each forward.
 
 Phases of one backward that synchronizes:
-1. A parameter's gradient is complete (post-accumulate hook): it is copied to its view of a bucket if it is not that.
+1. A parameter's gradient is complete, and the user's post-accumulate hooks have run, in whatever order they were
+   registered (a hook of the graph's node that accumulates it, as in torch's DDP): it is copied to its view of a bucket
+   if it is not that.
 2. A bucket whose gradients are all there, and all buckets before it, is on its way (`rounds.Round`).
 3. Autograd is done (its final callback): the buckets are waited for, and `param.grad` holds the averages.
 
@@ -90,10 +92,13 @@ class Reducer:
         self._hook.attach(self._group)
         self._plan = self._planned()
         self._buckets, self._views = buckets.build(self.params, self._plan, self._group)
+        self._nodes: list[torch.autograd.graph.Node] = []  # a parameter does not keep its own
         me = weakref.ref(self)
         for index, param in enumerate(self.params):
             param._axon_reducer = me  # type: ignore[attr-defined]  # whoever wrapped it last reduces it
-            param.register_post_accumulate_grad_hook(partial(_grad_ready, me, index))  # type: ignore[no-untyped-call]
+            node = torch.autograd.graph.get_gradient_edge(param).node
+            node.register_hook(partial(_grad_ready, me, index))
+            self._nodes.append(node)
 
     def set_hook(self, hook: CommunicationHook) -> None:
         """Have buckets averaged another way from now on.
@@ -318,8 +323,9 @@ def _own_group(group: ProcessGroup) -> ProcessGroup:
     return group.named_group(f"gradients{number}", range(group.size))
 
 
-def _grad_ready(reducer: weakref.ref[Reducer], index: int, param: Tensor) -> None:
-    if (found := reducer()) is not None and param._axon_reducer is reducer:  # type: ignore[attr-defined]
+def _grad_ready(reducer: weakref.ref[Reducer], index: int, *_: object) -> None:
+    found = reducer()
+    if found is not None and found.params[index]._axon_reducer is reducer:  # type: ignore[attr-defined]
         found.grad_ready(index)
 
 

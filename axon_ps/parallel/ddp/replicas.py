@@ -12,8 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from axon_ps.collectives.arrays import check_memory
 from axon_ps.collectives.process_group import ProcessGroup
-from axon_ps.errors import InvalidRequest, LayoutMismatch
+from axon_ps.errors import LayoutMismatch
 from axon_ps.types import Array
 
 PACKED_BYTES = 25 << 20
@@ -60,13 +61,13 @@ def broadcast(group: ProcessGroup, tensors: Sequence[Tensor], root: int = 0) -> 
         The bytes of all tensors.
 
     Raises:
-        InvalidRequest: a tensor is sparse or on the meta device.
+        InvalidRequest: a tensor is sparse, quantised, on the meta device, or of a class that holds others.
         AxonError: what a collective failed with.
     """
-    plain = [tensor.detach() for tensor in tensors if tensor.numel()]
+    # not what detach() gives, whose changes autograd counts: a forward whose backward is to come may have saved a buffer
+    plain = [tensor.data for tensor in tensors if tensor.numel()]
     for tensor in plain:
-        if tensor.layout is not torch.strided or tensor.is_meta:
-            raise InvalidRequest(f"a {tensor.layout} tensor on {tensor.device} cannot be sent; give dense ones")
+        check_memory(tensor, "a parameter or buffer")
     if group.size > 1:
         for pack in _packs(plain):
             _send(group, pack, root)
