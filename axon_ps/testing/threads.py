@@ -29,7 +29,8 @@ def run_threads(
 ) -> list[T]:
     """Run `target(world, *args, **kwargs)` on each of `n` workers that are threads of this process.
 
-    Inside it the world is the thread's current one; it is closed when the function ends.
+    Inside it the world is the thread's current one; it is closed when the function has ended on every worker, or has
+    failed on one. A worker that is to leave before the others calls `world.close()`.
 
     Args:
         target: the function that every worker runs.
@@ -50,20 +51,25 @@ def run_threads(
     worlds = World.mock(n, shards=shards, nodes=nodes, timeout_s=timeout_s)
     results: dict[int, T] = {}
     errors: list[tuple[int, BaseException]] = []
+    ended = threading.Event()  # on all, or by an error
+    ends = time.monotonic() + timeout_s
 
     def run(rank: int, world: World) -> None:
         try:
             with world:
                 results[rank] = target(world, *args, **(kwargs or {}))
+                if len(results) == n:
+                    ended.set()
+                ended.wait(max(0.0, ends - time.monotonic()))
         except BaseException as error:
             errors.append((rank, error))
+            ended.set()
 
     threads = [
         threading.Thread(target=run, args=pair, name=f"worker-{pair[0]}", daemon=True) for pair in enumerate(worlds)
     ]
     for thread in threads:
         thread.start()
-    ends = time.monotonic() + timeout_s
     for thread in threads:
         thread.join(max(0.0, ends - time.monotonic()))
     if errors:
