@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from axon_ps.coordinator.client.operator import OperatorClient
-from axon_ps.errors import AxonError, Broken, Timeout
+from axon_ps.errors import AxonError, Broken, ConfigurationError, Timeout
 from axon_ps.observe.reminders import reminding
 from axon_ps.rpc.auth.loopback import is_loopback
 from axon_ps.rpc.deadlines import Deadline
@@ -232,7 +232,8 @@ def _start_first(
         locations = _wait_for_locations(store, keys, incarnations, deadline)
         services, announcement = _first_services(locations, env, deadline, job)
     except BaseException as error:
-        store.set(_JOB, json.dumps({"error": str(error) or type(error).__name__, "incarnations": incarnations}))
+        told = {"error": str(error) or type(error).__name__, "refused": isinstance(error, ConfigurationError)}
+        store.set(_JOB, json.dumps({**told, "incarnations": incarnations}))
         raise
     return services, {**announcement, "incarnations": incarnations}
 
@@ -277,7 +278,8 @@ def _receive_announcement(
             announcement: dict[str, Any] | None = _read(store, _JOB)
             if announcement is not None and announcement["incarnations"].get(str(rank)) == incarnation:
                 if "error" in announcement:
-                    raise Broken(f"rank 0 could not start the job's services: {announcement['error']}")
+                    kind = ConfigurationError if announcement.get("refused") else Broken
+                    raise kind(f"rank 0 could not start the job's services: {announcement['error']}")
                 return announcement
     raise AssertionError("polling ends by an error")
 
