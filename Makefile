@@ -149,7 +149,9 @@ locks: $(INSTALLED) ## write services/locks/, by which the images are installed,
 	$(UV_COMPILE) --no-config $$in_base --extra s3 --output-file $(LOCKS)/s3.txt pyproject.toml && \
 	$(UV_COMPILE) --no-config $$in_base --extra torch --extra cuda13 --output-file $(LOCKS)/cuda13.txt pyproject.toml && \
 	$(UV_COMPILE) --config-file $(LOCKS)/torch.uv.toml $$in_base --no-emit-package torch --extra torch \
-		--output-file $(LOCKS)/torch.txt pyproject.toml
+		--output-file $(LOCKS)/torch.txt pyproject.toml && \
+	$(UV_COMPILE) --config-file $(LOCKS)/torch.uv.toml $$in_base --no-emit-package torch --extra torch --extra cuda12 \
+		--output-file $(LOCKS)/cuda12.txt pyproject.toml
 
 format: $(INSTALLED) ## rewrite the code as `make lint` wants it
 	$(BIN)/ruff format .

@@ -35,6 +35,7 @@ IMAGES = {
     "axon-ps-shard": ("base", "etcd"),
     "axon-ps-worker": ("base", "torch"),
     "axon-ps-worker-cuda": ("base", "torch", "cuda13"),
+    "axon-ps-worker-cuda12": ("base", "torch", "cuda12"),
 }
 """The locks that each image is installed from; what builds our own wheel is in none."""
 LINUX = {"sys_platform": "linux", "platform_system": "Linux", "os_name": "posix", "python_version": "3.11",

@@ -65,7 +65,9 @@ def test_what_builds_our_wheel_is_locked() -> None:
     assert backend.specifier.contains(versions("build")[backend.name])
 
 
-@pytest.mark.parametrize("locks", sorted({locks for locks in IMAGES.values() if "cuda13" not in locks}))
+@pytest.mark.parametrize(
+    "locks", sorted({locks for locks in IMAGES.values() if not any(each.startswith("cuda") for each in locks)})
+)
 def test_what_the_locked_need_is_locked(locks: tuple[str, ...]) -> None:
     found = {canonicalize_name(each.requirement.name): each for each in held(locks)}
     for package in found.values():
@@ -79,8 +81,16 @@ def test_what_the_locked_need_is_locked(locks: tuple[str, ...]) -> None:
 
 def test_pytorch_for_cuda_is_in_its_lock_and_the_one_for_the_cpu_in_none() -> None:
     assert "torch" in versions("cuda13")
-    assert not {"torch", "triton"} & versions("base", "torch").keys()
+    assert not {"torch", "triton"} & versions("base", "torch", "cuda12").keys()
     assert [each.hashes for each in held(("base", "torch")) if each.requirement.name == "torch"] == [()]
+
+
+@pytest.mark.parametrize("cuda", ["12", "13"])
+def test_each_cuda_has_a_cupy_of_its_own_for_both_platforms(cuda: str) -> None:
+    found = {name: version for name, version in versions("base", "torch", f"cuda{cuda}").items() if "cupy" in name}
+    assert list(found) == [f"cupy-cuda{cuda}x"]
+    (package,) = [each for each in held(("base", f"cuda{cuda}")) if "cupy" in each.requirement.name]
+    assert len(package.hashes) >= 2
 
 
 class KnowsOne(BaseHTTPRequestHandler):
