@@ -1,4 +1,4 @@
-"""The optimizers that run on shard servers, gradient clipping and learning rate schedules. Pure arithmetic.
+"""The optimizers that run on shard servers, and gradient clipping. Pure arithmetic.
 
 `create("adamw")` gives an optimizer; describing and validating one needs no numba, only `apply` does. Importing an
 optimizer's module here is what registers it.

@@ -236,7 +236,7 @@ def test_warm_up_compiles_every_group() -> None:
 
 def test_describing_an_optimizer_needs_no_numba() -> None:
     code = (
-        "import sys, axon_ps.optim as o, axon_ps.compress, axon_ps.optim.schedules\n"
+        "import sys, axon_ps.optim as o, axon_ps.compress\n"
         "for name in o.names(): o.create(name).state_names([o.create(name).validate({})])\n"
         "assert 'numba' not in sys.modules and 'torch' not in sys.modules"
     )
