@@ -19,6 +19,7 @@ from axon_ps.errors import InvalidRequest, Misuse
 from axon_ps.parallel.ddp.buckets import GradientBucket, assign, build, check_dtype
 from axon_ps.parallel.rounds import Round
 from axon_ps.types import ReduceOp
+from axon_ps.worker.world import World
 
 BUCKET_NUMEL = 25 * (1 << 20) // 4
 """The default size of a bucket in elements: 25 MiB of f32."""
@@ -61,7 +62,7 @@ class GradientSynchronizer:
         strategy: GradSyncStrategy = GradSyncStrategy.OVERLAPPED,
         bucket_numel: int = BUCKET_NUMEL,
         *,
-        group: ProcessGroup | None = None,
+        group: ProcessGroup | World | None = None,
     ) -> None:
         if bucket_numel < 1:
             raise InvalidRequest(f"bucket_numel is {bucket_numel}; a bucket needs room for at least one element")
@@ -123,18 +124,29 @@ class GradientSynchronizer:
         view.copy_(gradient.detach())
         self._round.ready(index)
 
-    def sync_all(self) -> list[Tensor]:
+    def sync_all(self, group: ProcessGroup | World | None = None) -> list[Tensor]:
         """Wait until everything is averaged.
+
+        Args:
+            group: the ranks, as in the Rust crates; None = those of the constructor, which it must be in any case.
 
         Returns:
             The gradients, in the order of `prepare`; they are views of the buckets and valid until `clear`.
 
         Raises:
             Misuse: gradients are missing; the message names them.
+            InvalidRequest: it is another group.
             AxonError: what a collective failed with.
 
-        After an error: `Misuse` changed nothing. After any other the gradients are undefined.
+        After an error: `Misuse` and `InvalidRequest` changed nothing. After any other the gradients are undefined.
         """
+        if group is not None:
+            given, ours = functional.current_group(group), functional.current_group(self._group)
+            if given.name != ours.name:
+                raise InvalidRequest(
+                    f"sync_all() was given group {given.name!r}, and the gradients travel in {ours.name!r} while they "
+                    "come; give GradientSynchronizer(..., group=) the group"
+                )
         if self.strategy is not GradSyncStrategy.NO_SYNC:
             if missing := sorted(self._round.missing):
                 raise Misuse(f"the gradients {missing} have not come; give them with add_gradient() before sync_all()")
