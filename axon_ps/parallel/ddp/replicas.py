@@ -64,7 +64,7 @@ def broadcast(group: ProcessGroup, tensors: Sequence[Tensor], root: int = 0) -> 
         InvalidRequest: a tensor is sparse, quantised, on the meta device, or of a class that holds others.
         AxonError: what a collective failed with.
     """
-    # not what detach() gives, whose changes autograd counts: a forward whose backward is to come may have saved a buffer
+    # not detach(), whose changes autograd counts: a forward whose backward is to come may have saved a buffer
     plain = [tensor.data for tensor in tensors if tensor.numel()]
     for tensor in plain:
         check_memory(tensor, "a parameter or buffer")
