@@ -70,18 +70,18 @@ def restore(
 
 @app.command("ls")
 def list_(uri: Uri, as_json: o.Json = False) -> None:
-    """List the complete checkpoints in a directory, newest last."""
-    from axon_ps.storage.manifest import list_checkpoints
+    """List the complete checkpoints in a directory, newest last; exit code 2 if there is none."""
+    from axon_ps.storage.manifest import list_checkpoints, nothing_at
 
     found = list_checkpoints(uri)
     if as_json:
         print(json.dumps([_facts(c) for c in found], indent=2))
-        return
+    else:
+        for c in found:
+            facts = _facts(c)
+            print(f"{facts['uri']}  {_versions(c)}  {facts['bytes']:,} bytes  {facts['created']}")
     if not found:
-        print(f"there is no complete checkpoint in {uri}", file=sys.stderr)
-    for c in found:
-        facts = _facts(c)
-        print(f"{facts['uri']}  {_versions(c)}  {facts['bytes']:,} bytes  {facts['created']}")
+        raise nothing_at(uri)
 
 
 @app.command()
@@ -133,10 +133,10 @@ def verify(uri: Uri, no_progress: o.NoProgress = False, checkpoint_key_file: o.C
     from axon_ps.observe.work import Work
     from axon_ps.storage import manifest
 
-    work = Work("verify")
+    work, key_file = Work("verify"), load(checkpoint_key_file=checkpoint_key_file).checkpoint_key_file
     with Progress("verifying", work, None if no_progress else sys.stderr):
         verified = manifest.verify(uri, work=work)
-    signed = _signed(verified, load(checkpoint_key_file=checkpoint_key_file).checkpoint_key_file)
+    signed = _signed(verified, key_file)
     print(f"{verified.uri} is complete and unaltered: {_versions(verified)}, {verified.bytes:,} bytes; {signed}")
 
 

@@ -31,6 +31,8 @@ PREFIX = "AXON_PS_"
 DEFAULT_JOB = "default"
 DEFAULT_COORDINATOR_PORT = 7077
 DEFAULT_SHARD_PORT = 7078
+_FILES = ("token_file", "observer_token_file", "tls_ca", "tls_cert", "tls_key", "tls_dir", "checkpoint_key_file")
+"""The settings that name what is read: it must be there, whether the command comes to use it or not."""
 
 
 class Settings(BaseSettings):
@@ -264,11 +266,15 @@ def load(config: Path | None = None, **flags: Any) -> Settings:
         raise ConfigurationError(f"the configuration file {config} does not exist")
     source = Settings if config is None else _with_file(config)
     try:
-        return source(**given)
+        settings = source(**given)
     except ValidationError as error:
         raise ConfigurationError("; ".join(_format_error(e, flags) for e in error.errors())) from None
     except (OSError, ValueError) as error:  # tomllib's own error is a ValueError
         raise ConfigurationError(f"the configuration file {config} cannot be read: {error}") from error
+    for name in _FILES:
+        if (file := getattr(settings, name)) and not os.path.exists(file):
+            raise ConfigurationError(f"{_source(name, flags)} is {str(file)!r}, and there is no such file or directory")
+    return settings
 
 
 def _secret(value: SecretStr, file: Path | None) -> str:
@@ -331,7 +337,10 @@ def _format_error(error: Any, flags: Mapping[str, Any]) -> str:
     message = str(error["msg"]).removeprefix("Value error, ")
     if error["type"] == "extra_forbidden":
         return f"the configuration file sets {field!r}, which is no setting of axon-ps"
-    flag = f"--{field.replace('_', '-')}"
-    where = flag if flags.get(field) is not None else f"{PREFIX}{field.upper()}"
     value = "" if field.endswith("token") else f" is {error['input']!r}"
-    return f"{where}{value}: {message[0].lower()}{message[1:]}"
+    return f"{_source(field, flags)}{value}: {message[0].lower()}{message[1:]}"
+
+
+def _source(field: str, flags: Mapping[str, Any]) -> str:
+    """The flag that a value came from; else the variable by which it can be given."""
+    return f"--{field.replace('_', '-')}" if flags.get(field) is not None else f"{PREFIX}{field.upper()}"

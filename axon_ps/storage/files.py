@@ -121,6 +121,10 @@ class FileStore(ABC):
         """Names of the directories in it, sorted."""
 
     @abstractmethod
+    def exists(self) -> bool:
+        """Whether the directory is there; where directories are only names, whether something is in it."""
+
+    @abstractmethod
     def remove(self, name: str) -> None:
         """Remove a file; one that is not there is no error."""
 
@@ -199,6 +203,16 @@ class LocalFileStore(FileStore):
     def directories(self) -> list[str]:
         """See `FileStore.directories`."""
         return [name for name, _, is_directory in self._entries() if is_directory]
+
+    def exists(self) -> bool:
+        """See `FileStore.exists`."""
+        try:
+            with self._directory():
+                return True
+        except FileNotFoundError:
+            return False
+        except OSError as error:
+            raise _read(self._path, error) from error
 
     def remove(self, name: str) -> None:
         """See `FileStore.remove`."""
@@ -308,6 +322,11 @@ class FsspecStore(FileStore):
     def directories(self) -> list[str]:
         """See `FileStore.directories`."""
         return self._listed("directory")
+
+    def exists(self) -> bool:
+        """See `FileStore.exists`."""
+        with _translated(self._path, _read):
+            return bool(self._fs.exists(self._path))
 
     def remove(self, name: str) -> None:
         """See `FileStore.remove`."""

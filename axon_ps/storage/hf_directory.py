@@ -65,10 +65,10 @@ def export_directory(
     check_dtype(dtype)
     if max_file_bytes < 1:
         raise InvalidRequest(f"max_file_bytes is {max_file_bytes}; it must be above 0")
+    beside = () if like is None else _beside(open_store(like))
     manifest = verify(uri, work=work).section(model, only=not model)
     files = _divided(exports_of(manifest, dtype, prefix), max_file_bytes)
     store = open_store(target)
-    beside = () if like is None else _beside(open_store(like))
     for name in store.names():  # or a reader would find the index of before, or a single file of before
         if name in (SINGLE, INDEX):
             store.remove(name)

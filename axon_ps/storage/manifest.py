@@ -15,6 +15,7 @@ import dataclasses
 import hashlib
 import json
 import secrets
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -33,6 +34,8 @@ from axon_ps.storage.signature import check_signature, key_in_use
 from axon_ps.types import BUFFERS, OptimizerSpec
 from axon_ps.wire import codec
 from axon_ps.wire.v1 import checkpoint_pb2
+
+_logger = logging.getLogger(__name__)
 
 FORMAT_VERSION = 4
 """Version of a manifest and of the files that it names. Before 4 each shard server wrote the slices of one number."""
@@ -240,21 +243,56 @@ def read_manifest(uri: str) -> Manifest:
 
     Raises:
         CheckpointNotFound: there is no complete checkpoint.
-        CheckpointCorrupt: the manifest is damaged or of a later format.
+        CheckpointCorrupt: the manifest is damaged or of a later format; in a directory of checkpoints, all are.
         CheckpointError: it could not be read, or this process must not load it (see `storage.signature`).
     """
     store = open_store(uri)
     if MANIFEST_NAME in store.names():
         return _read(store)
-    found = list_checkpoints(uri)
-    if not found:
-        raise CheckpointNotFound(
-            f"there is no complete checkpoint at {uri}: no {MANIFEST_NAME} in it, or in a directory of it"
-        )
-    return found[-1]
+    found = newest(uri)
+    if found is None:
+        raise nothing_at(uri)
+    return found
 
 
-def list_checkpoints(uri: str, damaged: Callable[[str, AxonError], None] | None = None) -> list[Manifest]:
+def newest(uri: str, damaged: Callable[[str, AxonError], None] | None = None) -> Manifest | None:
+    """Of `list_checkpoints` the last; None where nothing is.
+
+    Args:
+        uri: a checkpoint, or a directory of them.
+        damaged: called with the URI of each that is left out, and why; None = that is logged.
+
+    Raises:
+        CheckpointCorrupt: there are some, and all are damaged: whoever goes on as if there were none would begin anew.
+        CheckpointError: the directory could not be read.
+    """
+    left_out: list[AxonError] = []
+
+    def leave_out(where: str, error: AxonError) -> None:
+        left_out.append(error)
+        (damaged or log_damaged)(where, error)
+
+    found = list_checkpoints(uri, leave_out)
+    if left_out and not found:
+        raise CheckpointCorrupt(f"none of the {len(left_out)} checkpoints in {uri} can be read: {left_out[-1]}")
+    return found[-1] if found else None
+
+
+def nothing_at(uri: str) -> CheckpointNotFound:
+    """The error where there is no checkpoint; it says whether there is the directory."""
+    if not open_store(uri).exists():
+        return CheckpointNotFound(f"there is no complete checkpoint at {uri}: there is no such directory")
+    return CheckpointNotFound(
+        f"there is no complete checkpoint at {uri}: no {MANIFEST_NAME} in it, or in a directory of it"
+    )
+
+
+def log_damaged(uri: str, error: AxonError) -> None:
+    """Log that a checkpoint is left out."""
+    _logger.error("checkpoint %s is passed over: %s", uri, error)
+
+
+def list_checkpoints(uri: str, damaged: Callable[[str, AxonError], None] = log_damaged) -> list[Manifest]:
     """The complete checkpoints at `uri` and in its directories, oldest first.
 
     Those with a damaged manifest are left out. They are ordered by version; where there are several models, by the sum
@@ -274,8 +312,7 @@ def list_checkpoints(uri: str, damaged: Callable[[str, AxonError], None] | None 
             try:
                 found.append(_read(candidate))
             except AxonError as error:
-                if damaged is not None:
-                    damaged(candidate.uri, error)
+                damaged(candidate.uri, error)
     return sorted(found, key=lambda m: (sum(section.version for section in m.sections), m.created))
 
 
@@ -415,6 +452,8 @@ __all__ = [
     "file_prefix",
     "list_checkpoints",
     "read_attached",
+    "newest",
+    "nothing_at",
     "read_manifest",
     "remove",
     "verify",

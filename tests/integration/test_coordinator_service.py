@@ -548,14 +548,35 @@ def test_a_job_that_resumes_is_restored_by_the_first_registration(tmp_path: Path
         shard.initialized(version=0, epoch=1)
         await worker.until(lambda: state_of(worker) == JobState(name="model 0", initialized=True, version=0, epoch=1))
 
-    async def lost(c: Coordinator) -> None:
-        worker = await c.join(Role.WORKER)
-        with pytest.raises(CheckpointNotFound):
-            await worker.register(SPEC)
-
-    for name, test, resume in (("a", first, ""), ("b", second, uri), ("c", lost, str(tmp_path / "nowhere"))):
+    for name, test, resume in (("a", first, ""), ("b", second, uri)):
         (tmp_path / name).mkdir()
         run(tmp_path / name, test, resume=resume)
+
+
+def test_a_coordinator_that_resumes_from_nothing_does_not_begin(tmp_path: Path) -> None:
+    async def nobody(c: Coordinator) -> None:
+        raise AssertionError("it has begun")
+
+    with pytest.raises(CheckpointNotFound, match="there is no such directory"):
+        run(tmp_path, nobody, resume=str(tmp_path / "nowhere"))
+
+
+def test_what_cannot_be_resumed_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    uri = str(tmp_path / "checkpoint")
+
+    async def first(c: Coordinator) -> None:
+        workers, shard = await c.assembled()
+        await answered(shard, workers[0].save_checkpoint(uri))
+
+    async def no_model(c: Coordinator) -> None:
+        await c.join(Role.WORKER)
+
+    run(tmp_path, first)
+    run(tmp_path, no_model, resume=uri)
+    assert f"the job goes on from the coordinator's state, and not from {uri}" in caplog.text
+    (tmp_path / "other").mkdir()
+    run(tmp_path / "other", no_model, resume=uri)
+    assert f"nothing was resumed from {uri}" in caplog.text
 
 
 # ---------------------------------------------------------------------- when the coordinator goes

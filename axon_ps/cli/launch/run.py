@@ -6,6 +6,7 @@ import asyncio
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -130,7 +131,7 @@ def run(
         host=listens_at,
         advertise=advertise,
         state=state,
-        resume=_resume(resume, settings.checkpoint_dir, by_itself=bool(checkpoint_every)),
+        resume=resume,
         checkpoint_dir=settings.checkpoint_dir if checkpoint_every else "",
         checkpoint_every=checkpoint_every,
         checkpoint_limit=checkpoint_limit,
@@ -142,6 +143,7 @@ def run(
         http_port=settings.http_port,
     )
     _check(launch, embedded=embedded)
+    launch = replace(launch, resume=_resume(launch, settings.checkpoint_dir))
     if launch.tls:
         check_strong(
             launch.token, "mutual TLS among the job's processes", "; or give --tls-cert and --tls-key, or --insecure"
@@ -187,16 +189,32 @@ def _uses_own_authority(settings: Settings, host: str) -> bool:
     return not (is_loopback(host) or settings.insecure or settings.tls_cert or settings.tls_dir)
 
 
-def _resume(resume: str, checkpoint_dir: str, *, by_itself: bool) -> str:
-    if resume != AUTO:
-        return resume
-    if by_itself and checkpoint_dir:
-        return ""  # the coordinator takes the newest
-    if not checkpoint_dir:
-        raise ConfigurationError("--resume auto takes the newest checkpoint of --checkpoint-dir, which was not given")
-    from axon_ps.storage.manifest import list_checkpoints
+def _resume(launch: Launch, checkpoint_dir: str) -> str:
+    """What the coordinator is to resume from; with `auto`, what that is, is said.
 
-    return checkpoint_dir if list_checkpoints(checkpoint_dir) else ""
+    Raises:
+        ConfigurationError: there is no directory to look in.
+        CheckpointError: it cannot be read, or none of the checkpoints in it can.
+    """
+    if launch.resume == AUTO and not checkpoint_dir:
+        raise ConfigurationError("--resume auto takes the newest checkpoint of --checkpoint-dir, which was not given")
+    if launch.node_rank > 0 or not launch.resume:
+        return ""  # node 0 starts the coordinator
+    from axon_ps.storage.manifest import newest, nothing_at, read_manifest
+
+    if launch.resume != AUTO:
+        if launch.state == "memory":  # else the coordinator looks: its state may have the job
+            read_manifest(launch.resume)
+        return launch.resume
+    found = newest(checkpoint_dir)
+    if launch.checkpoint_every:
+        return ""  # the coordinator takes the newest, unless its state has the job, and says so
+    if found is None:
+        then = "the job begins anew" if launch.state == "memory" else "the job begins anew, unless its state has it"
+        print(f"axon-ps: --resume auto: {nothing_at(checkpoint_dir)}; {then}", file=sys.stderr)
+        return ""
+    print(f"axon-ps: --resume auto: {found.uri}, version {found.version}", file=sys.stderr)
+    return found.uri
 
 
 def _check(launch: Launch, *, embedded: bool) -> None:

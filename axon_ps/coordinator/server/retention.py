@@ -29,7 +29,11 @@ def uri_of(directory: str, version: int) -> str:
     return f"{directory.rstrip('/')}/{_PREFIX}{version:010d}"
 
 
-def written(directory: str, damaged: Damaged | None = None) -> list[Manifest]:
+def _unsaid(_uri: str, _error: AxonError) -> None:
+    """Pass over a damaged checkpoint in silence: it was said when the job began, or when one was to be restored."""
+
+
+def written(directory: str, damaged: Damaged = _unsaid) -> list[Manifest]:
     """The complete checkpoints in a directory, in the order in which they were written.
 
     Raises:
@@ -40,7 +44,7 @@ def written(directory: str, damaged: Damaged | None = None) -> list[Manifest]:
     return sorted(list_checkpoints(directory, damaged), key=lambda manifest: manifest.created)
 
 
-def newest(directory: str, damaged: Damaged | None = None) -> Manifest | None:
+def newest(directory: str, damaged: Damaged = _unsaid) -> Manifest | None:
     """The checkpoint in a directory to begin with, if there is one.
 
     Raises:

@@ -159,8 +159,15 @@ async def _lead(
     stored = await asyncio.to_thread(store.load)
     policy = config.checkpoints
     durable = records.load(stored)
-    if policy.directory and not (durable and any(model.spec for model in durable.models.values())):
+    durable_models = durable is not None and any(model.spec for model in durable.models.values())
+    if not durable_models:
         config = dataclasses.replace(config, resume=await asyncio.to_thread(_resume, config))
+    elif config.resume:
+        _logger.warning(
+            "the job goes on from the coordinator's state, and not from %s, as it was told to: `axon-ps checkpoint "
+            "restore` restores that; with another --state, or another --job, it begins with it",
+            config.resume,
+        )
     state = CoordinatorState(config, asyncio.get_running_loop().time(), stored, new_id=uuid.uuid4().hex)
     shell = Shell(state, store, log=log, tracer=switch.tracer, audit=audit)
     feed = Feed(shell)
@@ -171,6 +178,12 @@ async def _lead(
         save = partial(servicer.save, background=True)
         checkpoints = automatic.AutomaticCheckpoints(shell, policy, save).run() if policy.directory else None
         await _until(stop, shell, checkpoints)
+        if config.resume and not (durable_models or servicer.has_registered):
+            _logger.warning(
+                "nothing was resumed from %s: no worker registered a model with the shard servers; under NO_SHARD, and "
+                "with PyTorch's own wrappers, the script loads its checkpoint",
+                config.resume,
+            )
     finally:
         feed.close()
         await shell.close()
@@ -189,24 +202,32 @@ def _name_of(address: str) -> str:
 
 
 def _resume(config: CoordinatorConfig) -> str:
-    """What a new job begins with: what it was told to, or the newest checkpoint in its directory, if any."""
+    """What a new job begins with: what it was told to, or the newest checkpoint in its directory, if any.
 
-    def damaged(uri: str, error: AxonError) -> None:
-        _logger.error("checkpoint %s is passed over: %s", uri, error)
+    Raises:
+        CheckpointNotFound: it was told to begin with what is not there.
+        CheckpointError: that, or the directory, cannot be read.
+    """
+    from axon_ps.storage.manifest import log_damaged, nothing_at, read_manifest
 
-    found = retention.newest(config.checkpoints.directory, damaged)
-    if found is None:
+    directory = config.checkpoints.directory
+    found = retention.newest(directory, log_damaged) if directory else None
+    if config.resume:
+        told = read_manifest(config.resume)
+        if found is not None and found.uri != told.uri:
+            _logger.warning(
+                "the job begins with %s, as it was told to, and not with its newest checkpoint, %s; where it is "
+                "started again by itself, give no --resume",
+                config.resume,
+                found.uri,
+            )
         return config.resume
-    if not config.resume:
+    if found is not None:
         _logger.warning("the job resumes from the newest checkpoint, %s, version %d", found.uri, found.version)
         return found.uri
-    _logger.warning(
-        "the job begins with %s, as it was told to, and not with its newest checkpoint, %s; where it is started again "
-        "by itself, give no --resume",
-        config.resume,
-        found.uri,
-    )
-    return config.resume
+    if directory:
+        _logger.warning("%s; the job begins anew", nothing_at(directory))
+    return ""
 
 
 async def _until(stop: asyncio.Event, shell: Shell, checkpoints: Coroutine[Any, Any, None] | None) -> None:

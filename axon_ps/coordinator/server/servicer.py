@@ -91,6 +91,7 @@ class CoordinatorServicer:
 
     Attributes:
         feed: the same.
+        has_registered: whether a model was registered since this coordinator leads.
     """
 
     def __init__(self, shell: Shell, feed: Feed, revocations: auth.Revocations | None = None) -> None:
@@ -98,6 +99,7 @@ class CoordinatorServicer:
         self._revocations = revocations or auth.Revocations()
         self._revocations.set(shell.state.revocations.reasons)
         self.feed = feed
+        self.has_registered = False
         self._registering = asyncio.Lock()
         self._saves = SharedCalls[CheckpointReply]()
         self._log_readers = 0
@@ -336,6 +338,7 @@ class CoordinatorServicer:
             reply: Registered = await self._shell.call(
                 lambda call: state.register(call, caller, spec, optimizer, resume, now=self._shell.now(), name=name)
             )
+            self.has_registered = True
         return coordinator_pb2.RegisterReply(
             first=reply.first,
             initialized=reply.initialized,

@@ -20,6 +20,10 @@ from axon_ps.cli import main as cli
 from axon_ps.cli.launch import run
 from axon_ps.cli.main import main
 from axon_ps.errors import AxonError, Unreachable
+from axon_ps.sharding.layout import Layout, build_unit
+from axon_ps.sharding.plan import PlanOptions
+from axon_ps.storage.manifest import FileEntry, Manifest, write_manifest
+from axon_ps.types import DType
 
 SECRET = "abcdefghijklmnopqrstuvwxyz0123456789"
 
@@ -44,6 +48,15 @@ def complaint(arguments: Sequence[str], capsys: pytest.CaptureFixture[str]) -> s
     assert err.startswith("axon-ps: ")
     assert err.count("\n") == 1
     return err
+
+
+def example_manifest(version: int) -> Manifest:
+    """Of a checkpoint of one small unit."""
+    layout = Layout(units=(build_unit("block", [("weight", (8,), DType.F32)]),))
+    files = (FileEntry(name="shard-0", sha256="0", bytes=32),)
+    return Manifest(
+        job="default", version=version, layout=layout, optimizer=None, num_servers=1, options=PlanOptions(), files=files
+    )
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
@@ -87,12 +100,17 @@ def test_an_unknown_option_is_a_usage_error(capsys: pytest.CaptureFixture[str]) 
         (["run", "--min-workers", "3", "SCRIPT"], "--min-workers is 3; the job has 1 workers"),
         (["run", "--resume", "auto", "SCRIPT"], "newest checkpoint of --checkpoint-dir"),
         (["run", "--coordinator", "h:1", "--resume", "x", "SCRIPT"], "are the coordinator's"),
+        (
+            ["run", "--coordinator", "h:1", "--resume", "auto", "--checkpoint-dir", "/", "SCRIPT"],
+            "are the coordinator's",
+        ),
+        (["run", "--resume", "/no/such/checkpoint", "SCRIPT"], "complete checkpoint at /no/such/checkpoint"),
         (["run", "--coordinator", "h", "SCRIPT"], "--coordinator is 'h': it must be host:port"),
         (["status"], "which coordinator?"),
         (["shard"], "a shard server needs its coordinator"),
         (["shard", "--coordinator", "h:1", "--host", "0.0.0.0"], "needs a secret of the job"),
         (["coordinator", "--host", "10.1.2.3", "--token", "t"], "can be guessed"),
-        (["coordinator", "--tls-cert", "c.pem"], "without key_file"),
+        (["coordinator", "--tls-cert", "SCRIPT"], "without key_file"),
         (["coordinator", "--shards", "0", "--state", "memory"], "num_shards is 0"),
         (["checkpoint", "save", "/c", "--coordinator", "h:1", "--extra", "[]"], "must be a JSON object"),
         (["checkpoint", "save", "/c", "--coordinator", "h:1", "--extra", "{"], "--extra is not JSON"),
@@ -130,6 +148,8 @@ def test_the_doctor_finds_the_token_and_tls_wherever_they_are_given(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "ca.pem").touch()
     file = tmp_path / "token"
     file.write_text(SECRET)
     file.chmod(0o600)
@@ -140,9 +160,48 @@ def test_the_doctor_finds_the_token_and_tls_wherever_they_are_given(
     assert said["security"] == found.format(file=file)
 
 
-def test_listing_no_checkpoints_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["checkpoint", "ls", str(tmp_path / "nothing")]) == 0
-    assert capsys.readouterr() == ("", f"there is no complete checkpoint in {tmp_path}/nothing\n")
+@pytest.mark.parametrize(("there", "words"), [(False, "there is no such directory"), (True, "no manifest.json in it")])
+def test_listing_no_checkpoints_is_an_error(
+    there: bool, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory = tmp_path if there else tmp_path / "nothing"
+    assert words in complaint(["checkpoint", "ls", str(directory)], capsys)
+    assert main(["checkpoint", "ls", "--json", str(directory)]) == 2
+    assert json.loads(capsys.readouterr().out) == []
+
+
+def test_a_damaged_checkpoint_is_not_left_out_in_silence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "step-1").mkdir()
+    (tmp_path / "step-1" / "manifest.json").write_text("{")
+    assert main(["checkpoint", "ls", str(tmp_path)]) == 2
+    assert "step-1 is passed over: " in caplog.text
+
+
+def test_resuming_from_what_there_may_be_says_what_it_is(
+    monkeypatch: pytest.MonkeyPatch, script: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["--resume", "auto", "--checkpoint-dir", str(tmp_path / "made-later"), script]
+    assert launched(monkeypatch, arguments).resume == ""
+    assert capsys.readouterr().err == (
+        f"axon-ps: --resume auto: there is no complete checkpoint at {tmp_path}/made-later: there is no such directory; "
+        "the job begins anew\n"
+    )
+    write_manifest(str(tmp_path / "made-later" / "step-7"), example_manifest(7))
+    assert launched(monkeypatch, arguments).resume == f"{tmp_path}/made-later/step-7"
+    assert capsys.readouterr().err == f"axon-ps: --resume auto: {tmp_path}/made-later/step-7, version 7\n"
+    (tmp_path / "made-later" / "step-7" / "manifest.json").write_text("{")
+    assert main(["run", *arguments]) == 1
+    assert "none of the 1 checkpoints in" in capsys.readouterr().err
+
+
+def test_a_second_node_leaves_resuming_to_the_first(
+    monkeypatch: pytest.MonkeyPatch, script: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    nodes = ["--nnodes", "2", "--node-rank", "1", "--token", "4f7c1a90d2e85b36af01xyz", "--master-addr", "n0"]
+    assert launched(monkeypatch, [*nodes, "--resume", "/of/node/0", script]).resume == ""
+    assert capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize(("words", "found"), [("axon-ps sta", "status"), ("axon-ps checkpoint ver", "verify")])

@@ -63,7 +63,10 @@ def test_the_observers_token_goes_to_services(tmp_path: Path, monkeypatch: pytes
     assert environment_report()["AXON_PS_OBSERVER_TOKEN"] == "(set, not shown)"
 
 
-def test_workers_read_the_environment_that_is_passed_to_them() -> None:
+def test_workers_read_the_environment_that_is_passed_to_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("ca.pem", "c.pem", "k.pem"):
+        (tmp_path / name).touch()
     settings = load(job="j", tls_ca="ca.pem", tls_cert="c.pem", tls_key="k.pem", node="n", checkpoint_dir="/c")
     config = worker_config({**settings.environment(token="t"), "AXON_PS_COORDINATOR": "host:7"})
     assert (config.job, config.node, config.security.token) == ("j", "n", "t")
@@ -113,8 +116,10 @@ def test_a_file_with_mistakes_is_refused(tmp_path: Path, text: str, words: str) 
 
 
 def test_a_token_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match="cannot be read: No such file"):
-        _ = load(token_file=tmp_path / "none").resolved_token
+    with pytest.raises(ConfigurationError, match=r"--token-file is '.*none', and there is no such file"):
+        load(token_file=tmp_path / "none")
+    with pytest.raises(ConfigurationError, match="cannot be read: Is a directory"):
+        _ = load(token_file=tmp_path).resolved_token
     (tmp_path / "empty").write_text("\n")
     with pytest.raises(ConfigurationError, match="is empty"):
         _ = load(token_file=tmp_path / "empty").resolved_token

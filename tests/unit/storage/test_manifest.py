@@ -23,6 +23,7 @@ from axon_ps.storage.manifest import (
     file_prefix,
     list_checkpoints,
     read_attached,
+    newest,
     read_manifest,
     remove,
     verify,
@@ -116,6 +117,23 @@ def test_no_checkpoint(tmp_path: Path) -> None:
         with pytest.raises(CheckpointNotFound, match="no complete checkpoint"):
             read_manifest(uri)
         assert list_checkpoints(uri) == []
+
+
+def test_a_directory_of_damaged_checkpoints_is_not_one_without_any(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert newest(str(tmp_path)) is None
+    (tmp_path / "v7").mkdir()
+    (tmp_path / "v7" / MANIFEST_NAME).write_bytes(b"{ damaged")
+    for read in (newest, read_manifest):
+        with pytest.raises(CheckpointCorrupt, match="none of the 1 checkpoints"):
+            read(str(tmp_path))
+    write_manifest(str(tmp_path / "v3"), manifest(3))
+    caplog.clear()
+    found = newest(str(tmp_path))
+    assert found is not None
+    assert found.version == 3
+    assert "v7 is passed over" in caplog.text
 
 
 def test_a_second_checkpoint_in_the_same_place_takes_over_with_its_manifest(tmp_path: Path) -> None:
