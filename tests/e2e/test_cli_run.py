@@ -46,6 +46,36 @@ if world.rank == 1:
 world.kv_wait("never")
 """
 
+ALL_FAIL = """
+import os, sys, axon_ps
+world = axon_ps.World.init(join_timeout_s=40)
+if world.rank == 1:
+    FAILS
+try:
+    world.barrier(timeout_s=30)
+except Exception:
+    sys.excepthook(*sys.exc_info())
+    sys.stderr.flush()
+    os._exit(1)  # at once, before the launcher ends it
+"""
+
+SLOW_TO_END = """
+import os, sys
+begun, ended = sys.argv[1:]
+if os.environ["RANK"] == "1":
+    try:
+        raise ValueError("rank one is unhappy")
+    except ValueError:
+        sys.excepthook(*sys.exc_info())
+        sys.stderr.flush()
+    open(begun, "w").close()
+    open(ended).read()  # until the other one is gone
+    os._exit(1)
+open(begun).read()
+held = open(ended, "w")
+raise OSError("rank one does not answer")
+"""
+
 REPORT = """
 import axon_ps
 with axon_ps.World.init(join_timeout_s=120) as world:
@@ -183,9 +213,37 @@ def test_a_dead_workers_traceback_is_what_is_seen_last(script: Callable[..., str
     done = axon_ps("run", "--nproc-per-node", "2", script(ONE_FAILS))
     assert done.returncode == 1
     lines = done.stderr.splitlines()
-    assert "[worker 1] ValueError: rank one is unhappy" in lines[-2:]
-    assert "axon-ps: worker 1 exited with code 1" in lines
+    assert lines[-2:] == [
+        "[worker 1] ValueError: rank one is unhappy",
+        "axon-ps: worker 1 exited with code 1: ValueError: rank one is unhappy",
+    ]
     assert "[worker 0]" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("fails", "ending"),
+    [
+        ("raise ValueError('rank one is unhappy')", "exited with code 1: ValueError: rank one is unhappy"),
+        ("os.kill(os.getpid(), 9)", "was ended by SIGKILL"),
+    ],
+)
+def test_of_workers_that_all_fail_the_first_one_is_named_last(
+    fails: str, ending: str, script: Callable[..., str]
+) -> None:
+    done = axon_ps("run", "--nproc-per-node", "2", script(ALL_FAIL.replace("FAILS", fails)))
+    assert done.returncode == (137 if "kill" in fails else 1)
+    lines = done.stderr.splitlines()
+    assert "[worker 0] Traceback (most recent call last):" in lines
+    assert lines[-1] == f"axon-ps: worker 1 failed first, and {ending}"
+
+
+def test_one_that_is_still_ending_when_others_have_ended_is_named(script: Callable[..., str], tmp_path: Path) -> None:
+    pipes = [str(tmp_path / name) for name in ("begun", "ended")]
+    for pipe in pipes:
+        os.mkfifo(pipe)
+    done = axon_ps("run", "--nproc-per-node", "2", script(SLOW_TO_END), *pipes)
+    lines = done.stderr.splitlines()
+    assert lines[-1] == "axon-ps: worker 1 failed first, and exited with code 1: ValueError: rank one is unhappy"
 
 
 @pytest.mark.parametrize(("statement", "code"), [("sys.exit(7)", 7), ("os.kill(os.getpid(), 9)", 137)])

@@ -14,11 +14,14 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import TextIO
 
+OURS = "axon-ps: "
 TRACEBACK = "Traceback (most recent call last):"
 _MAX_ERROR_LINES = 200
 _MAX_LINE = 1 << 16
 _COLOURS = (36, 33, 32, 35, 34, 96, 93, 92, 95, 94)
 _CURSOR = re.compile(r"\x1b\[(?:\?25[lh]|[0-9]*[KAJG])")
+_RANK = re.compile(r"\[rank\d+\]: ")
+"""What torch.distributed writes before each line of a traceback."""
 _CHAINED = ("During handling of the above", "The above exception was", TRACEBACK)
 
 
@@ -101,13 +104,14 @@ class ProcessOutput:
 
     Attributes:
         name: the prefix of its lines.
-        first_error: the number, among all lines of the console, of its first traceback or error line (one of axon_ps
-            begins with "axon-ps: "); None when there is none. The lowest one is of the process that failed first.
+        failed_at: the number, among all lines of the console, of its first traceback or error line (one of axon_ps
+            begins with "axon-ps: "), or, if it wrote none, of the next line when it ended; None before that. The
+            lowest one is of the process that failed first.
     """
 
     def __init__(self, console: Console, name: str, colour: int) -> None:
         self.name, self.colour = name, colour
-        self.first_error: int | None = None
+        self.failed_at: int | None = None
         self._console = console
         self._streams = {False: _Stream(), True: _Stream()}
         self._rewriting = False
@@ -126,8 +130,20 @@ class ProcessOutput:
     def last_errors(self) -> Sequence[str]:
         """The end of its standard error, from the last traceback on, else the last few lines."""
         lines = list(self._errors)
-        starts = [i for i, line in enumerate(lines) if line.startswith(TRACEBACK)]
+        starts = [i for i, line in enumerate(lines) if _bare(line).startswith(TRACEBACK)]
         return lines[starts[-1] :] if starts else lines[-10:]
+
+    def error(self) -> str:
+        """The error that ended it, in one line: that of its last traceback, or of axon_ps; empty if it wrote none."""
+        first, *rest = [_bare(line) for line in self.last_errors()] or [""]
+        if first.startswith(TRACEBACK):
+            return next((line for line in rest if line and not line[0].isspace()), "")
+        return next((line.removeprefix(OURS) for line in (*reversed(rest), first) if line.startswith(OURS)), "")
+
+    def ended(self) -> None:
+        """The process has ended; what it has written may come yet."""
+        if self.failed_at is None:
+            self.failed_at = self._console.lines
 
     def _line(self, line: str, *, error: bool) -> None:
         if self._rewriting:
@@ -135,14 +151,15 @@ class ProcessOutput:
             self._console.end_progress()
         if error:
             self._errors.append(line)
-            if line.startswith((TRACEBACK, "axon-ps: ")) and self.first_error is None:
-                self.first_error = self._console.lines
+            if _bare(line).startswith((TRACEBACK, OURS)) and self.failed_at is None:
+                self.failed_at = self._console.lines
             if self._console.interrupted and self._buffer(line):
                 return
         self._console.line(self, line, error=error)
 
     def _buffer(self, line: str) -> bool:
         """Buffer a traceback until its last line, which names the error; returns whether `line` was buffered."""
+        line = _bare(line)
         if not self._buffered and not line.startswith(TRACEBACK):
             return False
         self._buffered.append(line)
@@ -171,6 +188,11 @@ class _Stream:
             complete.append(self._rest)
             self._rest = self.rewritten = ""
         return (_visible(line) for line in complete)
+
+
+def _bare(line: str) -> str:
+    """A line of a traceback without the rank that torch.distributed writes before it."""
+    return _RANK.sub("", line, count=1) if _RANK.match(line) else line
 
 
 def _visible(line: str) -> str:

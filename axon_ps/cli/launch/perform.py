@@ -3,7 +3,7 @@
 How it ends:
 - every worker exits with 0: the services are asked to drain, exit code 0.
 - a worker fails without a restart left (see `workers`), or a service fails: everything else is ended; its exit code is
-  that of the command, its traceback is the last on the screen. With --checkpoint-every a shard server is started again.
+  that of the command; its traceback, and below it a line that names it and its error, are the last on the screen. With --checkpoint-every a shard server is started again.
 - Ctrl-C or SIGTERM: workers get it first (SIGINT as `KeyboardInterrupt`), services after them; 130 or 143.
   A second signal kills all.
 """
@@ -18,7 +18,7 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Awaitable, Iterable, Mapping
+from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from axon_ps.cli.launch.console import Console
@@ -70,10 +70,11 @@ class _Launcher:
             await asyncio.wait((work,))
             return await self._interrupted()
         failure = work.exception()
+        await self._await_causes()
         await self.end_everything()
-        if culprit := self._culprit():
-            self._report(culprit)
-            return culprit.exit_code or 1
+        if failed := self._failed():
+            self._report(failed)
+            return failed[0].exit_code or 1
         if failure is not None:
             raise failure
         return 0
@@ -347,20 +348,36 @@ class _Launcher:
         await self.end_everything()
         return 128 + number
 
-    def _culprit(self) -> Process | None:
-        """Of the processes that failed, the one whose error was on the screen first: it caused the others.
+    async def _await_causes(self) -> None:
+        """Let workers end, for a while, whose error was on the screen before that of one that has ended.
 
-        (A worker that was restarted failed by itself, or it would be running.)
+        They are about to, and are the cause; one that is signalled before counts as ended by the launcher.
+        """
+        failed_at = min((p.source.failed_at or 0 for p in self._failed()), default=0)
+        causes = [
+            p for p in self._workers.exhausted() if p.is_running and (p.source.failed_at or failed_at) < failed_at
+        ]
+        if causes:
+            await asyncio.wait([asyncio.ensure_future(p.wait()) for p in causes], timeout=WORKER_GRACE_S)
+
+    def _failed(self) -> list[Process]:
+        """The processes that failed, the one first whose error was on the screen first: it caused the others.
+
+        One that was killed writes none: its end counts. (A worker that was restarted failed by itself, or it would be
+        running.)
         """
         failed = [p for p in (*self._services, *self._workers.exhausted()) if p.failed]
-        return min(failed, key=lambda p: p.source.first_error or self._console.lines, default=None)
+        return sorted(failed, key=lambda p: p.source.failed_at or 0)
 
-    def _report(self, culprit: Process) -> None:
-        repeat = self._console.last_writer is not culprit.source
-        ending = f"{culprit.source.name} {culprit.child.ending}{self._workers.history(culprit)}"
-        self._console.print(f"axon-ps: {ending}", error=True)
-        for line in culprit.source.last_errors() if repeat else ():
+    def _report(self, failed: Sequence[Process]) -> None:
+        """Print what the first of them wrote, unless it is there already, and then, last of all, who failed and why."""
+        culprit = failed[0]
+        for line in culprit.source.last_errors() if self._console.last_writer is not culprit.source else ():
             self._console.line(culprit.source, line, error=True)
+        first = "failed first, and " if len(failed) > 1 else ""
+        ending = f"{first}{culprit.child.ending}{self._workers.history(culprit)}"
+        why = f": {error}" if (error := culprit.source.error()) else ""
+        self._console.print(f"axon-ps: {culprit.source.name} {ending}{why}", error=True)
 
 
 async def _all(awaitables: Iterable[Awaitable[object]]) -> None:

@@ -114,6 +114,7 @@ class Process:
     async def _run(self, pidfd: int, outputs: Sequence[int]) -> None:
         reading = asyncio.gather(*(self._copy(fd, error) for fd, error in zip(outputs, (False, True), strict=True)))
         await _readable(pidfd)
+        self.source.ended()
         self.child.end()  # processes that it left behind hold the pipes open
         with contextlib.suppress(TimeoutError):  # a daemon that it has started is in another process group
             await asyncio.wait_for(reading, _DRAIN_OUTPUT_S)

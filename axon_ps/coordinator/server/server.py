@@ -23,7 +23,7 @@ from axon_ps.coordinator.server.page.routes import page_routes
 from axon_ps.coordinator.server.servicer import CoordinatorServicer
 from axon_ps.coordinator.server.shell import Shell
 from axon_ps.coordinator.server.standby import Switch, rest, stand_by
-from axon_ps.errors import AxonError, Broken, StorageFull
+from axon_ps.errors import Broken, StorageFull
 from axon_ps.observe.log_buffer import LogBuffer, collect
 from axon_ps.observe.metrics.sources import Source
 from axon_ps.observe.tracing.tracer import NO_TRACES, TracePolicy

@@ -93,9 +93,42 @@ def test_whose_error_came_first_is_known(screen: Screen) -> None:
     cause, effect = screen.console.source("a"), screen.console.source("b")
     cause.feed(b"axon-ps: port 1 is in use\n", error=True)
     effect.feed(b"Traceback (most recent call last):\nBroken: nobody there\n", error=True)
-    assert cause.first_error is not None
-    assert effect.first_error is not None
-    assert cause.first_error < effect.first_error
+    for source in (effect, cause):
+        source.ended()
+    assert cause.failed_at is not None
+    assert effect.failed_at is not None
+    assert cause.failed_at < effect.failed_at
+
+
+def test_one_that_was_killed_failed_when_it_ended(screen: Screen) -> None:
+    killed, effect = screen.console.source("a"), screen.console.source("b")
+    killed.feed(b"step 1\n", error=False)
+    killed.ended()
+    effect.feed(b"Traceback (most recent call last):\nBroken: nobody there\n", error=True)
+    effect.ended()
+    assert (killed.failed_at, effect.failed_at, killed.error()) == (1, 1, "")
+    assert sorted([killed, effect], key=lambda source: source.failed_at or 0)[0] is killed
+
+
+@pytest.mark.parametrize(
+    ("written", "error"),
+    [
+        ("Traceback (most recent call last):\n  File x\n    f()\nValueError: a\nb\n", "ValueError: a"),
+        ("[rank3]: Traceback (most recent call last):\n[rank3]:   File x\n[rank3]: KeyError: 'a'\n", "KeyError: 'a'"),
+        (
+            "Traceback (most recent call last):\n  File x\nKeyError: 'a'\n\nDuring handling of the above exception, "
+            "another exception occurred:\n\nTraceback (most recent call last):\n  File y\nOSError: disk\n",
+            "OSError: disk",
+        ),
+        ("noise\naxon-ps: port 1 is in use\n", "port 1 is in use"),
+        ("Segmentation fault\n", ""),
+        ("", ""),
+    ],
+)
+def test_the_error_of_a_process_is_one_line(written: str, error: str, screen: Screen) -> None:
+    source = screen.console.source("w")
+    source.feed(written.encode(), error=True)
+    assert source.error() == error
 
 
 def test_after_an_interrupt_its_own_tracebacks_are_left_out(screen: Screen) -> None:

@@ -185,8 +185,8 @@ def test_resuming_from_what_there_may_be_says_what_it_is(
     arguments = ["--resume", "auto", "--checkpoint-dir", str(tmp_path / "made-later"), script]
     assert launched(monkeypatch, arguments).resume == ""
     assert capsys.readouterr().err == (
-        f"axon-ps: --resume auto: there is no complete checkpoint at {tmp_path}/made-later: there is no such directory; "
-        "the job begins anew\n"
+        f"axon-ps: --resume auto: there is no complete checkpoint at {tmp_path}/made-later: there is no such "
+        "directory; the job begins anew\n"
     )
     write_manifest(str(tmp_path / "made-later" / "step-7"), example_manifest(7))
     assert launched(monkeypatch, arguments).resume == f"{tmp_path}/made-later/step-7"

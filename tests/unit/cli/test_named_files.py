@@ -44,7 +44,8 @@ COMMANDS: Mapping[str, Sequence[str]] = {
 """What else each command needs, before the argument that names a file."""
 
 POSITIONAL = {("simulate", "scenario"), ("checkpoint ls", "uri"), ("checkpoint export", "uri"),
-              ("checkpoint verify", "uri"), ("auth show", "file"), ("chaos run", "file"), ("run", "program")}  # fmt: skip
+              ("checkpoint verify", "uri"), ("auth show", "file"), ("chaos run", "file"),
+              ("run", "program")}  # fmt: skip
 WRITTEN = {("run", "checkpoint_dir"), ("run", "state"), ("coordinator", "state"), ("coordinator", "checkpoint_dir"),
            ("trace", "output"), ("simulate", "plot"), ("checkpoint save", "uri"), ("auth init", "file"),
            ("auth init", "authority"), ("auth token", "out"), ("auth issue", "directory"), ("chaos run", "out"),
@@ -52,8 +53,8 @@ WRITTEN = {("run", "checkpoint_dir"), ("run", "state"), ("coordinator", "state")
 """Arguments that name what a command writes, or makes where it is not there yet."""
 BY_OTHERS = {("checkpoint restore", "uri"), ("coordinator", "trust_checkpoint")}
 """Read by the coordinator, on its machine; a trusted checkpoint is one that may be named by a request one day."""
-WORDS = ("uri", "file", "dir", "resume", "like", "profile", "tls_ca", "tls_cert", "tls_key", "trust_checkpoint", "state",
-         "authority")  # fmt: skip
+WORDS = ("uri", "file", "dir", "resume", "like", "profile", "tls_ca", "tls_cert", "tls_key", "trust_checkpoint",
+         "state", "authority")  # fmt: skip
 
 
 def commands(app: typer.Typer, before: str = "") -> Iterator[tuple[str, Any]]:
