@@ -63,7 +63,7 @@ def test_when_restarts_are_used_up_the_run_ends_with_the_workers_error(script: C
     done = axon_ps("run", "--standby", "1", script(FAILS))
     assert done.returncode == 1
     lines = done.stderr.splitlines()
-    assert lines[-1] == "axon-ps: worker 0 exited with code 1 after 1 restart: ValueError: never happy"
+    assert lines[-1] == "axon-ps: worker 0 failed first: it exited with code 1 after 1 restart: ValueError: never happy"
     tracebacks = [i for i, line in enumerate(lines) if line == "[worker 0] Traceback (most recent call last):"]
     first, second = (lines[i : i + 4] for i in tracebacks[:2])
     assert first == second, "a standby's traceback shows nothing of us"

@@ -3,7 +3,8 @@
 How it ends:
 - every worker exits with 0: the services are asked to drain, exit code 0.
 - a worker fails without a restart left (see `workers`), or a service fails: everything else is ended; its exit code is
-  that of the command; its traceback, and below it a line that names it and its error, are the last on the screen. With --checkpoint-every a shard server is started again.
+  that of the command. Its traceback, and below it a line that names it and its error, are the last on the screen. With
+  --checkpoint-every a shard server is started again.
 - Ctrl-C or SIGTERM: workers get it first (SIGINT as `KeyboardInterrupt`), services after them; 130 or 143.
   A second signal kills all.
 """
@@ -18,7 +19,7 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Awaitable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Iterable, Mapping
 from pathlib import Path
 
 from axon_ps.cli.launch.console import Console
@@ -73,7 +74,7 @@ class _Launcher:
         await self._await_causes()
         await self.end_everything()
         if failed := self._failed():
-            self._report(failed)
+            self._report(failed[0])
             return failed[0].exit_code or 1
         if failure is not None:
             raise failure
@@ -369,15 +370,13 @@ class _Launcher:
         failed = [p for p in (*self._services, *self._workers.exhausted()) if p.failed]
         return sorted(failed, key=lambda p: p.source.failed_at or 0)
 
-    def _report(self, failed: Sequence[Process]) -> None:
-        """Print what the first of them wrote, unless it is there already, and then, last of all, who failed and why."""
-        culprit = failed[0]
+    def _report(self, culprit: Process) -> None:
+        """Print what it wrote, unless it is there already, and then, last of all, who failed and why."""
         for line in culprit.source.last_errors() if self._console.last_writer is not culprit.source else ():
             self._console.line(culprit.source, line, error=True)
-        first = "failed first, and " if len(failed) > 1 else ""
-        ending = f"{first}{culprit.child.ending}{self._workers.history(culprit)}"
+        ending = f"it {culprit.child.ending}{self._workers.history(culprit)}"
         why = f": {error}" if (error := culprit.source.error()) else ""
-        self._console.print(f"axon-ps: {culprit.source.name} {ending}{why}", error=True)
+        self._console.print(f"axon-ps: {culprit.source.name} failed first: {ending}{why}", error=True)
 
 
 async def _all(awaitables: Iterable[Awaitable[object]]) -> None:
