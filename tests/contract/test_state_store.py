@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import socket
 import sqlite3
 import subprocess
@@ -153,6 +154,23 @@ def test_who_has_it_open_leads(make: Make) -> None:
 
 
 # ---------------------------------------------------------------------- sqlite
+
+
+def test_it_says_how_a_job_begins_anew(make: Make) -> None:
+    with make() as store:
+        assert "start" in store.begin_anew
+
+
+def test_sqlite_begins_anew_as_it_says(tmp_path: Path) -> None:
+    path = tmp_path / "state.sqlite"
+    with SqliteStateStore(path) as store:
+        store.apply([Record("a", b"1")])
+        (file, wal) = re.findall(rf"{tmp_path}[^ ,]*", store.begin_anew)
+    assert file == str(path)
+    for name in (file, wal):
+        Path(name).unlink(missing_ok=True)
+    with SqliteStateStore(path) as store:
+        assert store.load() == {}
 
 
 def test_sqlite_survives_a_restart(tmp_path: Path) -> None:

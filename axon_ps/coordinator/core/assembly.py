@@ -334,10 +334,13 @@ class Assembly:
             reasons.append("new workers, since all have finished")
         if missing := self._missing(shards):
             reasons.append(f"shard server {format_ranks(missing)} of {self.needed_shards}")
-        for model in self._models:
-            if trouble := model.registration.trouble(shards):
-                reasons.append(self._models.message_prefix(model) + trouble)
-        return " and ".join(reasons)
+        troubles = [
+            self._models.message_prefix(model) + trouble
+            for model in self._models
+            if (trouble := model.registration.trouble(shards))
+        ]
+        anew = f"; or begin anew: {self._config.begin_anew}" if troubles and self._config.begin_anew else ""
+        return " and ".join((*reasons, *troubles)) + anew
 
     def _missing(self, shards: Sequence[Member]) -> list[int]:
         """Ranks of the shard servers that the job waits for."""

@@ -27,6 +27,7 @@ class CoordinatorConfig:
         resume: a checkpoint, or a directory of checkpoints, that the job begins with; empty = a worker uploads first
             values.
         checkpoints: those that are written and restored without being asked for.
+        begin_anew: how one has the job begin anew, as text for people; empty = it is not said.
         in_worker: whether workers run in the coordinator's process; delays of its event loop are normal then.
     """
 
@@ -40,6 +41,7 @@ class CoordinatorConfig:
     step_timeout_s: float = math.inf
     resume: str = ""
     checkpoints: CheckpointPolicy = field(default_factory=CheckpointPolicy)
+    begin_anew: str = ""
     in_worker: bool = False
 
     def __post_init__(self) -> None:

@@ -165,7 +165,11 @@ class AutomaticCheckpoints:
             _logger.warning("%s, and no checkpoint was written to %s yet: the job begins again", why, directory)
             self._shell.perform(self._shell.state.begin_again(self._shell.now()))
             return
-        raise CheckpointNotFound(f"{why}, and {directory} has no checkpoint that can be restored")
+        anew = self._shell.state.config.begin_anew
+        raise CheckpointNotFound(
+            f"{why}, and {directory} has no checkpoint that can be restored"
+            + (f"; to begin anew, {anew}" if anew else "")
+        )
 
     async def _may_begin_again(self) -> bool:
         """Whether nothing is lost by it: there never was a checkpoint, nor a restore but by beginning again.

@@ -157,6 +157,7 @@ async def _lead(
         AxonError: the store failed.
     """
     stored = await asyncio.to_thread(store.load)
+    config = dataclasses.replace(config, begin_anew=store.begin_anew)
     policy = config.checkpoints
     durable = records.load(stored)
     durable_models = durable is not None and any(model.spec for model in durable.models.values())

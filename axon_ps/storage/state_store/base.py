@@ -68,6 +68,11 @@ class StateStore(ABC):
     def close(self) -> None:
         """Release all resources. Harmless when repeated."""
 
+    @property
+    def begin_anew(self) -> str:
+        """How one has the job begin anew, as text for people."""
+        return "start its coordinator with another --state"
+
     def leads(self) -> bool:
         """Whether this process is the one that may write, and so may announce what it has written."""
         return True

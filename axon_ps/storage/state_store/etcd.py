@@ -93,6 +93,14 @@ class EtcdStateStore(SharedStateStore):
         self._written = 0  # the revision of PREFIX/writer, as far as we know
         self._chunks: dict[str, int] = {}  # of each record, by quoted key
 
+    @property
+    def begin_anew(self) -> str:
+        """See `StateStore.begin_anew`."""
+        return (
+            f"stop its coordinators, remove their state (etcdctl del --prefix {self._at.prefix}/) and start them "
+            "again; or start another job, by --job"
+        )
+
     # ------------------------------------------------------------------ leading
 
     def campaign(self) -> str:

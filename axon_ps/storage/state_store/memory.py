@@ -37,6 +37,11 @@ class MemoryStateStore(StateStore):
             else:
                 self._records[record.key] = record.value
 
+    @property
+    def begin_anew(self) -> str:
+        """See `StateStore.begin_anew`."""
+        return "stop the coordinator, whose state is in its memory, and start it again"
+
     def close(self) -> None:
         """Refuse further use."""
         self._closed = True

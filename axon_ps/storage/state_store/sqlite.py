@@ -98,6 +98,15 @@ class SqliteStateStore(StateStore):
         if self._shrinking:
             db.executescript(f"PRAGMA incremental_vacuum({GIVEN_BACK_PAGES})")  # `execute` gives one page back
 
+    @property
+    def begin_anew(self) -> str:
+        """See `StateStore.begin_anew`."""
+        path = os.path.abspath(self.path)
+        return (
+            f"stop the coordinator, remove its state ({path}, and {path}-wal if that is there) and start it again; or "
+            "start another job, by --job, with a state of its own"
+        )
+
     def close(self) -> None:
         """Close the file."""
         if self._db is not None:

@@ -461,6 +461,17 @@ def test_a_server_reborn_empty_breaks_the_job_until_a_restore_heals_it() -> None
     assert a.last(JobState) == JobState(name="model 0", initialized=True, version=7, epoch=1, placement=placement)
 
 
+def test_a_job_without_its_servers_says_how_to_begin_anew() -> None:
+    d = Driver(begin_anew="remove /its/state")
+    (a, _), (server,) = d.assembled()
+    server.lose()
+    d.shard()
+    assert a.membership.waiting_for == (
+        "shard server 0 was lost with its parameters; restore a checkpoint (axon-ps checkpoint restore URI); or begin "
+        "anew: remove /its/state"
+    )
+
+
 def test_a_job_that_resumes_is_restored_by_its_first_registration() -> None:
     d = Driver(resume="/ckpt")
     shard, a, b = d.shard(), d.worker(), d.worker()
