@@ -20,7 +20,8 @@ from torch import nn
 from axon_ps.errors import InvalidRequest
 from axon_ps.parallel.dtypes import dtype_from_torch
 from axon_ps.parallel.fsdp.fsdp import FullyShardedDataParallel
-from axon_ps.storage.hf_directory import INDEX, MAX_FILE_BYTES, SINGLE, export_directory
+from axon_ps.storage.files import open_store
+from axon_ps.storage.hf_directory import INDEX, MAX_FILE_BYTES, SINGLE, export_directory, set_config_dtype
 from axon_ps.worker.world import world_of
 
 
@@ -97,6 +98,10 @@ def save_pretrained(
             config: Any = getattr(model.module, name, None)
             if hasattr(config, "save_pretrained"):
                 config.save_pretrained(target)
+        spec = model.spec
+        set_config_dtype(
+            open_store(str(target)), [as_dtype] if as_dtype else [p.dtype for _, p in spec.layout.parameters()]
+        )
         if tokenizer is not None:
             tokenizer.save_pretrained(target)
     world_of(model.process_group).barrier("axon_ps/save_pretrained")

@@ -39,7 +39,7 @@ def weight_tensors(weights: Weights, device: torch.device | str | None = None) -
         weights: what a subscription gave.
         device: where the tensors are to be; None = the CPU.
     """
-    for name, array in weights.parameters.items():
+    for name, array in _checked(weights).parameters.items():
         yield name, _tensor(array).to(device)
 
 
@@ -49,9 +49,10 @@ def load_weights(module: nn.Module, weights: Weights) -> int:
     The module is built like the one that trains; tied parameters may be there under either name. Its buffers stay.
 
     Raises:
-        InvalidRequest: a parameter is missing on either side, or has another shape; nothing was copied.
+        InvalidRequest: it is not what a subscription gave; or a parameter is missing on either side, or has another
+            shape. Nothing was copied.
     """
-    theirs = dict(weights.parameters)
+    theirs = dict(_checked(weights).parameters)
     named = dict(module.named_parameters(remove_duplicate=False))
     found = {name: parameter for name, parameter in named.items() if name in theirs}
     there = {id(parameter) for parameter in found.values()}
@@ -69,6 +70,16 @@ def load_weights(module: nn.Module, weights: Weights) -> int:
         for name, parameter in found.items():
             parameter.copy_(_tensor(theirs[name]))
     return weights.version
+
+
+def _checked(weights: Weights) -> Weights:
+    """What a subscription gave; the loop `for version, parameters in subscription` leaves half of it."""
+    if not isinstance(weights, Weights):
+        raise InvalidRequest(
+            f"weights is of type {type(weights).__name__}; give what the subscription gave, as in `for weights in "
+            "subscription`, or axon_ps.Weights(version, parameters)"
+        )
+    return weights
 
 
 def _tensor(array: Array) -> torch.Tensor:

@@ -7,8 +7,8 @@ was not completed is none. Values are read and written a few MiB at a time.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from typing import Final
+from collections.abc import Iterable, Sequence
+from typing import Any, Final
 
 from axon_ps.errors import InvalidRequest
 from axon_ps.observe.work import Work
@@ -21,10 +21,14 @@ MAX_FILE_BYTES: Final = 5 << 30
 """Largest file: what transformers writes."""
 
 SINGLE: Final = "model.safetensors"
+CONFIG: Final = "config.json"
 INDEX: Final = "model.safetensors.index.json"
 
 _WEIGHTS: Final = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".onnx", ".gguf", ".index.json", ".ckpt")
 _BESIDE: Final = (".json", ".txt", ".model", ".jinja", ".py", ".md")
+_TORCH_NAMES: Final = {
+    DType.F64: "float64", DType.F32: "float32", DType.F16: "float16", DType.BF16: "bfloat16",
+}  # fmt: skip
 _MAX_BESIDE_BYTES: Final = 256 << 20
 
 
@@ -78,9 +82,48 @@ def export_directory(
             store.remove(name)
     for name in beside:
         _copy(open_store(like or ""), store, name)
+    set_config_dtype(store, {e.tensor.dtype for exports in files.values() for e in exports})
     if len(files) > 1:
         _write_index(store, files)
     return sum(sizes.values())
+
+
+def set_config_dtype(store: FileStore, dtypes: Iterable[DType]) -> None:
+    """Have a directory's config.json, if there is one, say which dtype its tensors have: it decides what is loaded.
+
+    Where floating-point tensors have several dtypes, it stays as it is.
+
+    Args:
+        store: the directory.
+        dtypes: those of the tensors.
+
+    Raises:
+        InvalidRequest: it is not JSON.
+        CheckpointError: it could not be read or written.
+    """
+    floats = {dtype for dtype in dtypes if dtype.is_float}
+    if len(floats) != 1 or CONFIG not in store.names():
+        return
+    with store.open(CONFIG) as file:
+        before = file.read(0, file.size)
+    try:
+        config = json.loads(before)
+    except ValueError as error:
+        raise InvalidRequest(f"{store.uri}/{CONFIG} is not JSON: {error}") from error
+    _write_dtype(config, _TORCH_NAMES[floats.pop()])
+    text = json.dumps(config, indent=2).encode() + b"\n"
+    if config != json.loads(before):
+        with store.create(CONFIG, len(text)) as sink:
+            sink.write(text)
+
+
+def _write_dtype(config: dict[str, Any], dtype: str) -> None:
+    """Set it where a config has one, also in parts of it: `dtype`, or `torch_dtype` before transformers 5."""
+    for name, value in config.items():
+        if name in ("dtype", "torch_dtype") and isinstance(value, str):
+            config[name] = dtype
+        elif isinstance(value, dict) and name.endswith("_config") and name != "quantization_config":
+            _write_dtype(value, dtype)
 
 
 def _divided(exports: Sequence[Export], max_file_bytes: int) -> dict[str, list[Export]]:
@@ -114,7 +157,7 @@ def _beside(like: FileStore) -> tuple[str, ...]:
         InvalidRequest: it has no config.json.
     """
     names = like.names()
-    if "config.json" not in names:
+    if CONFIG not in names:
         raise InvalidRequest(f"{like.uri} is no directory of a model: it has no config.json")
     return tuple(name for name in names if name.endswith(_BESIDE) and not name.endswith(_WEIGHTS))
 
@@ -130,4 +173,4 @@ def _copy(source: FileStore, target: FileStore, name: str) -> None:
         sink.write(content)
 
 
-__all__ = ["INDEX", "MAX_FILE_BYTES", "SINGLE", "export_directory"]
+__all__ = ["INDEX", "MAX_FILE_BYTES", "SINGLE", "export_directory", "set_config_dtype"]

@@ -24,11 +24,14 @@ from axon_ps.shard.client.assembly import Values
 from axon_ps.shard.client.subscriber import ModelSubscriber
 from axon_ps.storage.checkpoint import TensorSpec, create_file
 from axon_ps.storage.files import open_store
+from axon_ps.storage.hf_directory import set_config_dtype
 from axon_ps.types import WIRE_DTYPES, Array, DType, Membership
 from axon_ps.worker.environment import job_of, security_of, worker_config
 
 DEFAULT_TIMEOUT_S = 1800.0
 """How long a pull may take, unless something else is asked for."""
+CONNECT_TIMEOUT_S = 60.0
+"""How long a coordinator may take to answer for the first time; an address that is wrong is known after that."""
 
 _DESCRIBE_S = 10.0
 _FILE = "model.safetensors"
@@ -68,6 +71,7 @@ class Subscription:
         every: as of `subscribe`.
         changes: as of `subscribe`.
         timeout_s: as of `subscribe`.
+        connect_timeout_s: as of `subscribe`.
 
     Raises:
         InvalidRequest: an argument is malformed.
@@ -84,6 +88,7 @@ class Subscription:
         every: int | str = 1,
         changes: bool = False,
         timeout_s: float | None = DEFAULT_TIMEOUT_S,
+        connect_timeout_s: float | None = CONNECT_TIMEOUT_S,
     ) -> None:
         if dtype is not None and dtype not in WIRE_DTYPES:
             raise InvalidRequest(f"parameters cannot travel as {dtype.value}; use f32, bf16 or f16")
@@ -94,7 +99,14 @@ class Subscription:
         self._address, self._security, self._job = coordinator, security, job
         self._operator: OperatorClient | None = None
         retain_message_memory()
-        self._subscriber = ModelSubscriber(self._describe, job=job, security=security, dtype=dtype, changes=changes)
+        self._subscriber = ModelSubscriber(
+            self._describe,
+            job=job,
+            security=security,
+            dtype=dtype,
+            changes=changes,
+            connect_timeout_s=connect_timeout_s,
+        )
         self._loop = BackgroundLoop("axon-ps-subscription")
 
     def latest(self, timeout_s: float | None = None) -> Weights:
@@ -105,6 +117,7 @@ class Subscription:
 
         Raises:
             Timeout: it was not all there in time; the message has the last reason.
+            Unreachable: no coordinator has ever answered at the address.
             PermissionDenied: the token is not one of this job.
             Misuse: the model was released.
             Closed: the subscription was closed.
@@ -172,6 +185,7 @@ class Subscription:
                 writer.write(name, array)
         for one in also:
             one.save_pretrained(directory)
+        set_config_dtype(open_store(str(directory)), [values.dtype])
         return Path(directory) / _FILE
 
     def statistics(self) -> dict[str, float]:
@@ -228,6 +242,7 @@ def subscribe(
     job: str = "",
     security: Security | None = None,
     timeout_s: float | None = DEFAULT_TIMEOUT_S,
+    connect_timeout_s: float | None = CONNECT_TIMEOUT_S,
 ) -> Subscription:
     """Subscribe to a model of a running job, as a member of it or from anywhere else.
 
@@ -248,6 +263,7 @@ def subscribe(
         job: name of the job; empty = as in the environment.
         security: TLS and token, which may be the observer's; None = as in the environment.
         timeout_s: how long a pull may take in all, the wait for a version included; None = without end.
+        connect_timeout_s: how long a coordinator may take to answer for the first time; None = as long as a pull.
 
     Raises:
         InvalidRequest: an argument is malformed.
@@ -262,4 +278,5 @@ def subscribe(
         every=every,
         changes=changes,
         timeout_s=timeout_s,
+        connect_timeout_s=connect_timeout_s,
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 import math
 import threading
 from collections.abc import Iterator
@@ -112,7 +113,7 @@ def test_versions_one_after_the_other(job: Running) -> None:
 def test_an_export_is_loaded_by_others(job: Running, tmp_path: Path) -> None:
     class Config:
         def save_pretrained(self, save_directory: Path) -> None:
-            (save_directory / "config.json").write_text("{}")
+            (save_directory / "config.json").write_text('{"dtype": "float32"}')
 
     with job.subscribe(dtype="f16") as subscription:
         with pytest.raises(Misuse, match="call latest"):
@@ -123,6 +124,7 @@ def test_an_export_is_loaded_by_others(job: Running, tmp_path: Path) -> None:
     assert list(loaded) == list(parameters)
     check(version, loaded)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json", "model.safetensors"]
+    assert json.loads((tmp_path / "config.json").read_text()) == {"dtype": "float16"}
 
 
 def test_one_encoding_a_version_for_all_subscribers(job: Running) -> None:

@@ -26,7 +26,9 @@ from axon_ps.errors import (
     Misuse,
     PermissionDenied,
     Timeout,
+    Unreachable,
 )
+from axon_ps.observe.reminders import reminder_pauses
 from axon_ps.rpc.auth.identity import Principal
 from axon_ps.rpc.channels import Channel, connect
 from axon_ps.rpc.deadlines import Deadline
@@ -64,6 +66,8 @@ class ModelSubscriber:
         security: TLS and token.
         dtype: of what is pulled; None = as the job sends it, f32 where it compresses.
         changes: have servers send only the elements that changed, where those are few.
+        connect_timeout_s: how long a pull waits for the first answer of a coordinator, in seconds; None = as long as
+            for a version.
 
     Attributes:
         values: what was pulled last.
@@ -71,7 +75,14 @@ class ModelSubscriber:
     """
 
     def __init__(
-        self, describe: Describe, *, job: str, security: Security, dtype: DType | None = None, changes: bool = False
+        self,
+        describe: Describe,
+        *,
+        job: str,
+        security: Security,
+        dtype: DType | None = None,
+        changes: bool = False,
+        connect_timeout_s: float | None = None,
     ) -> None:
         self.values: Values | None = None
         self.counters: Counter[str] = Counter()
@@ -80,6 +91,8 @@ class ModelSubscriber:
         self._security = security.acting(Principal.OBSERVER, job)
         self._wanted_dtype = dtype
         self._changes = changes
+        self._connect_timeout_s = connect_timeout_s
+        self._answered = False  # by a coordinator, once
         self._model: JobState | None = None
         self._addresses: dict[int, str] = {}
         self._connections: dict[int, _Connection] = {}
@@ -100,6 +113,7 @@ class ModelSubscriber:
 
         Raises:
             Timeout: it was not there in time; with the last reason.
+            Unreachable: no coordinator has ever answered at the address.
             InvalidRequest: `exactly` that version is not there any more.
             PermissionDenied: wrong token or job.
             Misuse: the model was released.
@@ -108,6 +122,8 @@ class ModelSubscriber:
         """
         attempt: Assembly | None = None
         pause_s, failure = _FIRST_PAUSE_S, "no version came"
+        connecting, reminders = Deadline(self._connect_timeout_s), reminder_pauses()
+        reminder = Deadline(next(reminders))
         try:
             async with asyncio.timeout(deadline.remaining()):
                 while True:
@@ -121,6 +137,13 @@ class ModelSubscriber:
                         self.counters["versions_given_up"] += 1
                     except _Incomplete as incomplete:
                         attempt, failure = incomplete.attempt, str(incomplete)
+                        if not self._answered and connecting.expired:
+                            raise Unreachable(
+                                f"{failure}; no coordinator answered within {connecting.timeout_s:g} s"
+                            ) from None
+                        if not self._answered and reminder.expired:
+                            _logger.warning("no coordinator has answered yet: %s", failure)
+                            reminder = Deadline(next(reminders))
                     self.counters["retries"] += 1
                     _logger.debug("a pull goes on: %s", failure)
                     await asyncio.sleep(pause_s)
@@ -173,7 +196,14 @@ class ModelSubscriber:
         return _Incomplete(attempt, str(error))
 
     async def _look_up(self) -> None:
-        job, membership = await self._describe()
+        try:
+            job, membership = await self._describe()
+        except (Broken, Timeout):
+            raise
+        except AxonError:
+            self._answered = True
+            raise
+        self._answered = True
         if job.spec is None or job.placement is None or not job.initialized:
             raise Busy("the shard servers do not have the model's parameters yet")
         self._model, self._addresses = job, {m.rank: m.address for m in membership.shards}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -49,6 +49,16 @@ def test_tied_parameters_have_one_name() -> None:
     assert list(weights.parameters) == ["inner.weight"]
     load_weights(ours, weights)
     assert torch.equal(ours.outer.weight, theirs.inner.weight)
+
+
+@pytest.mark.parametrize(
+    "take", [lambda given: load_weights(nn.Linear(5, 7), given), lambda given: [*weight_tensors(given)]]
+)
+def test_half_of_what_a_subscription_gave_is_refused_in_words(take: Callable[[Any], object]) -> None:
+    weights = weights_of(nn.Linear(5, 7))
+    for half in weights:
+        with pytest.raises(InvalidRequest, match="`for weights in subscription`"):
+            take(half)
 
 
 def test_tensors_are_of_their_own() -> None:

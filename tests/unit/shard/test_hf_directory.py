@@ -17,6 +17,13 @@ from axon_ps.types import DType
 from engine_driver import Servers, job_of
 from test_snapshot import save
 
+CONFIG = {
+    "model_type": "gpt2",
+    "torch_dtype": "float16",
+    "dtype": "float16",
+    "text_config": {"dtype": "float16"},
+    "quantization_config": {"dtype": "int8"},
+}
 NAMES = ("net.a", "net.b", "net.c")
 
 
@@ -36,6 +43,7 @@ def like(tmp_path: Path) -> Path:
     directory.mkdir()
     for name in ("config.json", "tokenizer.json", "merges.txt", "chat_template.jinja"):
         (directory / name).write_text(name)
+    (directory / "config.json").write_text(json.dumps(CONFIG))
     for name in ("model.safetensors", "pytorch_model.bin", "model.safetensors.index.json", "training_args.bin"):
         (directory / name).write_text("old weights")
     return directory
@@ -53,6 +61,19 @@ def test_one_file_with_config_and_tokenizer_and_without_the_old_weights(
     assert {name: value.sum() for name, value in load_file(file).items()} == {"a": 6.0, "b": 22.0, "c": 38.0}
     with safe_open(file, "np") as opened:
         assert opened.metadata() == {"format": "pt"}
+
+
+@pytest.mark.parametrize(("dtype", "name"), [(None, "float32"), (DType.BF16, "bfloat16"), (DType.F16, "float16")])
+def test_the_config_says_which_dtype_the_tensors_have(
+    dtype: DType | None, name: str, checkpoint: str, like: Path, tmp_path: Path
+) -> None:
+    export_directory(checkpoint, str(tmp_path / "out"), dtype, like=str(like))
+    with safe_open(tmp_path / "out" / "model.safetensors", "pt") as opened:
+        assert str(opened.get_tensor("net.a").dtype) == f"torch.{name}"
+    assert json.loads((tmp_path / "out" / "config.json").read_text()) == {
+        **CONFIG, "torch_dtype": name, "dtype": name, "text_config": {"dtype": name},
+    }  # fmt: skip
+    assert json.loads((like / "config.json").read_text()) == CONFIG
 
 
 def test_several_files_have_an_index_and_replace_what_was_there(checkpoint: str, tmp_path: Path) -> None:
