@@ -298,6 +298,7 @@ def simplified(manifest: Any) -> Any:
     [
         ({"coordinator": {"replicas": 2}}, "needs coordinator.etcd"),
         ({"workers": {"kind": "deployment"}}, "must be jobset, trainjob or none"),
+        ({"shards": {"replcas": 8}}, "replcas"),
     ],
 )
 def test_the_chart_refuses_what_cannot_work(values: dict[str, Any], words: str) -> None:
