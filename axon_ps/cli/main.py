@@ -6,6 +6,7 @@ A user's mistake prints one red line and exits with 2; any other error prints on
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from typing import Annotated
@@ -24,6 +25,7 @@ from axon_ps.errors import (
     Misuse,
     PermissionDenied,
 )
+from axon_ps.observe.variables import described, misspelt
 
 USER_ERRORS = (InvalidRequest, Misuse, PermissionDenied, CheckpointNotFound)
 """Errors that the user can fix by calling the command differently: exit code 2."""
@@ -61,6 +63,8 @@ def _everywhere(
     ] = False,
 ) -> None:
     _Errors.debug = debug
+    for name, meant in misspelt(os.environ).items():
+        print(f"axon-ps: {described(name, meant)}", file=sys.stderr)
 
 
 class _Errors:

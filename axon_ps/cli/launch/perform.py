@@ -32,6 +32,7 @@ from axon_ps.cli.settings import DEFAULT_JOB, Settings, child_environment, varia
 from axon_ps.errors import AxonError
 from axon_ps.host import loop_cache
 from axon_ps.host.ports import free_ports
+from axon_ps.observe.variables import misspelt
 
 WORKER_GRACE_S = 5.0
 SERVICE_GRACE_S = 10.0
@@ -205,15 +206,18 @@ class _Launcher:
     ) -> Process:
         settings = self._settings
         security = ["--insecure"] if settings.insecure else []
+        environment = child_environment(
+            self._settings_of_children()
+            | self._node()
+            | {"AXON_PS_LOG": settings.log.value, "AXON_PS_LOG_LEVEL": settings.log_level or "WARNING"}
+            | dict(variables or {})
+        )
+        for said in misspelt(environment):
+            del environment[said]
         return Process(
             self._console.source(name),
             [*PYTHON, "-m", "axon_ps.cli.main", *command, *security],
-            child_environment(
-                self._settings_of_children()
-                | self._node()
-                | {"AXON_PS_LOG": settings.log.value, "AXON_PS_LOG_LEVEL": settings.log_level or "WARNING"}
-                | dict(variables or {})
-            ),
+            environment,
             is_worker=False,
             stdin=True,
             ready=ready,

@@ -33,6 +33,7 @@ from typing import Any
 from axon_ps.coordinator.client.operator import OperatorClient
 from axon_ps.errors import AxonError, Broken, ConfigurationError, Timeout
 from axon_ps.observe.reminders import reminding
+from axon_ps.observe.variables import described, misspelt
 from axon_ps.rpc.auth.loopback import is_loopback
 from axon_ps.rpc.deadlines import Deadline
 from axon_ps.worker.bootstrap import private
@@ -118,11 +119,13 @@ def find_job(env: Mapping[str, str], timeout_s: float) -> FormedJob:
         Timeout: workers are missing; the message names them.
         Broken: the services could not be started.
     """
+    launch, deadline = launch_info(env), Deadline(timeout_s)
+    for name, meant in misspelt(env).items() if launch.rank <= 0 else ():  # one of the workers says so
+        _logger.warning("%s", described(name, meant))
     if env.get("AXON_PS_COORDINATOR") or env.get("AXON_PS_STANDBY", "") not in ("", "0"):
         return FormedJob(worker_config(env))
     global _formed
     number, _formed = _formed, _formed + 1
-    launch, deadline = launch_info(env), Deadline(timeout_s)
     store = open_store(env, launch, number, timeout_s)
     try:
         return form_job(store, env, launch.rank, launch.world_size, deadline)

@@ -107,7 +107,8 @@ def test_wrong_values_name_the_variable(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.parametrize(
-    ("text", "words"), [("joob = 'x'\n", "sets 'joob', which is no setting"), ("job = \n", "cannot be read")]
+    ("text", "words"),
+    [("joob = 'x'\n", "sets 'joob', which is no setting of axon-ps; is 'job' meant?"), ("job = \n", "cannot be read")],
 )
 def test_a_file_with_mistakes_is_refused(tmp_path: Path, text: str, words: str) -> None:
     (tmp_path / "axon.toml").write_text(text)

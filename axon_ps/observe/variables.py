@@ -1,0 +1,46 @@
+"""The environment variables that axon_ps reads, by name, and what may be one that is misspelt. Pure.
+
+docs/environment.md says what each means; a test holds the two and the code together.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from typing import Final
+
+PREFIX: Final = "AXON_PS_"
+
+KNOWN: Final = frozenset(
+    f"{PREFIX}{name}"
+    for name in (
+        "ADVERTISE", "ALLOW_PICKLE", "AUDIT_LOG", "BACKEND", "BIT_FLIPS", "BULK_PORT", "CHECKPOINT_DIR",
+        "CHECKPOINT_KEY_FILE", "CHECKPOINT_ROOTS", "CONFIG", "COORDINATOR", "DEBUGGABLE", "DIRECT_MEMORY", "DRAIN_S",
+        "HTTP_HOST", "HTTP_PORT", "INSECURE", "JOB", "LOG", "LOG_LEVEL", "MEMORY_GB", "NODE", "OBSERVER_TOKEN",
+        "OBSERVER_TOKEN_FILE", "PLUGINS", "SHARDS", "SPIFFE_PATTERN", "STANDBY", "TLS", "TLS_CA", "TLS_CERT", "TLS_DIR",
+        "TLS_KEY", "TLS_LIFETIME_S", "TLS_MUTUAL", "TOKEN", "TOKEN_FILE", "TRACE_EVERY",
+    )
+)  # fmt: skip
+
+_ALIKE: Final = 0.85
+"""So alike are a name and its misspelling; Kubernetes' AXON_PS_COORDINATOR_PORT, of a service, is less like one."""
+
+
+def misspelt(names: Iterable[str]) -> dict[str, str]:
+    """The names that are not read and nearly are ones that are, with these.
+
+    Args:
+        names: those of environment variables.
+    """
+    known = [name.removeprefix(PREFIX) for name in sorted(KNOWN)]
+    found: dict[str, str] = {}
+    for name in names:
+        if name.startswith(PREFIX) and name not in KNOWN:
+            for meant in difflib.get_close_matches(name.removeprefix(PREFIX), known, 1, _ALIKE):
+                found[name] = f"{PREFIX}{meant}"
+    return found
+
+
+def described(name: str, meant: str) -> str:
+    """That a variable is not read, for people."""
+    return f"{name} is set, and nothing reads it; is {meant} meant?"

@@ -1,0 +1,65 @@
+"""observe.variables: what is read is known and documented, and what is nearly one of them is noticed."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from axon_ps.cli.main import main
+from axon_ps.cli.settings import PREFIX, Settings
+from axon_ps.observe.variables import KNOWN, misspelt
+from axon_ps.worker.bootstrap.job import find_job
+
+ROOT = Path(__file__).parents[3]
+
+
+def test_every_variable_that_is_read_is_known_and_documented() -> None:
+    sources = [p for p in (ROOT / "axon_ps").rglob("*.py") if p.name != "variables.py"]
+    named = {name for p in sources for name in re.findall(rf"{PREFIX}[A-Z][A-Z0-9_]*[A-Z0-9]", p.read_text())}
+    settings = {f"{PREFIX}{field.upper()}" for field in Settings.model_fields}
+    assert named | settings == KNOWN
+    documented = (ROOT / "docs" / "environment.md").read_text()
+    assert {name for name in KNOWN if not re.search(rf"\b{name}\b", documented)} == set()
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("CORDINATOR", "COORDINATOR"),
+        ("TOKENFILE", "TOKEN_FILE"),
+        ("CHECKPOINTS_DIR", "CHECKPOINT_DIR"),
+        ("LOGLEVEL", "LOG_LEVEL"),
+        ("COORDINATOR", ""),
+        ("COORDINATOR_PORT", ""),
+        ("COORDINATOR_SERVICE_HOST", ""),
+        ("SHARD_PORT_7078_TCP_ADDR", ""),
+        ("MY_OWN", ""),
+    ],
+)
+def test_a_name_that_is_nearly_known_is_noticed(name: str, meant: str) -> None:
+    expected = {f"{PREFIX}{name}": f"{PREFIX}{meant}"} if meant else {}
+    assert misspelt([f"{PREFIX}{name}", "PATH"]) == expected
+
+
+def test_every_known_name_is_noticed_without_one_of_its_letters() -> None:
+    for name in KNOWN:
+        if len(name) > len(PREFIX) + 3:
+            assert misspelt([name[:-2] + name[-1]]) or name[:-2] + name[-1] in KNOWN, name
+
+
+def test_the_command_line_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.delenv("AXON_PS_COORDINATOR", raising=False)
+    monkeypatch.setenv("AXON_PS_CORDINATOR", "h:1")
+    assert main(["status"]) == 2
+    first, second = capsys.readouterr().err.splitlines()
+    assert first == "axon-ps: AXON_PS_CORDINATOR is set, and nothing reads it; is AXON_PS_COORDINATOR meant?"
+    assert second.startswith("axon-ps: which coordinator?")
+
+
+@pytest.mark.parametrize(("rank", "says"), [("0", True), ("1", False)])
+def test_one_worker_says_so(rank: str, says: bool, caplog: pytest.LogCaptureFixture) -> None:
+    env = {"RANK": rank, "WORLD_SIZE": "2", "AXON_PS_COORDINATOR": "h:1", "AXON_PS_BACKENDS": "gloo"}
+    find_job(env, 1.0).close()
+    assert ("AXON_PS_BACKENDS is set, and nothing reads it; is AXON_PS_BACKEND meant?" in caplog.text) == says
