@@ -25,6 +25,7 @@ import torch
 from torch import nn
 
 import axon_ps
+from axon_ps.errors import ConfigurationError
 from axon_ps.parallel import AdamW, MixedPrecision, ShardingStrategy, TopK
 from axon_ps.parallel import FullyShardedDataParallel as FSDP
 from axon_ps.storage.export import export_model
@@ -95,6 +96,10 @@ def device_of(choice: str, world: axon_ps.World) -> torch.device:
     """Where this worker computes: of several GPUs each worker of a node has its own."""
     if choice == "cpu" or (choice == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise ConfigurationError(
+            f"--device {choice}: PyTorch {torch.__version__} sees no GPU; give --device cpu or auto"
+        )
     device = torch.device("cuda", world.local_rank % torch.cuda.device_count())
     torch.cuda.set_device(device)
     return device
