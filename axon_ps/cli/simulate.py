@@ -72,6 +72,7 @@ def _as_dict(each: Estimate, scenario: Scenario) -> dict[str, Any]:
     hours = each.hours(scenario.job.steps) if scenario.job.steps else None
     return {
         **dataclasses.asdict(each),
+        "bottleneck": each.step.bottleneck,
         "useful_tokens_per_s": each.useful_tokens_per_s,
         "per_million_tokens": _finite(each.per_million_tokens if each.per_hour else None),
         "hours": _finite(hours),
@@ -95,6 +96,7 @@ def _print_one(each: Estimate, scenario: Scenario) -> None:
         ("  waits for parameters", f"{step.gather_wait_s:.3f} s"),
         ("  waits for gradients to leave", f"{step.push_wait_s:.3f} s"),
         ("  waits for the decision", f"{step.decision_wait_s:.3f} s"),
+        ("bottleneck", step.bottleneck),
         ("a worker host receives", f"{format_bytes(step.received_bytes)} a step"),
         ("a worker host sends", f"{format_bytes(step.sent_bytes)} a step"),
         ("memory of a worker", f"{format_bytes(each.worker_bytes)}, without activations"),
@@ -119,6 +121,7 @@ def _print_comparison(found: Sequence[Estimate], best: Estimate) -> None:
     from axon_ps.sharding.memory import format_bytes
 
     columns = ["servers", "step", "waits for parameters", "busy cores", "memory", "goodput", "tokens/s"]
+    columns += ["bottleneck"]
     priced = all(each.per_hour for each in found)
     columns += ["a million tokens"] if priced else []
     rows = []
@@ -132,6 +135,7 @@ def _print_comparison(found: Sequence[Estimate], best: Estimate) -> None:
             format_bytes(each.server_bytes),
             f"{each.goodput.useful:.1%}",
             f"{each.useful_tokens_per_s:,.0f}",
+            step.bottleneck,
         ]
         rows.append((*row, f"{each.per_million_tokens:.4g}") if priced else tuple(row))
     _print_table(columns, rows)

@@ -53,10 +53,10 @@ class Hosts:
         rate *= FAR if far else 1.0
         return cls(
             count,
-            Resource(f"{name} received", rate * (RECEIVED if senders > 1 else 1.0)),
-            Resource(f"{name} sent", rate),
+            Resource(f"the card of {name}, receiving", rate * (RECEIVED if senders > 1 else 1.0)),
+            Resource(f"the card of {name}, sending", rate),
             cores,
-            Resource(f"{name} loop", float(processes)),
+            Resource(f"the threads of {name} that move bytes", float(processes)),
         )
 
 
@@ -74,14 +74,14 @@ class Cluster:
         one = Resource("the machine's cores", float(shared)) if shared else None
 
         def cores(name: str, given: int) -> Resource:
-            return one or Resource(f"{name} cores", float(given or profile.cores))
+            return one or Resource(f"the cores of {name}", float(given or profile.cores))
 
         self.workers = [
             Hosts.of(
-                f"workers {i}",
+                self._name(i),
                 group.count,
                 scenario.network.payload_rate(group.rate_mbit),
-                cores(f"workers {i}", group.cores),
+                cores(self._name(i), group.cores),
                 senders=scenario.num_servers - (not scenario.servers.count),
                 far=self.far,
                 processes=group.devices,
@@ -92,15 +92,31 @@ class Cluster:
         self.own = not servers.count
         if self.own:
             card = self.workers[0]
-            self.servers = Hosts(card.count, card.received, card.sent, card.cores, Resource("servers loop", 1.0))
+            self.servers = Hosts(
+                card.count,
+                card.received,
+                card.sent,
+                card.cores,
+                Resource("the threads of a server that move bytes", 1.0),
+            )
         else:
             rate = scenario.network.payload_rate(servers.rate_mbit)
-            server_cores = cores("servers", servers.cores)
+            server_cores = cores("a server", servers.cores)
             self.servers = Hosts.of(
-                "servers", servers.count, rate, server_cores, senders=scenario.num_hosts, far=self.far
+                "a server", servers.count, rate, server_cores, senders=scenario.num_hosts, far=self.far
             )
         self.server_cpu_s = 0.0  # of one
         self.bytes = {(group, inward): 0.0 for group in self.workers for inward in (True, False)}  # of one
+
+    def _name(self, group: int) -> str:
+        """Hosts of a group, for people."""
+        return "a worker host" if len(self.scenario.workers) == 1 else f"a worker host of group {group}"
+
+    def used(self) -> dict[Resource, float]:
+        """By resource, how much of it has been used until now."""
+        self.fluid.advance()
+        hosts = (*self.workers, self.servers)
+        return {r: r.used for each in hosts for r in (each.received, each.sent, each.cores, each.loop)}
 
     def numel(self, unit: int) -> int:
         """Elements of a unit."""
@@ -109,7 +125,7 @@ class Cluster:
     def _uses(self, group: Hosts, inward: bool, unit: int) -> dict[Resource, float]:
         """What an element between each pair of a worker and a server takes."""
         servers, job, profile = self.servers, self.scenario.job, self.profile
-        wire = job.wire if inward else job.reduced
+        wire = job.sent if inward else job.reduced
         cost = profile.wires[wire]
         numel = self.numel(unit)
         by_element = wire_bytes(wire, numel) / numel
@@ -141,13 +157,13 @@ class Cluster:
     def move(self, group: Hosts, unit: int, *, inward: bool) -> simpy.Event:
         """A stage of a unit between the workers of a group and the servers."""
         job, stages = self.scenario.job, self.stages(unit)
-        self.bytes[group, inward] += wire_bytes(job.wire if inward else job.reduced, self.numel(unit)) / stages
+        self.bytes[group, inward] += wire_bytes(job.sent if inward else job.reduced, self.numel(unit)) / stages
         return self.fluid.run(self.numel(unit) / self.servers.count / stages, self._uses(group, inward, unit))
 
     def replicate(self, unit: int) -> simpy.Event:
         """Every server sends a stage's sums of its slice of a unit to the servers that have copies of it."""
         job, servers = self.scenario.job, self.servers
-        copies, cost = job.replication - 1, self.profile.wires[job.reduced]
+        copies, cost = self.scenario.copies - 1, self.profile.wires[job.reduced]
         numel = self.numel(unit) / servers.count / self.stages(unit) if copies else 0.0
         both_s = copies * (cost.server_push_s + cost.server_gather_s)
         self.server_cpu_s += both_s * numel
@@ -159,8 +175,8 @@ class Cluster:
 
     def update(self, unit: int) -> simpy.Event:
         """Every server updates a stage of its slice of a unit, and encodes it."""
-        encode_s = self.profile.wires[self.scenario.job.wire].server_encode_s
-        by_element = self.profile.update_s[self.scenario.servers_optimizer] * self.scenario.job.replication + encode_s
+        encode_s = self.profile.wires[self.scenario.job.sent].server_encode_s
+        by_element = self.profile.update_s[self.scenario.servers_optimizer] * self.scenario.copies + encode_s
         numel = self.numel(unit) / self.servers.count / self.stages(unit)
         self.server_cpu_s += by_element * numel
         return self.fluid.run(by_element * numel, {self.servers.cores: self._together}, most=1.0, weight=1e9)

@@ -145,7 +145,7 @@ class _Life:
     def _lose_server(self, away_s: float) -> None:
         """A server dies, with the only copy of its slices if there are no others."""
         failures = self.scenario.failures
-        if self.scenario.job.replication > 1:
+        if self.scenario.copies > 1:
             pause_s = failures.promote_s
         else:
             pause_s = away_s + failures.restore_s

@@ -32,10 +32,12 @@ class Resource:
     Attributes:
         name: for people.
         capacity: in the unit of what uses it, a second; infinite = never short.
+        used: of it, until now.
     """
 
     name: str
     capacity: float
+    used: float = 0.0
 
 
 @dataclass(eq=False)
@@ -77,7 +79,7 @@ class Fluid:
         if amount <= 0.0:
             return done.succeed()
         assert most < math.inf or any(r.capacity < math.inf for r in uses), "an activity that nothing bounds"
-        self._advance()
+        self.advance()
         self._active.append(_Activity(uses, most, weight, amount, done))
         self._change()
         return done
@@ -88,14 +90,18 @@ class Fluid:
             self._stale = True
             self.env.timeout(0.0).callbacks.append(self._settle)
 
-    def _advance(self) -> None:
+    def advance(self) -> None:
+        """Count what was done, and used, until now."""
         elapsed_s, self._since_s = self.env.now - self._since_s, self.env.now
         if elapsed_s:
             for activity in self._active:
-                activity.left -= activity.rate * elapsed_s
+                done = activity.rate * elapsed_s
+                activity.left -= done
+                for resource, by_unit in activity.uses.items():
+                    resource.used += by_unit * done
 
     def _settle(self, _: simpy.Event) -> None:
-        self._advance()
+        self.advance()
         self._stale = False
         self._end()
         rates = fair_rates([(activity.uses, activity.most, activity.weight) for activity in self._active])
@@ -108,7 +114,7 @@ class Fluid:
 
     def _at_alarm(self, alarm: simpy.Event) -> None:
         if alarm.value == self._alarm:
-            self._advance()
+            self.advance()
             self._change()
 
     def _end(self) -> None:

@@ -17,7 +17,7 @@ _F32 = 4
 def server_bytes(scenario: Scenario) -> int:
     """Of a shard server, all copies of slices that it has included."""
     sizes = slice_bytes(scenario.spec, scenario.moments, scenario.num_servers)
-    return -(-sum(sizes) * scenario.job.replication // scenario.num_servers)
+    return -(-sum(sizes) * scenario.copies // scenario.num_servers)
 
 
 def parameter_bytes(scenario: Scenario, group: Workers) -> int:

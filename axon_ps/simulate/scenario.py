@@ -124,6 +124,11 @@ class Scenario:
         return self.servers.count or self.num_hosts
 
     @property
+    def copies(self) -> int:
+        """Shard servers that hold each slice; as `CoordinatorConfig.copies`."""
+        return self.job.replication or min(2, self.num_servers)
+
+    @property
     def servers_optimizer(self) -> str:
         """What the servers update with: under "local_steps" the outer SGD."""
         return "sgd" if self.job.strategy == "local_steps" else self.job.optimizer
@@ -137,7 +142,7 @@ class Scenario:
     @property
     def gathered_as(self) -> DType:
         """What parameters are once they have come: decompressed, as they are computed with."""
-        return DTYPES.get(self.job.wire, DTYPES[self.job.compute])
+        return DTYPES.get(self.job.sent, DTYPES[self.job.compute])
 
     def buffered(self, group: Workers) -> bool:
         """Whether workers gather into buffers, and not into the memory that they compute with."""
@@ -159,9 +164,9 @@ class Scenario:
             build_unit(f"units.{i}", [(f"units.{i}.weight", (n,), dtype)]) for i, n in enumerate(self._unit_numels)
         ]
         precision = WirePrecision(
-            param=DTYPES.get(self.job.wire, DType.F32),
+            param=DTYPES.get(self.job.sent, DType.F32),
             grad=DTYPES.get(self.job.reduced, DType.F32),
-            param_compression=None if self.job.wire in DTYPES else compressor(self.job.wire),
+            param_compression=None if self.job.sent in DTYPES else compressor(self.job.sent),
             grad_compression=None if self.job.reduced in DTYPES else compressor(self.job.reduced),
         )
         layout = Layout(units=tuple(units))

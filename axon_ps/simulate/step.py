@@ -16,12 +16,14 @@ import simpy
 from axon_ps.errors import InvalidRequest
 from axon_ps.shard.client.line import filling_s
 from axon_ps.simulate.cluster import Cluster, Hosts
-from axon_ps.simulate.fluid import Process
+from axon_ps.simulate.fluid import Process, Resource
 from axon_ps.simulate.profile import Profile
 from axon_ps.simulate.scenario import Scenario
 from axon_ps.simulate.tables import BUFFERS, DTYPES, Workers, wire_bytes
 
 _FORWARD = 1 / 3  # of compute; backward makes two products where forward makes one
+_SHORT = 0.5  # of a step: what is in use for longer limits it
+_COMPUTE = "the compute of a worker"
 _STEPS = 4  # that are played; the last one is the result
 
 
@@ -38,6 +40,7 @@ class StepTimes:
         received_bytes: by a worker host, from all servers.
         sent_bytes: by a worker host, to all servers.
         server_busy: processor seconds of a shard server by second of a step.
+        in_use: by what there is of it, the share of a step in which it is in use; most of all first.
     """
 
     step_s: float
@@ -48,6 +51,13 @@ class StepTimes:
     received_bytes: float
     sent_bytes: float
     server_busy: float
+    in_use: Mapping[str, float]
+
+    @property
+    def bottleneck(self) -> str:
+        """What limits a step: what is in use for most of it; in turn with others, if that is not nearly all."""
+        name, share = next(iter(self.in_use.items()))
+        return f"{name} ({share:.0%} of a step)" if share >= _SHORT else f"waits; most in use: {name} ({share:.0%})"
 
 
 @dataclass(eq=False)
@@ -270,7 +280,8 @@ class _Worker:
 
     def _end_step(self) -> None:
         moved = self._cluster.bytes[self._hosts, True], self._cluster.bytes[self._hosts, False]
-        self.totals.append(_Total(self._env.now, tuple(self.waits.values()), moved, self._cluster.server_cpu_s))
+        waits, used = tuple(self.waits.values()), self._cluster.used()
+        self.totals.append(_Total(self._env.now, waits, moved, self._cluster.server_cpu_s, used))
 
     def _first(self) -> Iterator[int]:
         yield 0
@@ -352,6 +363,7 @@ class _Total:
     waits: tuple[float, ...]
     moved: tuple[float, float]
     server_cpu_s: float
+    used: Mapping[Resource, float]
 
 
 def play(scenario: Scenario, profile: Profile) -> StepTimes:
@@ -373,21 +385,25 @@ def play(scenario: Scenario, profile: Profile) -> StepTimes:
     before, last = slowest.totals[-2:]
     steps, step_s = slowest.inner_steps, last.now_s - before.now_s
     gather_s, push_s, decision_s = (now - then for now, then in zip(last.waits, before.waits, strict=True))
+    compute_s = max(group.step_s(scenario.model, scenario.job) for group in scenario.workers)
+    shares = {r.name: (used - before.used[r]) / (r.capacity * step_s) for r, used in last.used.items()}
+    shares[_COMPUTE] = compute_s * steps / step_s
     return StepTimes(
         step_s=step_s / steps,
-        compute_s=max(group.step_s(scenario.model, scenario.job) for group in scenario.workers),
+        compute_s=compute_s,
         gather_wait_s=gather_s / steps,
         push_wait_s=push_s / steps,
         decision_wait_s=decision_s / steps,
         received_bytes=(last.moved[0] - before.moved[0]) / steps,
         sent_bytes=(last.moved[1] - before.moved[1]) / steps,
         server_busy=(last.server_cpu_s - before.server_cpu_s) / step_s,
+        in_use=dict(sorted(shares.items(), key=lambda each: -each[1])),
     )
 
 
 def _check(scenario: Scenario, profile: Profile) -> None:
     if (optimizer := scenario.servers_optimizer) not in profile.update_s:
         raise InvalidRequest(f"the profile has no cost of {optimizer!r}; it has {', '.join(profile.update_s)}")
-    for wire in (scenario.job.wire, scenario.job.reduced):
+    for wire in (scenario.job.sent, scenario.job.reduced):
         if wire not in profile.wires:
             raise InvalidRequest(f"the profile has no costs of {wire!r}; it has {', '.join(profile.wires)}")

@@ -53,17 +53,17 @@ class Model:
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """`[job]`: how the model is trained.
+    """`[job]`: how the model is trained. What is not said is as the library has it (a test compares).
 
     Attributes:
         strategy: one of `STRATEGIES`.
         compute: dtype that the workers compute in.
-        wire: what parameters travel as: a dtype, "int8" or "int4".
-        reduce: what gradients travel as; empty = as `wire`.
+        wire: what parameters travel as: a dtype, "int8" or "int4"; empty = as `compute`.
+        reduce: what gradients travel as; empty = as parameters.
         optimizer: of the shard servers.
         clip: whether gradients are clipped by their global norm.
         offload_params: whether host memory retains what is gathered (`CPUOffload.PARAMS`).
-        replication: copies of a slice on servers.
+        replication: copies of a slice on servers; 0 = two if there are two servers or more, else one.
         steps: how many the job makes; 0 = not known.
         tokens: of a worker (or of each device of its node) in a step, or samples: what throughput is counted in.
         inner_steps: between two outer steps of a parameter, under "local_steps".
@@ -72,13 +72,13 @@ class Job:
     """
 
     strategy: str = "full_shard"
-    compute: str = "bfloat16"
-    wire: str = "bfloat16"
+    compute: str = "float32"
+    wire: str = ""
     reduce: str = ""
     optimizer: str = "adamw"
     clip: bool = False
     offload_params: bool = False
-    replication: int = 1
+    replication: int = 0
     steps: int = 0
     tokens: int = 1
     inner_steps: int = 1
@@ -89,10 +89,10 @@ class Job:
         """Raise if it cannot be."""
         _one_of("job.strategy", self.strategy, STRATEGIES)
         _one_of("job.compute", self.compute, tuple(DTYPES))
-        for what, value in (("job.wire", self.wire), ("job.reduce", self.reduced)):
+        for what, value in (("job.wire", self.sent), ("job.reduce", self.reduced)):
             _one_of(what, value, (*DTYPES, "int8", "int4"))
         create(self.optimizer)
-        _at_least(self, "job", replication=1, steps=0, tokens=1, inner_steps=1, fragments=1, overlap_steps=0)
+        _at_least(self, "job", replication=0, steps=0, tokens=1, inner_steps=1, fragments=1, overlap_steps=0)
         if self.inner_steps % self.fragments or not self.overlap_steps < max(1, self.inner_steps // self.fragments):
             raise InvalidRequest(
                 f"job.inner_steps is {self.inner_steps}, fragments {self.fragments} and overlap_steps "
@@ -100,9 +100,14 @@ class Job:
             )
 
     @property
+    def sent(self) -> str:
+        """What parameters travel as."""
+        return self.wire or self.compute
+
+    @property
     def reduced(self) -> str:
         """What gradients travel as."""
-        return self.reduce or self.wire
+        return self.reduce or self.sent
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -205,7 +210,7 @@ class Failures:
         min_workers: of hosts, with which the job goes on; 0 = it needs all.
         server_mtbf_h: mean time between failures of one shard server; 0 = they do not fail.
         server_away_s: until its successor is up.
-        promote_s: until a replica has taken over, where `job.replication` is above 1.
+        promote_s: until a replica has taken over, where slices have several copies.
         checkpoint_every_s: seconds between checkpoints; 0 = none: what is lost begins anew.
         restore_s: until a job that lost a slice goes on from its checkpoint, beside `server_away_s`.
         regular: whether workers die one after the other at even times, as in a test, and not at random ones.
@@ -218,7 +223,7 @@ class Failures:
     server_mtbf_h: float = 0.0
     server_away_s: float = 60.0
     promote_s: float = 2.0
-    checkpoint_every_s: float = 600.0
+    checkpoint_every_s: float = 0.0
     restore_s: float = 20.0
     regular: bool = False
 

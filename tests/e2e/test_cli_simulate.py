@@ -28,7 +28,7 @@ def scenario(tmp_path: Path) -> Path:
 def test_the_documented_file_tells_what_a_cluster_would_do(scenario: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["simulate", str(scenario)]) == 0
     out = capsys.readouterr().out
-    for line in ("a step", "memory of a shard server", "goodput", "tokens/s", "an hour", "20,000 steps"):
+    for line in ("a step", "memory of a shard server", "goodput", "tokens/s", "an hour", "20,000 steps", "bottleneck"):
         assert line in out
 
 

@@ -29,10 +29,10 @@ def left(
         Scenario.of(
             {
                 "model": {"blocks": 4, "block_numel": 4160},
-                "job": {"wire": "float32", "compute": "float32", **(job or {})},
+                "job": {"replication": 1, **(job or {})},
                 "workers": [{"count": hosts, "compute_s": 0.1}],
                 "servers": {"count": servers},
-                "failures": {"notice_s": 0.0, **failures},
+                "failures": {"notice_s": 0.0, "checkpoint_every_s": 600.0, **failures},
             }
         ),
         step_s,

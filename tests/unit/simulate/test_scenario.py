@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from axon_ps.cli.launch import run as cli
+from axon_ps.coordinator.core.config import CoordinatorConfig
 from axon_ps.errors import InvalidRequest
+from axon_ps.parallel import FSDP, DiLoCo, MixedPrecision
 from axon_ps.simulate.scenario import Scenario
 from axon_ps.simulate.tables import Model
 
@@ -71,3 +76,23 @@ def test_a_file_that_is_none_is_refused(tmp_path: Path) -> None:
     (tmp_path / "broken.toml").write_text("[model\n")
     with pytest.raises(InvalidRequest, match="cannot be read"):
         Scenario.read(tmp_path / "broken.toml")
+
+
+def test_what_is_not_said_is_as_the_library_has_it() -> None:
+    """A scenario of a model alone is the job that a script of the same model is."""
+    for servers in (1, 2, 3):
+        scenario = Scenario.of({**LEAST, "servers": {"count": servers}})
+        assert scenario.copies == CoordinatorConfig(num_shards=servers).copies
+    job, precision = scenario.job, MixedPrecision()
+    default = inspect.signature(FSDP).parameters
+    assert job.strategy == default["sharding_strategy"].default.name.lower()
+    assert job.offload_params == default["cpu_offload"].default.offloads_params
+    assert (precision.param_dtype, job.compute) == (None, str(torch.get_default_dtype()).removeprefix("torch."))
+    assert (precision.wire_dtype, job.sent) == (None, job.compute)
+    assert (precision.reduce_dtype, job.reduced) == (None, job.sent)
+    run = inspect.signature(cli.run).parameters
+    assert scenario.servers.count != Scenario.of(LEAST).servers.count == 1, "as `axon-ps run`"
+    assert (run["checkpoint_every"].default, scenario.failures.checkpoint_every_s) == ("", 0.0)
+    assert (run["min_workers"].default, scenario.failures.min_workers) == (None, 0)
+    local = inspect.signature(DiLoCo).parameters
+    assert (job.fragments, job.overlap_steps) == (1, local["overlap_steps"].default)

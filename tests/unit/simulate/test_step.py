@@ -32,7 +32,7 @@ FREE = Profile(
 
 def scenario(strategy: str, compute_s: float = 1e-6, **tables: Any) -> Scenario:
     """Four workers and four servers, f32, unless told otherwise."""
-    job = {"strategy": strategy, "compute": "float32", "wire": "float32", **tables.pop("job", {})}
+    job = {"strategy": strategy, "compute": "float32", "replication": 1, **tables.pop("job", {})}
     workers = {"count": 4, "device": "emulated", "compute_s": compute_s, **tables.pop("workers", {})}
     return Scenario.of(
         {
@@ -180,3 +180,19 @@ def test_a_profile_without_what_is_needed_is_refused() -> None:
         play(scenario("full_shard", job={"optimizer": "lion"}), FREE)
     with pytest.raises(InvalidRequest, match="no costs of 'float16'"):
         play(scenario("full_shard", job={"wire": "float16"}), FREE)
+
+
+@pytest.mark.parametrize(
+    ("compute_s", "tables", "bottleneck"),
+    [
+        (100.0, {}, "the compute of a worker"),
+        (1e-6, {"workers": {"count": 4}, "servers": {"count": 1}}, "the card of a server, "),
+        (1e-6, {"workers": {"count": 1}, "servers": {"count": 4}}, "the card of a worker host, "),
+        (1e-6, {"network": {"rtt_ms": 5000.0}}, "waits; most in use: "),
+    ],
+)
+def test_the_bottleneck_is_named(compute_s: float, tables: dict[str, Any], bottleneck: str) -> None:
+    step = played("shard_grad_op", compute_s, **tables)
+    assert step.bottleneck.startswith(bottleneck)
+    assert max(step.in_use.values()) == pytest.approx(step.in_use[next(iter(step.in_use))])
+    assert all(0.0 <= share <= 1.0 + 1e-6 for share in step.in_use.values()), "nothing is used more than there is"
