@@ -14,8 +14,8 @@ import contextlib
 import dataclasses
 import hashlib
 import json
-import secrets
 import logging
+import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -451,9 +451,9 @@ __all__ = [
     "check_sizes",
     "file_prefix",
     "list_checkpoints",
-    "read_attached",
     "newest",
     "nothing_at",
+    "read_attached",
     "read_manifest",
     "remove",
     "verify",

@@ -209,9 +209,11 @@ def _resume(config: CoordinatorConfig) -> str:
         CheckpointNotFound: it was told to begin with what is not there.
         CheckpointError: that, or the directory, cannot be read.
     """
+    directory = config.checkpoints.directory
+    if not (directory or config.resume):
+        return ""
     from axon_ps.storage.manifest import log_damaged, nothing_at, read_manifest
 
-    directory = config.checkpoints.directory
     found = retention.newest(directory, log_damaged) if directory else None
     if config.resume:
         told = read_manifest(config.resume)
@@ -226,8 +228,7 @@ def _resume(config: CoordinatorConfig) -> str:
     if found is not None:
         _logger.warning("the job resumes from the newest checkpoint, %s, version %d", found.uri, found.version)
         return found.uri
-    if directory:
-        _logger.warning("%s; the job begins anew", nothing_at(directory))
+    _logger.warning("%s; the job begins anew", nothing_at(directory))
     return ""
 
 
