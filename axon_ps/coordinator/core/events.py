@@ -428,7 +428,7 @@ class ModelStatus:
 
 
 class JobPhase(StrEnum):
-    """What a job is doing; `core.phase` says which it is."""
+    """What a job is doing; `core.history.phase` says which it is."""
 
     UNKNOWN = ""  # an older coordinator does not say it
     WAITING = "waiting"  # for members, or for a restore

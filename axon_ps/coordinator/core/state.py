@@ -38,12 +38,12 @@ from axon_ps.coordinator.core.events import (
     Vote,
 )
 from axon_ps.coordinator.core.history.history import History
+from axon_ps.coordinator.core.history.phase import with_phase
 from axon_ps.coordinator.core.history.report import REPORT_KEY, parse
 from axon_ps.coordinator.core.isolation import Isolation
 from axon_ps.coordinator.core.kv import KeyValues
 from axon_ps.coordinator.core.members import Members
 from axon_ps.coordinator.core.models import Models
-from axon_ps.coordinator.core.phase import with_phase
 from axon_ps.coordinator.core.registrations import Registrations
 from axon_ps.coordinator.core.roster import RosterEntry, names_of
 from axon_ps.coordinator.core.statistics import statistics

@@ -20,8 +20,8 @@ from axon_ps.coordinator.core.events import UPLOADED, JobState, RestoreOrder, Se
 from axon_ps.coordinator.core.history.curves import Curves
 from axon_ps.coordinator.core.history.loads import Loads
 from axon_ps.coordinator.core.history.logs import Logs
-from axon_ps.coordinator.core.history.pace import Beat, Pace
 from axon_ps.coordinator.core.history.report import REPORT_KEY, parse
+from axon_ps.coordinator.core.history.step_rate import Rhythm, StepRate
 from axon_ps.coordinator.core.history.timing import Timing
 from axon_ps.coordinator.core.steps.decision import format_ranks
 from axon_ps.observe.metrics.histogram import Histogram
@@ -77,7 +77,7 @@ class History:
         self._placements: dict[int, Placement] = {}
         self._membership: Membership | None = None
         self._repeated: dict[str, _Event] = {}  # by kind, the events that may go on
-        self._paces: dict[int, Pace] = {}  # by model
+        self._step_rates: dict[int, StepRate] = {}  # by model
         self.stepped = False
         self._active_s = now  # since then every member is there, or a step has committed
         self._commits, self._sampled, self._version, self._norm = 0, now, 0, 0.0
@@ -90,7 +90,7 @@ class History:
     def happened(self, kind: str, text: str, now: float) -> None:
         """Something happened; the kinds are those of `EventRecord`."""
         self._repeated.clear()
-        self._tell(kind, text, now)
+        self._record(kind, text, now)
 
     def published(self, event: ServerEvent, now: float) -> None:
         """The coordinator has announced something to members. What is only repeated for one of them is ignored."""
@@ -114,7 +114,7 @@ class History:
 
     def measured(self, member: Member, metrics: Mapping[str, float], now: float) -> None:
         """A member has reported its metrics."""
-        self._loads.measured((member.role, member.rank), metrics, self._at(now), self._beat(now))
+        self._loads.measured((member.role, member.rank), metrics, self._at(now), self._rhythm(now))
 
     def stored(self, key: str, value: bytes, now: float) -> None:
         """A value was put into the store: perhaps the report of a training script."""
@@ -140,13 +140,13 @@ class History:
 
     def steps_per_s(self, now: float, model: int = 0) -> float:
         """The steps of a model that commit, per second; 0 = unknown, before the second one."""
-        pace = self._paces.get(model)
-        return 0.0 if pace is None else pace.steps_per_s(now)
+        rate = self._step_rates.get(model)
+        return 0.0 if rate is None else rate.steps_per_s(now)
 
     @property
     def step_s(self) -> float:
         """How long a step takes, of the model whose steps take longest; 0 = unknown."""
-        return max((pace.step_s for pace in self._paces.values()), default=0.0)
+        return max((rate.step_s for rate in self._step_rates.values()), default=0.0)
 
     def since_step_s(self, now: float) -> float:
         """Since when no step has committed while every member was there."""
@@ -182,7 +182,7 @@ class History:
     def _at(self, now: float) -> float:
         return round(now - self._began, 3)
 
-    def _tell(self, kind: str, text: str, now: float) -> watch_pb2.EventRecord:
+    def _record(self, kind: str, text: str, now: float) -> watch_pb2.EventRecord:
         self._numbers += 1
         event = watch_pb2.EventRecord(number=self._numbers, at_s=self._at(now), kind=kind, text=text[:MAX_TEXT])
         self._events.append(event)
@@ -190,23 +190,23 @@ class History:
         return event
 
     def _again(
-        self, kind: str, cause: str, counted: Iterable[int], told: Callable[[Counter[int]], str], now: float
+        self, kind: str, cause: str, counted: Iterable[int], text_of: Callable[[Counter[int]], str], now: float
     ) -> None:
         """Something happened, perhaps again; see Note: [Events that happen again]."""
         event = self._repeated.get(kind)
         if event is None or event.cause != cause:
             counts = Counter(counted)
-            self._repeated[kind] = _Event(self._tell(kind, told(counts), now), cause, counts)
+            self._repeated[kind] = _Event(self._record(kind, text_of(counts), now), cause, counts)
             return
         event.counts.update(counted)
-        event.record.text, event.record.at_s = told(event.counts)[:MAX_TEXT], self._at(now)
+        event.record.text, event.record.at_s = text_of(event.counts)[:MAX_TEXT], self._at(now)
         if all(new is not event.record for new in self._new_events):
             self._new_events.append(event.record)
 
-    def _beat(self, now: float) -> Beat | None:
+    def _rhythm(self, now: float) -> Rhythm | None:
         """The rhythm of the model whose steps take longest: in a step of its own the others make whole ones."""
-        beats = [beat for pace in self._paces.values() if (beat := pace.beat(now)) is not None]
-        return max(beats, key=lambda beat: beat.step_s, default=None)
+        rhythms = [rhythm for rate in self._step_rates.values() if (rhythm := rate.rhythm(now)) is not None]
+        return max(rhythms, key=lambda rhythm: rhythm.step_s, default=None)
 
     def _decision(self, decision: Decision, now: float) -> None:
         model = decision.model
@@ -235,7 +235,7 @@ class History:
         self._new_steps.append(record)
         if commits:
             self._commits += 1
-            self._paces.setdefault(model, Pace(model)).made(now)
+            self._step_rates.setdefault(model, StepRate(model)).made(now)
             self._active_s, self.stepped = now, True
         if model == 0 and commits:
             self._version, self._norm = decision.version, decision.grad_norm

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
-from axon_ps.coordinator.core.history.pace import Beat
+from axon_ps.coordinator.core.history.step_rate import Rhythm
 from axon_ps.types import Role
 from axon_ps.wire import codec
 from axon_ps.wire.v1 import watch_pb2
@@ -58,24 +58,26 @@ class Load:
     begin_s: float = 0.0
     begin_at: tuple[int, int] | None = None
 
-    def take_rates(self, at_s: float, beat: Beat | None) -> None:
+    def take_rates(self, at_s: float, rhythm: Rhythm | None) -> None:
         """There are new totals; see Note: [Rates over whole steps]."""
-        goes_on = beat is None
-        if beat is not None:
-            goes_on = self.begin_at is not None and self.begin_at[0] == beat.model
-            steps = beat.steps - self.begin_at[1] if goes_on and self.begin_at is not None else 1
+        goes_on = rhythm is None
+        if rhythm is not None:
+            goes_on = self.begin_at is not None and self.begin_at[0] == rhythm.model
+            steps = rhythm.steps - self.begin_at[1] if goes_on and self.begin_at is not None else 1
             settled = (
-                beat.since_s >= beat.step_s / 2 if beat.step_s >= SETTLED_S else steps >= MOST_STEPS or not goes_on
+                rhythm.since_s >= rhythm.step_s / 2
+                if rhythm.step_s >= SETTLED_S
+                else steps >= MOST_STEPS or not goes_on
             )
             if not steps or not settled:
                 return
-            at_s -= beat.since_s
+            at_s -= rhythm.since_s
         if self.begin and goes_on and (elapsed_s := at_s - self.begin_s) > 0:
             for name, rate in _RATES.items():
                 grown = self.totals.get(name, 0.0) - self.begin.get(name, 0.0)
                 setattr(self.message, rate, max(0.0, float(f"{grown / elapsed_s:.4g}")))
         self.begin, self.begin_s = self.totals, at_s
-        self.begin_at = None if beat is None else (beat.model, beat.steps)
+        self.begin_at = None if rhythm is None else (rhythm.model, rhythm.steps)
 
 
 class Loads:
@@ -86,11 +88,11 @@ class Loads:
         self._new: set[Place] = set()
         self._measured: set[Place] = set()
 
-    def measured(self, place: Place, metrics: Mapping[str, float], at_s: float, beat: Beat | None = None) -> None:
+    def measured(self, place: Place, metrics: Mapping[str, float], at_s: float, rhythm: Rhythm | None = None) -> None:
         """A member has reported its metrics, while a model steps, or none does."""
         load = self._load(place)
         load.totals = dict(metrics)
-        load.take_rates(at_s, beat)
+        load.take_rates(at_s, rhythm)
         load.message.memory_bytes = metrics.get(MEMORY_BYTES, 0.0)
         load.message.reported_s = at_s
         self._measured.add(place)
@@ -108,7 +110,7 @@ class Loads:
         self._loads = {place: load for place, load in self._loads.items() if place in members}
 
     def bytes_per_s(self) -> float | None:
-        """What all members send together; None = none has said it."""
+        """What all members send together; None = none reports it."""
         known = [load.message.sent_bytes_per_s for load in self._loads.values() if SENT_BYTES in load.totals]
         return sum(known) if known else None
 

@@ -27,11 +27,11 @@ def with_phase(status: Status, *, stepped: bool, step_s: float, since_s: float) 
         since_s: since when no step has committed while every member is there.
     """
     phase = _phase(status, stepped=stepped, step_s=step_s, since_s=since_s)
-    said = _said(phase, status, since_s)
+    headline = _headline(phase, status, since_s)
     if phase is JobPhase.FINISHED:
         models = tuple(dataclasses.replace(model, steps_per_s=0.0) for model in status.models)
-        return dataclasses.replace(status, phase=phase, headline=said, steps_per_s=0.0, models=models)
-    return dataclasses.replace(status, phase=phase, headline=", ".join([said, *_flaws(status)]))
+        return dataclasses.replace(status, phase=phase, headline=headline, steps_per_s=0.0, models=models)
+    return dataclasses.replace(status, phase=phase, headline=", ".join([headline, *_flaws(status)]))
 
 
 def _phase(status: Status, *, stepped: bool, step_s: float, since_s: float) -> JobPhase:
@@ -49,7 +49,7 @@ def _phase(status: Status, *, stepped: bool, step_s: float, since_s: float) -> J
     return JobPhase.TRAINING if stepped else JobPhase.READY
 
 
-def _said(phase: JobPhase, status: Status, since_s: float) -> str:
+def _headline(phase: JobPhase, status: Status, since_s: float) -> str:
     count = len(status.membership.finished)
     workers = "its worker has" if count == 1 else f"all {count} workers have"
     return {

@@ -22,7 +22,7 @@ STEPS_AMISS: Final = 3
 
 
 @dataclass(frozen=True, kw_only=True)
-class Beat:
+class Rhythm:
     """The rhythm of a model at a moment, for what is measured beside its steps.
 
     Attributes:
@@ -38,7 +38,7 @@ class Beat:
     step_s: float
 
 
-class Pace:
+class StepRate:
     """The steps of one model.
 
     Args:
@@ -62,9 +62,9 @@ class Pace:
         steps, first_s = self._window(now)
         if not steps or now <= first_s:
             return 0.0
-        whole_s = self._made_s[-1] - first_s
+        window_s = self._made_s[-1] - first_s
         with_next = (steps + 1) / (now - first_s)
-        return min(steps / whole_s, with_next) if whole_s > 0 else with_next
+        return min(steps / window_s, with_next) if window_s > 0 else with_next
 
     @property
     def step_s(self) -> float:
@@ -74,14 +74,14 @@ class Pace:
             self._step_s = (self._made_s[-1] - first_s) / steps if steps else 0.0
         return self._step_s
 
-    def beat(self, now: float) -> Beat | None:
+    def rhythm(self, now: float) -> Rhythm | None:
         """The rhythm now; None = the model does not step."""
         if not (step_s := self.step_s):
             return None
         since_s = now - self._made_s[-1]
         if since_s > max(WINDOW_S, STEPS_AMISS * step_s):
             return None
-        return Beat(model=self._model, steps=self._steps, since_s=since_s, step_s=step_s)
+        return Rhythm(model=self._model, steps=self._steps, since_s=since_s, step_s=step_s)
 
     def _window(self, now: float) -> tuple[int, float]:
         """How many steps the window has, and when it begins: with a step, and with one more after it."""
