@@ -28,11 +28,11 @@ sys.path[:0] = [str(HERE), str(ROOT / "tests" / "integration"), str(ROOT)]
 from hypothesis import HealthCheck, Phase, given, seed, settings  # noqa: E402
 
 from axon_ps.testing import preloaded  # noqa: E402
-from judged import Verdict, judge  # noqa: E402
+from judged import REFUSED, VOID, Verdict, judge  # noqa: E402
 from program import STRATEGIES, Program, programs  # noqa: E402
 from shared_workers import SharedWorkers  # noqa: E402
 
-PRELOADED = ("torch", "axon_ps.parallel", "axon_ps.worker.world", "interpreted", "judged")
+PRELOADED = ("torch", "torch._dynamo", "axon_ps.parallel", "axon_ps.worker.world")
 TIMEOUT_S = 30.0
 
 
@@ -90,15 +90,17 @@ class Campaign:
         self._without, self._directory = frozenset(without), directory
         self.findings: list[Finding] = []
         self.outcomes: Counter[str] = Counter()
-        self.refusals: Counter[str] = Counter()
+        self.reasons: Counter[str] = Counter()
         self._verdicts: dict[str, Verdict] = {}
+        self._counted: set[str] = set()
         self._ends = 0.0
         self.smallest: Program | None = None
 
     def run(self) -> None:
         """Draw and run programs until there were as many as wanted."""
-        number = 0
-        while (left := self._programs - sum(self.outcomes.values())) > 0:
+        number, before = 0, -1
+        while (left := self._programs - len(self._counted)) > 0 and len(self._counted) > before:
+            before = len(self._counted)
             try:
                 self._round(left, self._seed + 1000003 * number)
             except Found:
@@ -135,8 +137,7 @@ class Campaign:
             if self.smallest is None:
                 self._count(program, verdict)
         elif self.smallest is None:
-            self.outcomes["drawn again"] += 1
-            return
+            return  # it was drawn again
         if not verdict.is_finding or any(f.explains(program, verdict) for f in self.findings):
             return
         if not self._shrink_s:
@@ -149,8 +150,9 @@ class Campaign:
 
     def _count(self, program: Program, verdict: Verdict) -> None:
         self.outcomes[verdict.outcome] += 1
-        if verdict.outcome == "refused":
-            self.refusals[verdict.text[:110]] += 1
+        self._counted.add(program.to_json())
+        if verdict.outcome in (REFUSED, VOID):
+            self.reasons[f"{verdict.outcome}: {verdict.text[:110]}"] += 1
         for finding in self.findings:
             if verdict.is_finding and finding.explains(program, verdict):
                 finding.count += 1
@@ -215,8 +217,7 @@ def main() -> int:
         finally:
             for count, finding in enumerate(sorted(campaign.findings, key=lambda f: -f.count), 1):
                 print(shown(count, finding))
-            print("refused:")
-            for text, times in campaign.refusals.most_common(40):
+            for text, times in campaign.reasons.most_common(40):
                 print(f"  {times} x {text}")
             print(f"seed {number}, {time.monotonic() - began:.0f} s: {dict(campaign.outcomes)}")
     return int(bool(campaign.findings))
