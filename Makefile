@@ -22,13 +22,14 @@ FAILOVER_ARGS ?=
 COMPOSE_ARGS ?=
 FUZZ_ARGS ?=
 PROGRAMS_ARGS ?=
+CASES_ARGS ?=
 CHAOS_ARGS ?=
 # without it, each of the hundreds of processes of a test run would compile the package anew, 0.4 s of a processor
 export PYTHONDONTWRITEBYTECODE :=
 # nor do they multiply matrices with numpy, whose threads spin for 0.1 s when it is imported
 test pages faults-sample: export OPENBLAS_NUM_THREADS := 1
 
-.PHONY: help setup demo test house gpu soak simulate simulate-record planted fuzz programs pages faults faults-sample flips all-killed failover chaos loaders launchers subscribers observability integrations compose rolling-update dist torch-suite torch-range check lint audit locks format proto proto-drift bench docs clean
+.PHONY: help setup demo test house gpu soak simulate simulate-record planted fuzz programs cases pages faults faults-sample flips all-killed failover chaos loaders launchers subscribers observability integrations compose rolling-update dist torch-suite torch-range check lint audit locks format proto proto-drift bench docs clean
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -84,6 +85,9 @@ fuzz: $(INSTALLED) ## an hour of hostile messages and connections, a job trainin
 
 programs: $(INSTALLED) ## 2,000 training programs that hypothesis draws, each against plain torch; PROGRAMS_ARGS="--seed 7", --replay FILE
 	$(BIN)/python tests/programs/programs_run.py $(PROGRAMS_ARGS)
+
+cases: $(INSTALLED) ## what people's own scripts do, in every wrapper, mapped and not, at 1 to 3 workers: a table; CASES_ARGS="schedulers"
+	$(BIN)/python tests/programs/cases_run.py $(CASES_ARGS)
 
 flips: $(INSTALLED) ## a thousand bits of shard servers' memory change while a job trains; FLIPS_ARGS="--flips 100 --steps 500"
 	$(BIN)/python tests/faults/flip_run.py $(FLIPS_ARGS)

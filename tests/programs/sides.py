@@ -162,7 +162,8 @@ def _mean(grads: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
     there = [grad for grad in grads if grad is not None]
     if not there:
         return None
-    total = there[0].detach().double().clone()
+    wide = torch.complex128 if there[0].is_complex() else torch.float64
+    total = there[0].detach().to(wide, copy=True)
     for grad in there[1:]:
         total += grad.detach()
     return (total / len(grads)).to(there[0].dtype)
