@@ -1,7 +1,7 @@
 """`make cases`: what people's own scripts do, in every wrapper, mapped and as between hosts, at 1, 2 and 3 workers.
 
     make cases CASES_ARGS="schedulers 'accumulation'"
-    make cases CASES_ARGS="--only FULL_SHARD --sample"
+    make cases CASES_ARGS="--only FULL_SHARD --sample 1"
 
 A table says what works, what is refused (and which page says so), and what has to be mended.
 """
@@ -27,15 +27,15 @@ from case_table import Case, Configuration, Outcome, configurations, load_all, r
 from shared_workers import SharedWorkers  # noqa: E402
 
 PRELOADED = ("torch", "torch._dynamo", "axon_ps.parallel", "axon_ps.worker.world")
-TIMEOUT_S = 40.0
+TIMEOUT_S = 60.0
 
 Row = tuple[Case, Configuration, Outcome]
 
 
-def chosen(words: Sequence[str], wrappers: Sequence[str], *, sampled: bool) -> list[tuple[Case, Configuration]]:
-    """The cases whose names have one of the words, with what they are run in."""
+def chosen(words: Sequence[str], wrappers: Sequence[str], every: int) -> list[tuple[Case, Configuration]]:
+    """The cases whose names have one of the words, each in all configurations, or every such case in one."""
     cases = [c for c in load_all().values() if not words or any(word in c.name for word in words)]
-    pairs = sample(cases, every=2) if sampled else [(c, how) for c in cases for how in configurations(c)]
+    pairs = sample(cases, every) if every else [(c, how) for c in cases for how in configurations(c)]
     return [(c, how) for c, how in pairs if not wrappers or how.wrapper in wrappers]
 
 
@@ -57,11 +57,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("words", nargs="*", help="parts of the names of cases")
     parser.add_argument("--only", nargs="+", default=(), help="wrappers")
-    parser.add_argument("--sample", action="store_true", help="the sample of `make test`")
+    parser.add_argument("--sample", type=int, default=0, help="every such case, in one configuration; 2 in `make test`")
     parser.add_argument("--minutes", type=float, default=0.0, help="stop after so many, having taken cases at random")
     options = parser.parse_args()
     began, rows, wrong = time.monotonic(), list[Row](), 0
-    pairs = chosen(options.words, options.only, sampled=options.sample)
+    pairs = chosen(options.words, options.only, options.sample)
     if options.minutes:
         random.Random(0).shuffle(pairs)
     with (
@@ -73,9 +73,8 @@ def main() -> int:
             if options.minutes and time.monotonic() - began > 60 * options.minutes:
                 break
             rows.append((case, how, outcome := run_case(case, how, shared)))
-            if not outcome.is_right:
-                wrong += 1
-                print(f"{case.name} | {how} | {outcome.what} | {outcome.text[:500]}", flush=True)
+            wrong += not outcome.is_right
+            print(f"{case.name} | {how} | {outcome.what} | {outcome.text[:500]}", flush=True)
     print("\ncase | outcome | where | what was said, or the page that says so")
     print(table(rows))
     counts = Counter(outcome.what for _, _, outcome in rows)

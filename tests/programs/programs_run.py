@@ -33,7 +33,7 @@ from program import STRATEGIES, Program, programs  # noqa: E402
 from shared_workers import SharedWorkers  # noqa: E402
 
 PRELOADED = ("torch", "torch._dynamo", "axon_ps.parallel", "axon_ps.worker.world")
-TIMEOUT_S = 30.0
+TIMEOUT_S = 60.0
 
 
 class Found(Exception):

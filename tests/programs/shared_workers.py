@@ -14,7 +14,7 @@ import socket
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from multiprocessing.connection import Connection, Listener
+from multiprocessing.connection import Connection
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -24,7 +24,8 @@ from job_services import TOKEN, JobServices
 
 AFTER_A_FAILURE_S = 5.0
 """How long the others of a job have to notice that one of them has left."""
-JOIN_S = 30.0
+JOIN_S = 60.0
+START_S = 120.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +74,11 @@ class SharedWorkers:
         self._environment = {k: v for k, v in os.environ.items() if not k.startswith("AXON_PS_")}
         self._environment |= {"OMP_NUM_THREADS": "1", **(environment or {})}
         self._started = 0
-        self._listener = Listener(str(logs / "workers.socket"))
+        self._address = str(logs / "workers.socket")
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._listener.bind(self._address)
+        self._listener.listen()
+        self._listener.settimeout(START_S)
         self._workers: list[tuple[WorkerProcess, Connection] | None] = [None] * workers
 
     def __enter__(self) -> SharedWorkers:
@@ -89,7 +94,14 @@ class SharedWorkers:
         self._listener.close()
 
     def run(self, task: Task) -> list[Any]:
-        """What each worker of a job returned, or `Failed`."""
+        """What each worker of a job returned, or `Failed`.
+
+        A job that did not end in time has as much time once more, and then counts: the machine may have been busy.
+        """
+        results = self._run_once(task)
+        return self._run_once(task) if any(isinstance(r, Failed) and r.hung for r in results) else results
+
+    def _run_once(self, task: Task) -> list[Any]:
         with JobServices([(task.workers, task.shards)]) as services:
             return self._run(task, services.addresses[0])
 
@@ -120,12 +132,15 @@ class SharedWorkers:
         process = WorkerProcess(
             rank,
             serve,
-            (self._listener.address, rank),
+            (self._address, rank),
             {},
             environment=self._environment,
             log=self._logs / f"worker-{rank}-{self._started}.log",
         )
-        connection = self._listener.accept()
+        try:
+            connection = Connection(self._listener.accept()[0].detach())
+        except TimeoutError:
+            raise RuntimeError(f"a worker did not start within {START_S:g} s: {process.end().output}") from None
         self._workers[rank] = process, connection
         return connection
 
