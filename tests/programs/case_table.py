@@ -33,6 +33,10 @@ REFUSALS = ("InvalidRequest", "Misuse", "StepAborted", "CheckpointError")
 WORKS, REFUSED = "works", "refused"
 WRONG, UNSAID, MISLEADING, HANGS = "silently different", "refused, and no page says so", "another error", "hangs"
 
+WHERE_WRITTEN = "where it is written"
+"""In place of a pattern: an argument that cannot be is refused by the call that has it, and no page needs to say so."""
+PAGES = ("fsdp.md", "ddp.md", "models.md", "asynchrony.md", "integrations.md", "data.md", "limits.md", "torch_names.md")
+
 Script = Callable[[Side], Values]
 
 
@@ -49,7 +53,7 @@ class Case:
         script: what each worker runs; the values that it returns are compared.
         wrappers: those to which it applies.
         workers: the numbers of workers to which it applies.
-        says: a pattern; a line of the documentation that has it says that this is refused.
+        says: a pattern; a line of the documentation that has it says that this is refused. Or `WHERE_WRITTEN`.
         tolerance: of a value, ||a - b|| / ||b||.
     """
 
@@ -249,6 +253,8 @@ def _of_error(chosen: Case, failed: Ended, wanted: list[Ended] | str) -> Outcome
     said = f"{failed.kinds[0]}: {failed.error}"
     if "Wrong" in failed.kinds:
         return Outcome(WRONG, failed.error)
+    if chosen.says == WHERE_WRITTEN and ("InvalidRequest" in failed.kinds or "unexpected keyword" in failed.error):
+        return Outcome(REFUSED, f"{WHERE_WRITTEN}: {said[:160]}")
     if not set(REFUSALS) & set(failed.kinds):
         if isinstance(wanted, str) and "AxonError" not in failed.kinds:
             return Outcome(REFUSED, f"as torch does: {said[:160]}")
@@ -262,7 +268,7 @@ def _of_error(chosen: Case, failed: Ended, wanted: list[Ended] | str) -> Outcome
 @cache
 def page_that_says(pattern: str) -> str:
     """The first page of the documentation with a line that has the pattern, and the line's number; else empty."""
-    for page in (*sorted((ROOT / "docs").glob("*.md")), ROOT / "README.md"):
+    for page in (ROOT / "docs" / name for name in PAGES):
         for number, line in enumerate(page.read_text(encoding="utf-8").splitlines(), 1):
             if re.search(pattern, line):
                 return f"{page.relative_to(ROOT)}:{number}"

@@ -16,7 +16,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy, transformer_auto_wrap_
 from torch.func import functional_call, grad, jacrev, jvp, vmap
 
 from case_parts import WIDTH, Block, batches, go_on, mse, three, trained, two
-from case_table import SHARDED, WRAPPERS, Wrong, add, case
+from case_table import SHARDED, WHERE_WRITTEN, WRAPPERS, Wrong, add, case
 from sides import Side, Values, built
 
 # ---------------------------------------------------------------------- arguments by other names
@@ -58,36 +58,34 @@ for _name, (_options, _means) in TAKEN.items():
         f"arguments: sharding_strategy={_name}",
         lambda side, o=_options, m=_means: _strategy(side, o, m),
         wrappers=("FULL_SHARD",),
-        says=r"sharding_strategy|ShardingStrategy",
+        says=WHERE_WRITTEN,
     )
 
-OPTIONS: dict[str, tuple[dict[str, Any], str, float]] = {
-    "cpu_offload=True": ({"cpu_offload": True}, r"cpu_offload|CPUOffload", 2e-5),
-    "torch's CPUOffload": ({"cpu_offload": TorchOffload(offload_params=True)}, r"cpu_offload|CPUOffload", 2e-5),
-    "cpu_offload='PARAMS'": ({"cpu_offload": "PARAMS"}, r"cpu_offload|CPUOffload", 2e-5),
-    "mixed_precision='bf16'": ({"mixed_precision": "bf16"}, r"mixed_precision|MixedPrecision", 0.05),
-    "mixed_precision=True": ({"mixed_precision": True}, r"mixed_precision|MixedPrecision", 0.05),
+OPTIONS: dict[str, tuple[dict[str, Any], float]] = {
+    "cpu_offload=True": ({"cpu_offload": True}, 2e-5),
+    "torch's CPUOffload": ({"cpu_offload": TorchOffload(offload_params=True)}, 2e-5),
+    "cpu_offload='PARAMS'": ({"cpu_offload": "PARAMS"}, 2e-5),
+    "mixed_precision='bf16'": ({"mixed_precision": "bf16"}, 0.05),
+    "mixed_precision=True": ({"mixed_precision": True}, 0.05),
     "torch's MixedPrecision": (
         {"mixed_precision": TorchPrecision(param_dtype=torch.bfloat16)},
-        r"mixed_precision|MixedPrecision",
         0.05,
     ),
-    "policy='async'": ({"policy": "async"}, r"policy=|Asynchronous", 2e-5),
-    "device='cpu'": ({"device": "cpu"}, "", 2e-5),
-    "device=-1": ({"device": -1}, r"device", 2e-5),
-    "unit_types=[Block]": ({"unit_types": [Block]}, "", 2e-5),
-    "unit_types=Block": ({"unit_types": Block}, r"unit_types", 2e-5),
-    "unit_types={'Block'}": ({"unit_types": {"Block"}}, r"unit_types", 2e-5),
-    "unit_types=nn.Linear": ({"unit_types": nn.Linear}, r"unit_types", 2e-5),
-    "unit_types=nn.Module": ({"unit_types": (nn.Module,)}, r"unit_types", 2e-5),
-    "unit_types=nn.Sequential": ({"unit_types": (nn.Sequential,)}, "", 2e-5),
-    "torch's ModuleWrapPolicy": ({"auto_wrap_policy": ModuleWrapPolicy({Block})}, r"auto_wrap_policy", 2e-5),
+    "policy='async'": ({"policy": "async"}, 2e-5),
+    "device='cpu'": ({"device": "cpu"}, 2e-5),
+    "device=-1": ({"device": -1}, 2e-5),
+    "unit_types=[Block]": ({"unit_types": [Block]}, 2e-5),
+    "unit_types=Block": ({"unit_types": Block}, 2e-5),
+    "unit_types={'Block'}": ({"unit_types": {"Block"}}, 2e-5),
+    "unit_types=nn.Linear": ({"unit_types": nn.Linear}, 2e-5),
+    "unit_types=nn.Module": ({"unit_types": (nn.Module,)}, 2e-5),
+    "unit_types=nn.Sequential": ({"unit_types": (nn.Sequential,)}, 2e-5),
+    "torch's ModuleWrapPolicy": ({"auto_wrap_policy": ModuleWrapPolicy({Block})}, 2e-5),
     "torch's transformer_auto_wrap_policy": (
         {"auto_wrap_policy": functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={Block})},
-        r"auto_wrap_policy",
         2e-5,
     ),
-    "use_orig_params=True": ({"use_orig_params": True}, r"use_orig_params", 2e-5),
+    "use_orig_params=True": ({"use_orig_params": True}, 2e-5),
 }
 
 
@@ -109,12 +107,12 @@ def _optioned(side: Any, options: dict[str, Any]) -> Values:
     return side.values(model)
 
 
-for _name, (_options, _says, _near) in OPTIONS.items():
+for _name, (_options, _near) in OPTIONS.items():
     add(
         f"arguments: {_name}",
         lambda side, o=_options: _optioned(side, o),
         wrappers=SHARDED,
-        says=_says,
+        says=WHERE_WRITTEN,
         tolerance=_near,
     )
 
@@ -300,7 +298,7 @@ for _name, _script, _says, _for in (
     ),
     ("forward returns None", _kept_output, "", SHARDED),
     ("on the meta device", on_meta, "", SHARDED),
-    ("lazy layers", lazy, r"[Ll]azy", WRAPPERS),
+    ("lazy layers", lazy, r"[Ll]azy", SHARDED),
     ("no parameters at all", no_parameters, r"no parameters", WRAPPERS),
     ("all parameters frozen", all_frozen, r"frozen", SHARDED),
 ):

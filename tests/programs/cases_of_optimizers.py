@@ -12,7 +12,7 @@ from torch.optim import lr_scheduler as schedulers
 from torch.optim import swa_utils
 
 from case_parts import batches, go_on, mse, small
-from case_table import SHARDED, Wrong, add, case
+from case_table import SHARDED, WHERE_WRITTEN, Wrong, add, case
 from sides import Side, Values, built
 
 Made = torch.optim.Optimizer
@@ -117,11 +117,11 @@ GROUPS: dict[str, tuple[Groups, dict[str, Any], str]] = {
         "",
     ),
     "parameters of one layer alone": (lambda model, m: m[0].parameters(), {}, r"in no parameter group|in no group"),
-    "fused": (lambda model, m: model.parameters(), {"fused": True}, r"fused"),
-    "foreach": (lambda model, m: model.parameters(), {"foreach": False}, r"foreach"),
-    "amsgrad": (lambda model, m: model.parameters(), {"amsgrad": True}, r"amsgrad"),
-    "maximize": (lambda model, m: model.parameters(), {"maximize": True}, r"maximize"),
-    "capturable": (lambda model, m: model.parameters(), {"capturable": False}, r"capturable"),
+    "fused": (lambda model, m: model.parameters(), {"fused": True}, WHERE_WRITTEN),
+    "foreach": (lambda model, m: model.parameters(), {"foreach": False}, WHERE_WRITTEN),
+    "amsgrad": (lambda model, m: model.parameters(), {"amsgrad": True}, WHERE_WRITTEN),
+    "maximize": (lambda model, m: model.parameters(), {"maximize": True}, WHERE_WRITTEN),
+    "capturable": (lambda model, m: model.parameters(), {"capturable": False}, WHERE_WRITTEN),
     "a rate that is a tensor": (lambda model, m: model.parameters(), {"lr": torch.tensor(0.01)}, ""),
     "betas in a list": (lambda model, m: model.parameters(), {"betas": [0.8, 0.9]}, ""),
 }
