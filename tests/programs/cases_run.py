@@ -20,7 +20,7 @@ from typing import Final
 
 HERE: Final = Path(__file__).parent
 ROOT: Final = HERE.parent.parent
-sys.path[:0] = [str(HERE), str(ROOT / "tests" / "integration"), str(ROOT)]
+sys.path[:0] = [str(HERE), str(ROOT / "tests" / "integration"), str(ROOT / "tests"), str(ROOT)]
 
 from axon_ps.testing import preloaded  # noqa: E402
 from case_table import Case, Configuration, Outcome, configurations, load_all, run_case, sample  # noqa: E402

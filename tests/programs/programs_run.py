@@ -23,7 +23,7 @@ from typing import Final
 
 HERE: Final = Path(__file__).parent
 ROOT: Final = HERE.parent.parent
-sys.path[:0] = [str(HERE), str(ROOT / "tests" / "integration"), str(ROOT)]
+sys.path[:0] = [str(HERE), str(ROOT / "tests" / "integration"), str(ROOT / "tests"), str(ROOT)]
 
 from hypothesis import HealthCheck, Phase, given, seed, settings  # noqa: E402
 

@@ -20,12 +20,13 @@ from types import TracebackType
 from typing import Any
 
 from axon_ps.testing.workers import WorkerProcess
+from deadlines import HANG_S
 from job_services import TOKEN, JobServices
 
 AFTER_A_FAILURE_S = 5.0
 """How long the others of a job have to notice that one of them has left."""
 JOIN_S = 60.0
-START_S = 120.0
+START_S = HANG_S
 
 
 @dataclass(frozen=True, kw_only=True)
