@@ -29,7 +29,7 @@ export PYTHONDONTWRITEBYTECODE :=
 # nor do they multiply matrices with numpy, whose threads spin for 0.1 s when it is imported
 test pages faults-sample: export OPENBLAS_NUM_THREADS := 1
 
-.PHONY: help setup demo test house gpu soak simulate simulate-record planted fuzz programs cases pages faults faults-sample flips all-killed failover chaos loaders launchers subscribers observability integrations compose rolling-update dist torch-suite torch-range check lint audit locks format proto proto-drift bench docs clean
+.PHONY: help setup demo test house gpu soak simulate simulate-record planted fuzz programs cases pages faults faults-sample flips all-killed failover chaos loaders launchers subscribers observability integrations compose rolling-update dist schedulers torch-suite torch-range check lint audit locks format proto proto-drift bench docs clean
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -121,6 +121,9 @@ compose: $(INSTALLED) ## docker-compose.yml on a real engine: sizes of the image
 
 rolling-update: $(INTEGRATED) ## shard servers updated one after the other while a job trains, from deploy/kubernetes, as containers
 	$(BIN)/python tests/containers/rolling_update.py
+
+schedulers: $(INSTALLED) ## every LR scheduler of torch with every optimizer of ours, with a resume in the middle; PYTEST_ARGS='-k word'
+	$(BIN)/python -m pytest -n $(TEST_PROCESSES) -m 'whole or not whole' tests/unit/parallel/test_schedulers.py $(PYTEST_ARGS)
 
 torch-suite: $(INSTALLED) ## run PyTorch's own collective tests over the backend "axon"; TESTS='part of a name' picks some
 	$(BIN)/python tests/integration/torch_suite.py $(TESTS)

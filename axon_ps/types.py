@@ -297,6 +297,8 @@ class Decision:
         traceparent: the coordinator's span of it; empty = the step is not traced.
         untouched: of a commit, numbers in the layout of the parameters that no worker had a gradient of, ascending.
             The optimizer leaves them alone: values, moments and counts of updates.
+        optimizer: of a commit: takes the place of the model's before the update; None = it stays.
+        refused: of an abort because of the votes: how many of these there are in a row, this one counted; else 0.
     """
 
     step: int
@@ -315,10 +317,13 @@ class Decision:
     weight: float = 0.0
     traceparent: str = field(default="", compare=False)
     untouched: tuple[int, ...] = ()
+    optimizer: OptimizerChange | None = None
+    refused: int = 0
 
     def applies(self, hyper: Sequence[Hyper]) -> bool:
         """Whether it commits gradients with these hyperparameters, unclipped, as a speculative update expects it."""
-        return self.outcome is Outcome.COMMIT and self.clip_factor == 1.0 and self.hyper == tuple(hyper)
+        unclipped = self.outcome is Outcome.COMMIT and self.clip_factor == 1.0
+        return unclipped and self.optimizer is None and self.hyper == tuple(hyper)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -328,12 +333,27 @@ class OptimizerSpec:
     Attributes:
         name: registry name ("adamw").
         groups: per parameter group, hyperparameter values by name (flags as 0.0 or 1.0).
-        group_of: per parameter of the layout (by its index), the index of its group; -1 for frozen parameters.
+        group_of: per parameter of the layout (by its index), the index of its group; -1 for those that no step moves.
+        moments: hyperparameters of earlier steps that needed moments which those of `groups` do not.
     """
 
     name: str
     groups: tuple[Hyper, ...]
     group_of: tuple[int, ...]
+    moments: tuple[Hyper, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerChange:
+    """An optimizer that takes the place of a model's with a step.
+
+    Attributes:
+        spec: which.
+        keeps_moments: whether it goes on with the moments that there are; otherwise all of them begin anew.
+    """
+
+    spec: OptimizerSpec
+    keeps_moments: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

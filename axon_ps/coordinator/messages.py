@@ -8,11 +8,12 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from axon_ps.coordinator.core.committed import checked
 from axon_ps.coordinator.core.events import (
     MAX_BLOCKS,
+    CheckpointReply,
     CheckpointStatus,
     Copied,
     Corrupted,
@@ -46,6 +47,7 @@ from axon_ps.wire import codec
 from axon_ps.wire.differences import announced, difference_to_proto
 from axon_ps.wire.v1 import (
     checkpoint_pb2,
+    coordinator_pb2,
     logs_pb2,
     memory_pb2,
     placement_pb2,
@@ -165,6 +167,7 @@ def vote_to_proto(vote: Vote) -> session_pb2.SessionRequest:
             weight=vote.weight,
             untouched=vote.untouched,
             withdrawn=vote.withdrawn,
+            optimizer=None if vote.optimizer is None else codec.change_to_proto(vote.optimizer),
         )
     )
 
@@ -194,6 +197,7 @@ def vote_from_proto(message: session_pb2.Vote) -> Vote:
         weight=weight,
         untouched=tuple(message.untouched),
         withdrawn=message.withdrawn,
+        optimizer=codec.change_from_proto(message.optimizer) if message.HasField("optimizer") else None,
     )
 
 
@@ -301,21 +305,67 @@ def snapshot_report_to_proto(report: SnapshotReport) -> session_pb2.SessionReque
     return session_pb2.SessionRequest(snapshot=message)
 
 
+def files_to_proto(files: Iterable[SnapshotFile]) -> list[checkpoint_pb2.SnapshotFile]:
+    """Files of a checkpoint as messages."""
+    return [checkpoint_pb2.SnapshotFile(name=f.name, sha256=f.sha256, bytes=f.bytes, model=f.model) for f in files]
+
+
+def files_from_proto(files: Sequence[checkpoint_pb2.SnapshotFile]) -> tuple[SnapshotFile, ...]:
+    """Files of a checkpoint from messages.
+
+    Raises:
+        InvalidRequest: a file's name or hash is malformed, or there are too many.
+    """
+    if len(files) > MAX_SNAPSHOT_FILES:
+        raise InvalidRequest(f"{len(files)} files are reported; at most {MAX_SNAPSHOT_FILES} are allowed")
+    for f in files:
+        codec.name_from_proto(f.name, "a checkpoint file's name")
+        if not _SHA256.fullmatch(f.sha256):
+            raise InvalidRequest(f"the sha256 of file {f.name!r} is {f.sha256[:80]!r}; it must be 64 hex digits")
+    return tuple(SnapshotFile(name=f.name, sha256=f.sha256, bytes=f.bytes, model=f.model) for f in files)
+
+
+def checkpoint_to_proto(info: CheckpointReply) -> coordinator_pb2.CheckpointReply:
+    """What a checkpoint is, as a message."""
+    return coordinator_pb2.CheckpointReply(
+        uri=info.uri,
+        version=info.version,
+        bytes=info.bytes,
+        extra_json=info.extra_json,
+        versions=info.versions,
+        optimizer=info.optimizer,
+        hyper=codec.hypers_to_proto(info.hyper),
+        states=files_to_proto(info.states),
+    )
+
+
+def checkpoint_from_proto(message: coordinator_pb2.CheckpointReply) -> CheckpointReply:
+    """What a checkpoint is, from a message.
+
+    Raises:
+        InvalidRequest: a name or a hash is malformed.
+    """
+    return CheckpointReply(
+        uri=message.uri,
+        version=message.version,
+        bytes=message.bytes,
+        extra_json=message.extra_json,
+        versions=dict(message.versions),
+        optimizer=codec.name_from_proto(message.optimizer, "an optimizer's name", empty=True),
+        hyper=codec.hypers_from_proto(message.hyper),
+        states=files_from_proto(message.states),
+    )
+
+
 def snapshot_report_from_proto(message: checkpoint_pb2.SnapshotReport) -> SnapshotReport:
     """A shard server's report on its checkpoint files.
 
     Raises:
         InvalidRequest: a file's name or hash is malformed, or there are too many.
     """
-    if len(message.files) > MAX_SNAPSHOT_FILES:
-        raise InvalidRequest(f"{len(message.files)} files are reported; at most {MAX_SNAPSHOT_FILES} are allowed")
-    for f in message.files:
-        codec.name_from_proto(f.name, "a checkpoint file's name")
-        if not _SHA256.fullmatch(f.sha256):
-            raise InvalidRequest(f"the sha256 of file {f.name!r} is {f.sha256[:80]!r}; it must be 64 hex digits")
     return SnapshotReport(
         id=message.id,
-        files=tuple(SnapshotFile(name=f.name, sha256=f.sha256, bytes=f.bytes, model=f.model) for f in message.files),
+        files=files_from_proto(message.files),
         error=error_from_detail(message.error) if message.HasField("error") else None,
     )
 

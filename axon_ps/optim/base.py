@@ -127,6 +127,15 @@ class UpdateRule(ABC):
             )
         return {name: self._number(name, hyper.get(name, default)) for name, default in self.defaults.items()}
 
+    def cannot_follow(self, before: Hyper, hyper: Hyper) -> str:
+        """Why a group's hyperparameters cannot follow those of its step before, and what to use; empty when they can.
+
+        Args:
+            before: those of the step before, validated.
+            hyper: those of the next step, validated.
+        """
+        return ""
+
     def apply(
         self,
         param: Array,

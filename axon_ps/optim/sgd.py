@@ -58,6 +58,16 @@ class SGD(UpdateRule):
             )
         return values
 
+    def cannot_follow(self, before: Hyper, hyper: Hyper) -> str:
+        """Momentum is turned on with dampening, which torch leaves out in the step in which a buffer begins."""
+        if not (hyper["momentum"] and hyper["dampening"] and not before["momentum"]):
+            return ""
+        return (
+            f"sgd: momentum goes from 0 to {hyper['momentum']:g} with a dampening of {hyper['dampening']:g}; torch "
+            "does not dampen the step in which a buffer begins, and the servers do: set dampening to 0, or give the "
+            "group its momentum from the first step on"
+        )
+
     def _update(
         self,
         param: Array,

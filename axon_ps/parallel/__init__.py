@@ -30,6 +30,7 @@ from axon_ps.parallel.fsdp.strategy import CPUOffload, ShardingStrategy
 from axon_ps.parallel.grad_scaler import GradScaler
 from axon_ps.parallel.mesh import Mesh
 from axon_ps.parallel.optim import SGD, Adagrad, Adam, AdamW, Lion, RMSprop, ServerOptimizer
+from axon_ps.parallel.own_state import RandomState
 from axon_ps.parallel.pipeline import Pipeline, PipelineMemoryStats, PipelineSchedule, PipelineStage
 from axon_ps.parallel.tensor import ColumnParallelLinear, RowParallelLinear, TensorParallelAttention, clip_grad_norm
 from axon_ps.parallel.weights import WeightReceiver, load_weights, update_weights, weight_tensors
@@ -77,6 +78,7 @@ __all__ = [
     "PipelineStage",
     "Policy",
     "RMSprop",
+    "RandomState",
     "RowParallelLinear",
     "ServerOptimizer",
     "ShardingStrategy",

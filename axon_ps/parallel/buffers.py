@@ -8,8 +8,8 @@ Note: [Between a worker and a checkpoint]
     With servers the coordinator writes the file, from what workers have attached in the job's key-value store
     (`coordinator.client.attachments`). The worker of lowest rank attaches its buffers when it orders a checkpoint. For
     those that nobody orders it does so after a committed step, at most every `CADENCE_S`: an automatic checkpoint may
-    have buffers that are so much older than its parameters. A restore puts the buffers there too, with the epoch that it begins; a worker
-    compares that with the epoch which it computes with. A worker that joins takes what is there.
+    have buffers that are so much older than its parameters. A restore puts the buffers there too, with the epoch that
+    it begins; a worker compares that with the epoch which it computes with. A worker that joins takes what is there.
 """
 
 from __future__ import annotations

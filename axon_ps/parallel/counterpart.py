@@ -8,8 +8,9 @@ import torch
 
 from axon_ps.errors import InvalidRequest
 from axon_ps.optim import registry
+from axon_ps.types import Hyper
 
-_FLAGS: Final = ("amsgrad", "maximize")
+_FLAGS: Final = ("amsgrad", "maximize", "differentiable")
 
 
 def counterpart(optimizer: torch.optim.Optimizer, otherwise: str) -> tuple[str, list[dict[str, Any]]]:
@@ -23,6 +24,13 @@ def counterpart(optimizer: torch.optim.Optimizer, otherwise: str) -> tuple[str, 
         InvalidRequest: there is none.
     """
     name = type(optimizer).__name__.lower()
+    decoupled = {bool(group.get("decoupled_weight_decay")) for group in optimizer.param_groups}
+    if name == "adam" and True in decoupled:
+        if len(decoupled) > 1:
+            raise InvalidRequest(
+                f"this Adam decouples weight decay in some of its groups only, which shard servers do not; {otherwise}"
+            )
+        name = "adamw"
     if name not in registry.names():
         raise InvalidRequest(
             f"{type(optimizer).__name__} has no form on shard servers; use one of "
@@ -35,4 +43,12 @@ def counterpart(optimizer: torch.optim.Optimizer, otherwise: str) -> tuple[str, 
     return name, [{k: v for k, v in group.items() if k in known} for group in optimizer.param_groups]
 
 
-__all__ = ["counterpart"]
+def as_in_torch(values: Hyper) -> dict[str, Any]:
+    """Our hyperparameters by torch's names: beta1 and beta2 are the pair `betas`, which schedulers look for."""
+    if "beta1" not in values or "beta2" not in values:
+        return dict(values)
+    others = {name: value for name, value in values.items() if name not in ("beta1", "beta2")}
+    return {**others, "betas": (values["beta1"], values["beta2"])}
+
+
+__all__ = ["as_in_torch", "counterpart"]

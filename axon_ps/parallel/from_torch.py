@@ -33,6 +33,9 @@ BUFFERS_FILE: Final = "buffers.safetensors"
 class MovedOptimizer(ServerOptimizer):
     """A server optimizer in the place of one of torch's, in a training loop that is not ours.
 
+    The two have the same `param_groups`, so a step applies what they say, whichever of both a scheduler, a callback or
+    the program holds.
+
     Its step is made again from the same gradients when the death of a shard server has aborted it, so that a loop that
     does not look at the result loses no batch.
 
@@ -49,19 +52,36 @@ class MovedOptimizer(ServerOptimizer):
     """
 
     def __init__(self, original: torch.optim.Optimizer) -> None:
-        name, hypers = counterpart(original, "train under torch's DistributedDataParallel over the backend 'axon'")
-        groups = [
-            {"params": group["params"], **{k: group[k] for k in ("initial_lr",) if k in group}, **hyper}
-            for group, hyper in zip(original.param_groups, hypers, strict=True)
-            if group["params"]
-        ]
-        super().__init__(groups, name)
+        name, _ = counterpart(original, "train under torch's DistributedDataParallel over the backend 'axon'")
+        self._original: torch.optim.Optimizer | None = None
+        super().__init__([dict(group) for group in original.param_groups], name)
+        self._original = original
         assert self._runtime is not None
         self._runtime.resends, self._runtime.on_abort = RESENDS, self._check_workers
         self._workers = _ids_of_workers()
         self.commits: Callable[[], Mapping[str, Any]] = dict
         self.last: StepResult | None = None
         self._opt_called = False  # torch's schedulers look at it
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """Those of torch's optimizer."""
+        return self._groups if self._original is None else self._original.param_groups
+
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        if self._original is None:
+            self._groups = groups
+        else:
+            self._original.param_groups = groups
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """What `load_state_dict` calls, with new groups."""
+        self.param_groups = state["param_groups"]
+        super().__setstate__({key: value for key, value in state.items() if key != "param_groups"})
+
+    def _check_moments(self, version: int) -> None:
+        """The frameworks' adapters bring moments back, before or after the state dict."""
 
     @property
     def model(self) -> FullyShardedDataParallel:
@@ -77,7 +97,8 @@ class MovedOptimizer(ServerOptimizer):
             StepAborted: a worker has left; or the parameters were replaced meanwhile (all that had a slice died, and
                 the servers went on from a checkpoint); or attempt after attempt was aborted.
         """
-        self._opt_called = True
+        assert self._original is not None
+        self._opt_called = self._original._opt_called = True  # type: ignore[attr-defined]
         self._check_workers()
         if closure is not None:
             with torch.enable_grad():

@@ -1,6 +1,8 @@
 """Optimizers whose state lives on the shard servers, as real `torch.optim.Optimizer`s.
 
-`param_groups` hold the hyperparameters that the next step will use, so torch's LR schedulers work on them unchanged.
+`param_groups` hold the hyperparameters that the next step will use, so torch's LR schedulers work on them unchanged;
+keys of one's own stay in them. A model has one optimizer at a time. One that is made later takes the place of the one
+before with its first step, and its moments begin anew, as torch's do.
 `step()` sends the remaining gradients, votes, and returns the decision. State (moments, momentum) never
 exists on a worker: `state` is empty, and checkpoints are written by the servers.
 """
@@ -8,22 +10,36 @@ exists on a worker: `state` is empty, and checkpoints are written by the servers
 from __future__ import annotations
 
 import inspect
+import warnings
+import weakref
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias, TypedDict, Unpack
 
 import torch
 
 from axon_ps.coordinator.core.committed import encoded
 from axon_ps.errors import InvalidRequest, Misuse
 from axon_ps.host import fork
+from axon_ps.optim.base import UpdateRule
 from axon_ps.optim.registry import create
 from axon_ps.parallel.compile import uncompiled
+from axon_ps.parallel.counterpart import as_in_torch
 from axon_ps.parallel.fsdp.fsdp import FullyShardedDataParallel
 from axon_ps.parallel.fsdp.runtime import Runtime
 from axon_ps.parallel.fsdp.sent_gradients import Home
 from axon_ps.types import Hyper, OptimizerSpec, StepResult
 
 Params: TypeAlias = FullyShardedDataParallel | Iterable[Any]
+
+_WAYS_TO_COMPUTE: Final = ("foreach", "fused", "capturable", "differentiable")
+"""What torch's groups say of how an update is computed, and not of what it is."""
+
+_DECOUPLED_KEY: Final = "decoupled_weight_decay"
+_DECOUPLED: Final = {"adam": False, "adamw": True}
+"""What this key of torch's groups says where it is."""
+
+_SERVERS: Final = "axon_ps"
+"""What state dicts have of the moments that are on the servers: since which version, and at which."""
 
 _add_param_group = uncompiled(inspect.unwrap(torch.optim.Optimizer.add_param_group))
 _zero_grad = uncompiled(inspect.unwrap(torch.optim.Optimizer.zero_grad))
@@ -43,33 +59,66 @@ class ServerOptimizer(torch.optim.Optimizer):
             is not given has the optimizer's default.
 
     Raises:
-        InvalidRequest: there is no optimizer of that name, a parameter is not of a wrapped model, a trainable one is in
-            no group, or a hyperparameter is unknown or out of range.
+        InvalidRequest: there is no optimizer of that name, a parameter is not of a wrapped model, or a hyperparameter
+            is unknown, out of range or not possible on servers.
         LayoutMismatch: another worker made another optimizer.
+        Misuse: the model has an optimizer already, and its replicas step asynchronously.
     """
 
     def __init__(self, params: Params, name: str, **hyper: Any) -> None:
         self._runtime: Runtime | None = None
         self._rules = create(name)
+        defaults = as_in_torch(self._rules.defaults) | dict.fromkeys(_WAYS_TO_COMPUTE)
+        if unknown := sorted(hyper.keys() - defaults.keys() - self._rules.defaults.keys()):
+            raise InvalidRequest(
+                f"{name} has no hyperparameter {unknown[0]!r}; it has {', '.join(as_in_torch(self._rules.defaults))}; "
+                "remove it or correct its name"
+            )
         groups = params.sharded_parameters() if isinstance(params, FullyShardedDataParallel) else params
-        super().__init__(groups, _as_in_torch(self._rules.defaults) | hyper)
+        super().__init__(groups, defaults | hyper)
         owner = params if isinstance(params, FullyShardedDataParallel) else owner_of(self.param_groups)
-        spec = OptimizerSpec(name=name, groups=self._hyper(), group_of=self._group_of(owner))
-        owner.runtime.register_optimizer(spec)
+        self._owner = weakref.ref(owner)
+        spec = self._spec()
+        self._needed = spec.groups  # what the moments that there are were made for
+        self._before: tuple[Hyper, ...] = ()  # of the step before
+        if owner.runtime.current is None:
+            owner.runtime.register_optimizer(spec)
+        else:
+            owner.runtime.change_optimizer(spec)
+        self._sizes = self._group_sizes()
         self._runtime = owner.runtime
         self._runtime.optimizers.add(self)
+        self._runtime.current = weakref.ref(self)
         # asynchronous: others commit in between, so what a step will make cannot be known before
-        self._runtime.expected_hyper = None if owner.spec.policy.asynchronous else self._hyper
+        self._runtime.expected_hyper = None if owner.spec.policy.asynchronous else self._expected
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group; only while the optimizer is being made, since the servers then know its groups.
+        """Add a group; later than when the optimizer is made, its parameters are moved from the next step on.
+
+        Every worker adds the same.
 
         Raises:
-            Misuse: the optimizer is made already.
+            InvalidRequest: a parameter is in another group, or not of the wrapped model.
+            Misuse: replicas step asynchronously, or another optimizer of this model was made since.
         """
-        if self._runtime is not None:
-            raise Misuse("the servers know this optimizer's groups already; give all groups when you make it")
         _add_param_group(self, param_group)
+        if self._runtime is not None:
+            try:
+                self._check_current()
+                self._take_groups()
+            except BaseException:
+                self.param_groups.pop()
+                raise
+
+    def _take_groups(self) -> None:
+        """Have the groups that there are now move their parameters from the next step on."""
+        assert self._runtime is not None
+        if (sizes := self._group_sizes()) != self._sizes:
+            self._runtime.change_optimizer(self._spec(), keeps_moments=True)
+            self._sizes = sizes
+
+    def _group_sizes(self) -> list[int]:
+        return [len(group["params"]) for group in self.param_groups]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients of the model, as torch's optimizers do; to be called in each step, as for those.
@@ -107,8 +156,11 @@ class ServerOptimizer(torch.optim.Optimizer):
         Raises:
             Timeout: no decision came in time.
             Broken: the coordinator or a shard server is gone for good.
-            Misuse: this process is a fork of a worker, or NO_SHARD has no decision that `commit` could be part of.
-            InvalidRequest: the values to commit are no JSON, or too large.
+            Misuse: this process is a fork of a worker; NO_SHARD has no decision that `commit` could be part of; or
+                another optimizer of this model was made since.
+            InvalidRequest: the values to commit are no JSON, or too large; or a value of a group is out of range.
+            StepAborted: step after step is aborted because of what the workers vote: one of them has other values in
+                its groups, say. Every worker gets it, and the message names ranks, key and values.
 
         After an error: the step may or may not have committed; see `World.version` once the session is back.
         """
@@ -117,26 +169,123 @@ class ServerOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 closure()
-        return self._runtime.step(self._hyper(), encoded(commit or {}))
+        self._check_current()
+        self._take_groups()  # whoever shares the list may have added one
+        hyper = self._hyper()
+        for before, now in zip(self._before, hyper, strict=False):
+            if problem := self._rules.cannot_follow(before, now):
+                raise InvalidRequest(problem)
+        result = self._runtime.step(hyper, encoded(commit or {}))
+        if result.committed:
+            self._before = hyper
+            if self._needs_more(hyper):
+                self._needed = (*self._needed, *hyper)
+        return result
 
     def state_dict(self) -> dict[str, Any]:
-        """The parameter groups' hyperparameters. Moments are in the servers' checkpoints."""
-        return super().state_dict()
+        """The parameter groups' hyperparameters, and under NO_SHARD the moments.
+
+        Elsewhere moments are on the servers, and in checkpoints; `load_state_dict` says what becomes of them.
+        """
+        assert self._runtime is not None
+        self.state.update(self._runtime.optimizer_state(self))
+        try:
+            packed = super().state_dict()
+        finally:
+            self.state.clear()
+        return {**packed, _SERVERS: {"moments_of": self._runtime.moments_of, "version": self._runtime.version}}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take the groups' values from a state dict, and under NO_SHARD the moments.
+
+        Elsewhere the moments are those that the servers have. An optimizer that was made in the place of another of
+        this model begins with new ones, unless it loads the state dict of that other.
+
+        Raises:
+            ValueError: the groups are not those of the state dict.
+            InvalidRequest: it has moments, and this optimizer's are on the servers: `load_checkpoint` brings those.
+        """
+        assert self._runtime is not None
+        saved = state_dict.get(_SERVERS)
+        if self._on_servers and state_dict["state"]:
+            raise InvalidRequest(
+                f"the state dict has the moments of {len(state_dict['state'])} parameters, and those of this optimizer "
+                "are on the shard servers; model.save_checkpoint(uri, optimizer) and load_checkpoint(uri, optimizer) "
+                'bring them there. To take only the groups\' values, empty its "state"'
+            )
+        super().load_state_dict(state_dict)
+        state = {param: dict(values) for param, values in self.state.items()}
+        self.state.clear()
+        if not self._on_servers:
+            self._runtime.load_optimizer_state(state, self._hyper())
+        elif saved is not None:
+            if saved["moments_of"] == self._runtime.moments_of:
+                self._runtime.keep_moments()
+            self._check_moments(saved["version"])
+
+    def _check_moments(self, version: int) -> None:
+        """A state dict of this version was loaded: whether its moments are there."""
+        assert self._runtime is not None
+        if version != self._runtime.version:
+            warnings.warn(
+                f"this state dict is of version {version}, and the moments on the shard servers are of version "
+                f"{self._runtime.version}: they stay as they are. load_checkpoint(uri, optimizer) brings moments back",
+                stacklevel=3,
+            )
+
+    @property
+    def rule(self) -> str:
+        """The optimizer's name, of those of `axon_ps.optim`."""
+        return self._rules.name
+
+    @property
+    def _on_servers(self) -> bool:
+        return not self._model._wrapping.replicated
+
+    @property
+    def _model(self) -> FullyShardedDataParallel:
+        owner = self._owner()
+        if owner is None:
+            raise Misuse("the wrapped model of this optimizer is gone")
+        return owner
+
+    @property
+    def _is_current(self) -> bool:
+        assert self._runtime is not None
+        return self._runtime.current is not None and self._runtime.current() is self
+
+    def _check_current(self) -> None:
+        if not self._is_current:
+            raise Misuse(
+                f"another optimizer of model {self._model.name!r} was made after this {type(self).__name__}, and a "
+                "model has one at a time, which moves all of it. Use one optimizer with several groups; or wrap the "
+                "parts as models of their own, by name, each with its optimizer"
+            )
+
+    def _expected(self) -> tuple[Hyper, ...] | None:
+        """The hyperparameters of the next step, if what it makes can be known before it is decided."""
+        hyper = self._hyper()
+        changes = self._runtime is None or self._runtime.changes_optimizer
+        return None if changes or self._needs_more(hyper) else hyper
+
+    def _needs_more(self, hyper: tuple[Hyper, ...]) -> bool:
+        """Whether a step with these hyperparameters needs moments that there are not yet."""
+        names = self._rules.state_names
+        return names((*self._needed, *hyper)) != names(self._needed)
 
     def _hyper(self) -> tuple[Hyper, ...]:
-        return tuple(self._rules.validate(_flatten(group)) for group in self.param_groups)
+        return tuple(self._rules.validate(_flatten(self._rules, group)) for group in self.param_groups)
+
+    def _spec(self) -> OptimizerSpec:
+        return OptimizerSpec(name=self._rules.name, groups=self._hyper(), group_of=self._group_of(self._model))
 
     def _group_of(self, owner: FullyShardedDataParallel) -> tuple[int, ...]:
+        """The group of each parameter of the layout; -1 for those in none, which are left alone, as in torch."""
         group_of = {param: i for i, group in enumerate(self.param_groups) for param in group["params"]}
         result = []
         for flat in owner.runtime.flats:
-            for spec, param in zip(flat.unit.parameters, flat.params, strict=True):
-                if flat.trainable and param not in group_of:
-                    raise InvalidRequest(
-                        f"parameter {spec.name!r} is trainable and in no parameter group; put it in one, or call "
-                        "requires_grad_(False) on it before wrapping the model"
-                    )
-                result.append(group_of[param] if flat.trainable else -1)
+            for param in flat.params:
+                result.append(group_of.get(param, -1) if flat.trainable else -1)
                 group_of.pop(param, None)
         if ignored := [name for name, param in owner.named_parameters() if param in group_of]:
             raise InvalidRequest(
@@ -146,7 +295,7 @@ class ServerOptimizer(torch.optim.Optimizer):
         if group_of:
             raise InvalidRequest(
                 f"{len(group_of)} parameters of the optimizer's groups are not of the wrapped model; make the groups "
-                "from model.parameters() after wrapping"
+                "from model.parameters() after wrapping, and for another model another optimizer"
             )
         return tuple(result)
 
@@ -164,23 +313,40 @@ def owner_of(groups: list[dict[str, Any]]) -> FullyShardedDataParallel:
     )
 
 
-def _as_in_torch(values: Hyper) -> dict[str, Any]:
-    """Our hyperparameters by torch's names: beta1 and beta2 are the pair `betas`, which schedulers look for."""
-    if "beta1" not in values or "beta2" not in values:
-        return dict(values)
-    others = {name: value for name, value in values.items() if name not in ("beta1", "beta2")}
-    return {**others, "betas": (values["beta1"], values["beta2"])}
+def _flatten(rules: UpdateRule, group: Mapping[str, Any]) -> dict[str, Any]:
+    """The hyperparameters of a group by our names: betas are beta1 and beta2. Whatever else it has is not ours.
+
+    Raises:
+        InvalidRequest: it asks for other arithmetic than the servers'.
+    """
+    if group.get("differentiable"):
+        raise InvalidRequest(
+            f"{rules.name}: differentiable=True needs the step in torch's graph, and the servers make it; leave it out"
+        )
+    decoupled = _DECOUPLED.get(rules.name)
+    if decoupled is not None and bool(group.get(_DECOUPLED_KEY, decoupled)) != decoupled:
+        raise InvalidRequest(
+            f"{rules.name}: {_DECOUPLED_KEY} is {group[_DECOUPLED_KEY]!r} in a group; make an "
+            f"{'Adam' if decoupled else 'AdamW'} instead"
+        )
+    named = dict(group)
+    if "beta1" in rules.defaults and "betas" in named:
+        named["beta1"], named["beta2"] = named["betas"]
+    return {name: _number(named[name]) for name in rules.defaults if name in named}
 
 
-def _flatten(group: dict[str, Any]) -> dict[str, float]:
-    """torch's hyperparameters by our names: betas become beta1 and beta2, flags 0 and 1."""
-    values: dict[str, float] = {}
-    for name, value in group.items():
-        if name == "betas":
-            values["beta1"], values["beta2"] = map(float, value)
-        elif name not in ("params", "initial_lr", "param_names"):
-            values[name] = float(value)
-    return values
+def _number(value: Any) -> Any:
+    """A learning rate or the like; torch's may be tensors."""
+    return value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
+
+
+class Way(TypedDict, total=False):
+    """Choices of how torch computes an update, not of what: the servers have one way, so they change nothing."""
+
+    foreach: bool | None
+    fused: bool | None
+    capturable: bool
+    differentiable: bool
 
 
 class SGD(ServerOptimizer):
@@ -189,14 +355,25 @@ class SGD(ServerOptimizer):
     def __init__(
         self,
         params: Params,
-        lr: float = 1e-3,
+        lr: float | torch.Tensor = 1e-3,
         momentum: float = 0.0,
         dampening: float = 0.0,
         weight_decay: float = 0.0,
         nesterov: bool = False,
+        *,
+        maximize: bool = False,
+        **way: Unpack[Way],
     ) -> None:
         super().__init__(
-            params, "sgd", lr=lr, momentum=momentum, dampening=dampening, weight_decay=weight_decay, nesterov=nesterov
+            params,
+            "sgd",
+            lr=lr,
+            momentum=momentum,
+            dampening=dampening,
+            weight_decay=weight_decay,
+            nesterov=nesterov,
+            maximize=maximize,
+            **way,
         )
 
 
@@ -206,12 +383,27 @@ class Adam(ServerOptimizer):
     def __init__(
         self,
         params: Params,
-        lr: float = 1e-3,
+        lr: float | torch.Tensor = 1e-3,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        *,
+        maximize: bool = False,
+        decoupled_weight_decay: bool = False,
+        **way: Unpack[Way],
     ) -> None:
-        super().__init__(params, "adam", lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
+        super().__init__(
+            params,
+            "adamw" if decoupled_weight_decay else "adam",
+            lr=lr,
+            betas=betas,
+            eps=eps,
+            weight_decay=weight_decay,
+            amsgrad=amsgrad,
+            maximize=maximize,
+            **way,
+        )
 
 
 class AdamW(ServerOptimizer):
@@ -220,12 +412,26 @@ class AdamW(ServerOptimizer):
     def __init__(
         self,
         params: Params,
-        lr: float = 1e-3,
+        lr: float | torch.Tensor = 1e-3,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
+        amsgrad: bool = False,
+        *,
+        maximize: bool = False,
+        **way: Unpack[Way],
     ) -> None:
-        super().__init__(params, "adamw", lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
+        super().__init__(
+            params,
+            "adamw",
+            lr=lr,
+            betas=betas,
+            eps=eps,
+            weight_decay=weight_decay,
+            amsgrad=amsgrad,
+            maximize=maximize,
+            **way,
+        )
 
 
 class Adagrad(ServerOptimizer):
@@ -234,11 +440,16 @@ class Adagrad(ServerOptimizer):
     def __init__(
         self,
         params: Params,
-        lr: float = 1e-2,
+        lr: float | torch.Tensor = 1e-2,
         lr_decay: float = 0.0,
         weight_decay: float = 0.0,
         initial_accumulator_value: float = 0.0,
         eps: float = 1e-10,
+        foreach: bool | None = None,
+        *,
+        maximize: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
     ) -> None:
         super().__init__(
             params,
@@ -248,6 +459,10 @@ class Adagrad(ServerOptimizer):
             weight_decay=weight_decay,
             initial_accumulator_value=initial_accumulator_value,
             eps=eps,
+            maximize=maximize,
+            foreach=foreach,
+            differentiable=differentiable,
+            fused=fused,
         )
 
 
@@ -257,12 +472,16 @@ class RMSprop(ServerOptimizer):
     def __init__(
         self,
         params: Params,
-        lr: float = 1e-2,
+        lr: float | torch.Tensor = 1e-2,
         alpha: float = 0.99,
         eps: float = 1e-8,
         weight_decay: float = 0.0,
         momentum: float = 0.0,
         centered: bool = False,
+        capturable: bool = False,
+        foreach: bool | None = None,
+        maximize: bool = False,
+        differentiable: bool = False,
     ) -> None:
         super().__init__(
             params,
@@ -273,6 +492,10 @@ class RMSprop(ServerOptimizer):
             weight_decay=weight_decay,
             momentum=momentum,
             centered=centered,
+            maximize=maximize,
+            capturable=capturable,
+            foreach=foreach,
+            differentiable=differentiable,
         )
 
 
@@ -282,7 +505,7 @@ class Lion(ServerOptimizer):
     def __init__(
         self,
         params: Params,
-        lr: float = 1e-4,
+        lr: float | torch.Tensor = 1e-4,
         betas: tuple[float, float] = (0.9, 0.99),
         weight_decay: float = 0.0,
     ) -> None:

@@ -122,7 +122,7 @@ def _buffers(manifest: Manifest, dtype: DType | None, prefix: str, taken: Collec
         return
     content = read_attached(manifest, (key,))[key]
     try:
-        tensors = deserialize(content)
+        tensors = deserialize(content)  # type: ignore[no-untyped-call]
     except SafetensorError as error:
         raise CheckpointCorrupt(f"the buffers of {manifest.uri} are damaged: {error}") from error
     for name, tensor in tensors:

@@ -49,6 +49,11 @@ ATTACHED_PREFIX = "attached-"
 
 MAX_ATTACHED_BYTES = 256 << 20
 """Largest of them."""
+STATE_PREFIX = "state-"
+"""The prefix of every file of a worker's own state."""
+
+MAX_STATE_BYTES = 64 << 20
+"""Most bytes of a file of a worker's own state."""
 
 _MAX_BYTES = 256 << 20
 _NO_HASH = b"0" * 64
@@ -64,7 +69,7 @@ class Manifest:
         name: name of the model in the job; empty if it has none.
         version: committed steps.
         layout: its parameters.
-        optimizer: the one whose state it has; None when the job had no optimizer yet.
+        optimizer: the one whose state it has, its groups as of this version; None when the job had no optimizer yet.
         num_servers: over how many shard servers units were cut.
         options: how units were cut.
         files: the files that the servers wrote.
@@ -76,6 +81,7 @@ class Manifest:
         committed: the values that were committed with its steps up to this version, by name.
         attached: by key, small files of the workers, whatever their models: `BUFFERS` and a model's name is the key of
             a safetensors file of its buffers. Every section has all of them.
+        states: by the rank of a worker, the file of its own state.
         sha256: the hash that the file has of itself, in hex; empty before it is written, and in old ones.
         signature: of that, in hex; empty = it is not signed. See `storage.signature`.
     """
@@ -95,6 +101,7 @@ class Manifest:
     others: tuple[Manifest, ...] = ()
     committed: Mapping[str, str] = field(default_factory=dict)
     attached: Mapping[str, FileEntry] = field(default_factory=dict)
+    states: Mapping[int, FileEntry] = field(default_factory=dict)
     sha256: str = field(default="", compare=False)
     signature: str = field(default="", compare=False)
 
@@ -110,8 +117,9 @@ class Manifest:
 
     @property
     def all_files(self) -> tuple[FileEntry, ...]:
-        """The files of all models, and what is attached."""
-        return (*(f for section in self.sections for f in section.files), *self.attached.values())
+        """The files of all models, what is attached, and those of workers' own state."""
+        models = (f for section in self.sections for f in section.files)
+        return (*models, *self.attached.values(), *self.states.values())
 
     @property
     def sections(self) -> tuple[Manifest, ...]:
@@ -174,7 +182,7 @@ def write_manifest(uri: str, manifest: Manifest) -> None:
     named = {f.name for f in manifest.all_files}
     with contextlib.suppress(CheckpointError):  # the checkpoint is complete; the files left over only take space
         for name in store.names():
-            if name.startswith((FILE_PREFIX, ATTACHED_PREFIX)) and name not in named:
+            if name.startswith((FILE_PREFIX, ATTACHED_PREFIX, STATE_PREFIX)) and name not in named:
                 store.remove(name)
 
 
@@ -391,6 +399,7 @@ def _to_proto(manifest: Manifest) -> checkpoint_pb2.Manifest:
         num_servers=manifest.num_servers,
         extra_json=extra_json,
         attached={key: checkpoint_pb2.SnapshotFile(**vars(entry)) for key, entry in manifest.attached.items()},
+        states=[checkpoint_pb2.SnapshotFile(**vars(entry), model=rank) for rank, entry in manifest.states.items()],
         models=[
             checkpoint_pb2.Manifest.Model(
                 name=section.name,
@@ -410,7 +419,8 @@ def _to_proto(manifest: Manifest) -> checkpoint_pb2.Manifest:
 
 def _from_proto(message: checkpoint_pb2.Manifest, uri: str) -> Manifest:
     first, *others = (_section(message, model, uri) for model in message.models)
-    return dataclasses.replace(first, extra=dict(json.loads(message.extra_json)), others=tuple(others))
+    states = {f.model: FileEntry(name=f.name, sha256=f.sha256, bytes=f.bytes) for f in message.states}
+    return dataclasses.replace(first, extra=dict(json.loads(message.extra_json)), others=tuple(others), states=states)
 
 
 def _section(message: checkpoint_pb2.Manifest, model: checkpoint_pb2.Manifest.Model, uri: str) -> Manifest:
@@ -446,6 +456,8 @@ __all__ = [
     "BUFFERS",
     "FORMAT_VERSION",
     "MANIFEST_NAME",
+    "MAX_STATE_BYTES",
+    "STATE_PREFIX",
     "FileEntry",
     "Manifest",
     "check_sizes",

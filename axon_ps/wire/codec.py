@@ -29,6 +29,7 @@ from axon_ps.types import (
     Member,
     Membership,
     ModelProgress,
+    OptimizerChange,
     OptimizerSpec,
     Outcome,
     Role,
@@ -337,7 +338,10 @@ def hypers_from_proto(messages: Iterable[common_pb2.Hyper]) -> tuple[Hyper, ...]
 def optimizer_to_proto(optimizer: OptimizerSpec) -> common_pb2.OptimizerSpec:
     """An optimizer as a message."""
     return common_pb2.OptimizerSpec(
-        name=optimizer.name, groups=hypers_to_proto(optimizer.groups), group_of=optimizer.group_of
+        name=optimizer.name,
+        groups=hypers_to_proto(optimizer.groups),
+        group_of=optimizer.group_of,
+        moments=hypers_to_proto(optimizer.moments),
     )
 
 
@@ -350,10 +354,27 @@ def optimizer_from_proto(message: common_pb2.OptimizerSpec) -> OptimizerSpec:
     groups = hypers_from_proto(message.groups)
     for group in message.group_of:
         if not -1 <= group < len(groups):
-            raise InvalidRequest(f"a parameter is in group {group}; the optimizer has {len(groups)} (-1 is frozen)")
+            raise InvalidRequest(f"a parameter is in group {group}; the optimizer has {len(groups)} (-1 is in none)")
     return OptimizerSpec(
-        name=name_from_proto(message.name, "the optimizer's name"), groups=groups, group_of=tuple(message.group_of)
+        name=name_from_proto(message.name, "the optimizer's name"),
+        groups=groups,
+        group_of=tuple(message.group_of),
+        moments=hypers_from_proto(message.moments),
     )
+
+
+def change_to_proto(change: OptimizerChange) -> common_pb2.OptimizerChange:
+    """A change of optimizers as a message."""
+    return common_pb2.OptimizerChange(optimizer=optimizer_to_proto(change.spec), keeps_moments=change.keeps_moments)
+
+
+def change_from_proto(message: common_pb2.OptimizerChange) -> OptimizerChange:
+    """A change of optimizers from a message.
+
+    Raises:
+        InvalidRequest: as `optimizer_from_proto` raises it.
+    """
+    return OptimizerChange(spec=optimizer_from_proto(message.optimizer), keeps_moments=message.keeps_moments)
 
 
 def policy_to_proto(policy: Policy) -> policy_pb2.Policy:
@@ -437,6 +458,8 @@ def decision_to_proto(decision: Decision) -> session_pb2.DecisionEvent:
         commit=decision.commit,
         weight=decision.weight,
         untouched=decision.untouched,
+        optimizer=None if decision.optimizer is None else change_to_proto(decision.optimizer),
+        refused=decision.refused,
     )
 
 
@@ -463,6 +486,8 @@ def decision_from_proto(message: session_pb2.DecisionEvent) -> Decision:
         traceparent=message.traceparent,
         weight=message.weight,
         untouched=tuple(message.untouched),
+        optimizer=change_from_proto(message.optimizer) if message.HasField("optimizer") else None,
+        refused=message.refused,
     )
 
 

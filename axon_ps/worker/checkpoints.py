@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Coroutine, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from axon_ps.collectives.work import LoopWork
 from axon_ps.coordinator.client.attachments import Attachments
 from axon_ps.coordinator.client.session import CoordinatorClient
-from axon_ps.coordinator.core.events import UPLOADED
+from axon_ps.coordinator.core.events import UPLOADED, SnapshotFile
 from axon_ps.errors import Broken, InvalidRequest
 from axon_ps.rpc.background_loop import BackgroundLoop
 from axon_ps.rpc.deadlines import Deadline
-from axon_ps.types import Array
+from axon_ps.storage.checkpoint import FileEntry
+from axon_ps.types import Array, Hyper
 from axon_ps.worker.job_view import JobView
 from axon_ps.worker.models import Models
 from axon_ps.worker.rendezvous import Rendezvous
@@ -35,6 +36,9 @@ class CheckpointInfo:
         bytes: bytes of all its files.
         extra: what was saved with it.
         versions: where it has several models, the version of each by name.
+        optimizer: of one that was read: name of the optimizer of the first model asked for; empty = it has none.
+        hyper: per parameter group of that, its hyperparameters then.
+        states: of one that was read: by the rank of a worker, the file of its own state.
     """
 
     uri: str
@@ -42,6 +46,9 @@ class CheckpointInfo:
     bytes: int
     extra: Mapping[str, Any]
     versions: Mapping[str, int] = field(default_factory=dict)
+    optimizer: str = ""
+    hyper: Sequence[Hyper] = ()
+    states: Mapping[int, FileEntry] = field(default_factory=dict)
 
 
 def info_of(reply: Any) -> CheckpointInfo:
@@ -52,7 +59,21 @@ def info_of(reply: Any) -> CheckpointInfo:
         bytes=reply.bytes,
         extra=json.loads(reply.extra_json) if reply.extra_json else {},
         versions=dict(reply.versions),
+        optimizer=reply.optimizer,
+        hyper=reply.hyper,
+        states={f.model: FileEntry(name=f.name, sha256=f.sha256, bytes=f.bytes) for f in reply.states},
     )
+
+
+def info_to_json(info: CheckpointInfo) -> dict[str, Any]:
+    """A `CheckpointInfo` as JSON values."""
+    return {**asdict(info), "states": {str(rank): asdict(entry) for rank, entry in info.states.items()}}
+
+
+def info_from_json(value: Mapping[str, Any]) -> CheckpointInfo:
+    """A `CheckpointInfo` from JSON values."""
+    states = {int(rank): FileEntry(**entry) for rank, entry in value["states"].items()}
+    return CheckpointInfo(**{**value, "states": states})
 
 
 class Checkpoints:
@@ -84,7 +105,13 @@ class Checkpoints:
         self._rendezvous = rendezvous
 
     def save(
-        self, uri: str, extra: Mapping[str, Any] | None, timeout_s: float, *, background: bool
+        self,
+        uri: str,
+        extra: Mapping[str, Any] | None,
+        timeout_s: float,
+        *,
+        states: Mapping[int, FileEntry] | None = None,
+        background: bool,
     ) -> Coroutine[Any, Any, CheckpointInfo]:
         """See `World.save_checkpoint`; to be run on the loop."""
         try:
@@ -93,12 +120,15 @@ class Checkpoints:
             raise InvalidRequest(f"extra must be JSON values: {error}") from error
 
         attached = self._attachments.current() if self._is_first else {}
+        files = tuple(SnapshotFile(**vars(entry), model=rank) for rank, entry in (states or {}).items())
 
         async def save() -> CheckpointInfo:
             for key, attachment in attached.items():
                 await self._attachments.store(key, attachment)
             return info_of(
-                await self._coordinator.save_checkpoint(uri, extra_json, timeout_s=timeout_s, background=background)
+                await self._coordinator.save_checkpoint(
+                    uri, extra_json, timeout_s=timeout_s, states=files, background=background
+                )
             )
 
         return save()

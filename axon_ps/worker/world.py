@@ -31,6 +31,7 @@ from axon_ps.host import fork
 from axon_ps.observe.loggers.base import Logger
 from axon_ps.observe.metrics.sources import Source
 from axon_ps.rpc.http import HttpServer
+from axon_ps.storage.checkpoint import FileEntry
 from axon_ps.types import Array, Member, Membership, Role
 from axon_ps.worker.bootstrap.job import FormedJob, find_job
 from axon_ps.worker.checkpoints import CheckpointInfo, Checkpoints
@@ -503,6 +504,7 @@ class World:
         uri: str,
         *,
         extra: Mapping[str, Any] | None = None,
+        states: Mapping[int, FileEntry] | None = None,
         timeout_s: float | None = None,
         async_op: Literal[False] = False,
     ) -> CheckpointInfo: ...
@@ -513,6 +515,7 @@ class World:
         uri: str,
         *,
         extra: Mapping[str, Any] | None = None,
+        states: Mapping[int, FileEntry] | None = None,
         timeout_s: float | None = None,
         async_op: Literal[True],
     ) -> LoopWork[CheckpointInfo]: ...
@@ -522,6 +525,7 @@ class World:
         uri: str,
         *,
         extra: Mapping[str, Any] | None = None,
+        states: Mapping[int, FileEntry] | None = None,
         timeout_s: float | None = None,
         async_op: bool = False,
     ) -> CheckpointInfo | LoopWork[CheckpointInfo]:
@@ -534,6 +538,8 @@ class World:
         Args:
             uri: directory or fsspec URI that every shard server can write to.
             extra: JSON values that a restore returns (sampler, schedule).
+            states: by the rank of a worker, the file of its own state, which it has written to `uri`; see
+                `axon_ps.storage.state_file`.
             timeout_s: how long it may take, in seconds.
             async_op: return a `Work` whose `wait()` gives the `CheckpointInfo`. Wait for it before closing the world.
                 It is throttled, so that steps hardly notice, and takes longer.
@@ -544,7 +550,7 @@ class World:
 
         After an error: earlier checkpoints are untouched.
         """
-        saving = self._checkpoints.save(uri, extra, self._limit(timeout_s), background=async_op)
+        saving = self._checkpoints.save(uri, extra, self._limit(timeout_s), states=states, background=async_op)
         return LoopWork(self._loop, saving, f"saving {uri}") if async_op else self._loop.run(saving)
 
     def restore_checkpoint(

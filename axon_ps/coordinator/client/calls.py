@@ -12,8 +12,8 @@ from typing import Any
 
 from google.protobuf.message import Message
 
-from axon_ps.coordinator.core.events import CheckpointReply, JobState, Registered, Status
-from axon_ps.coordinator.messages import job_from_proto, status_from_proto
+from axon_ps.coordinator.core.events import CheckpointReply, JobState, Registered, SnapshotFile, Status
+from axon_ps.coordinator.messages import checkpoint_from_proto, files_to_proto, job_from_proto, status_from_proto
 from axon_ps.errors import AxonError, Broken, Closed, GenerationChanged, MemberLost, NotLeader, Unreachable
 from axon_ps.rpc.deadlines import Deadline, retry
 from axon_ps.rpc.service import Stub
@@ -76,6 +76,7 @@ class Calls(ABC):
         timeout_s: float | None = DEFAULT_TIMEOUT_S,
         *,
         name: str = "",
+        later: bool = False,
     ) -> Registered:
         """Give a model of the job its layout or optimizer, or check ours against the one it has.
 
@@ -84,6 +85,7 @@ class Calls(ABC):
             optimizer: the optimizer.
             timeout_s: how long it may take, in seconds.
             name: of the model; empty = that of the first model without a name.
+            later: the optimizer is to take the place of the model's with a later step: it is only checked.
 
         Raises:
             LayoutMismatch: the job has another one; the message says where they first differ.
@@ -97,6 +99,7 @@ class Calls(ABC):
             spec=None if spec is None else codec.job_spec_to_proto(spec),
             optimizer=None if optimizer is None else codec.optimizer_to_proto(optimizer),
             name=name,
+            later=later,
         )
         deadline = Deadline(timeout_s)
         reply = await self._call("Register", lambda: request, deadline, again=(*_RETRY_IDEMPOTENT, MemberLost))
@@ -203,7 +206,13 @@ class Calls(ABC):
         return bool((await self._kv(coordinator_pb2.KV_OP_DELETE, key, timeout_s, again=_RETRY_ANY)).found)
 
     async def save_checkpoint(
-        self, uri: str, extra_json: str = "", timeout_s: float | None = None, *, background: bool = False
+        self,
+        uri: str,
+        extra_json: str = "",
+        timeout_s: float | None = None,
+        *,
+        states: Sequence[SnapshotFile] = (),
+        background: bool = False,
     ) -> CheckpointReply:
         """Have the shard servers write the state at the current version; returns when the manifest is in place.
 
@@ -211,6 +220,7 @@ class Calls(ABC):
             uri: directory or fsspec URI that every shard server and the coordinator reach.
             extra_json: what the caller wants back on restore, a JSON object.
             timeout_s: how long it may take, in seconds.
+            states: files of workers' own state, which are there already.
             background: nobody waits for it: it takes longer, and steps less so.
 
         Raises:
@@ -220,9 +230,14 @@ class Calls(ABC):
         After an error: there may be files at `uri`, but without a manifest they are no checkpoint.
         """
         request = coordinator_pb2.SaveCheckpointRequest(
-            context=self.context(), uri=uri, extra_json=extra_json, background=background
+            context=self.context(),
+            uri=uri,
+            extra_json=extra_json,
+            background=background,
+            states=files_to_proto(states),
         )
-        return _info(await self._call("SaveCheckpoint", lambda: request, Deadline(timeout_s), again=_NOT_BEGUN))
+        reply = await self._call("SaveCheckpoint", lambda: request, Deadline(timeout_s), again=_NOT_BEGUN)
+        return checkpoint_from_proto(reply)
 
     async def restore_checkpoint(
         self, uri: str, timeout_s: float | None = None, *, models: Sequence[str] = ()
@@ -242,7 +257,8 @@ class Calls(ABC):
         """
         request = coordinator_pb2.RestoreCheckpointRequest(context=self.context(), uri=uri, models=models)
         deadline = Deadline(timeout_s)
-        return _info(await self._call("RestoreCheckpoint", lambda: request, deadline, again=_NOT_BEGUN))
+        reply = await self._call("RestoreCheckpoint", lambda: request, deadline, again=_NOT_BEGUN)
+        return checkpoint_from_proto(reply)
 
     async def drain(self, rank: int, timeout_s: float | None = DEFAULT_TIMEOUT_S) -> int:
         """Have a shard server give up what it holds, while training goes on; then it leaves and ends.
@@ -381,13 +397,3 @@ class Calls(ABC):
         if final is not None:
             raise final
         return reply
-
-
-def _info(reply: Any) -> CheckpointReply:
-    return CheckpointReply(
-        uri=reply.uri,
-        version=reply.version,
-        bytes=reply.bytes,
-        extra_json=reply.extra_json,
-        versions=dict(reply.versions),
-    )

@@ -15,7 +15,7 @@ from axon_ps.errors import AxonError
 from axon_ps.observe.tracing.span import TraceOrder
 from axon_ps.sharding.job import JobSpec
 from axon_ps.sharding.placement import Placement
-from axon_ps.types import CopyFrom, Decision, Hyper, Membership, ModelProgress, OptimizerSpec
+from axon_ps.types import CopyFrom, Decision, Hyper, Membership, ModelProgress, OptimizerChange, OptimizerSpec
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -238,6 +238,7 @@ class Vote:
             summed as they are. In all votes or in none.
         untouched: numbers in the layout of the trainable parameters that it has no gradient of, ascending.
         withdrawn: what it pushed must not count, so the step is aborted at once.
+        optimizer: takes the place of the model's with the step; the same in all votes. None = it stays.
     """
 
     generation: int
@@ -253,6 +254,7 @@ class Vote:
     weight: float | None = None
     untouched: tuple[int, ...] = ()
     withdrawn: bool = False
+    optimizer: OptimizerChange | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -326,7 +328,7 @@ class Corrupted:
 
 @dataclass(frozen=True, kw_only=True)
 class SnapshotFile:
-    """A file that a shard server wrote for a checkpoint; it has slices of `model`."""
+    """A file of a checkpoint: a shard server's, which has slices of `model`, or the own state of worker `model`."""
 
     name: str
     sha256: str
@@ -389,6 +391,9 @@ class CheckpointReply:
         bytes: bytes of all its files.
         extra_json: what was saved with it, a JSON object.
         versions: where it has several models, the version of each by name.
+        optimizer: name of the optimizer of the first model asked for; empty = it has none.
+        hyper: per parameter group of that, the hyperparameters as of its version.
+        states: the files of workers' own state.
     """
 
     uri: str
@@ -396,6 +401,9 @@ class CheckpointReply:
     bytes: int = 0
     extra_json: str = ""
     versions: Mapping[str, int] = field(default_factory=dict)
+    optimizer: str = ""
+    hyper: tuple[Hyper, ...] = ()
+    states: tuple[SnapshotFile, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

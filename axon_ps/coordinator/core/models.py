@@ -14,10 +14,11 @@ from axon_ps.coordinator.core import records
 from axon_ps.coordinator.core.actions import Outbox
 from axon_ps.coordinator.core.events import JobState, ModelStatus
 from axon_ps.coordinator.core.records import Durable, DurableModel, deletions, models_record
-from axon_ps.coordinator.core.registration import Registration
+from axon_ps.coordinator.core.registration import Registration, covering
 from axon_ps.coordinator.core.steps.attempts import Attempts
 from axon_ps.errors import Busy, InvalidRequest
-from axon_ps.types import Member, ModelProgress, Outcome
+from axon_ps.storage.state_store.base import Record
+from axon_ps.types import Decision, Hyper, Member, ModelProgress, OptimizerSpec, Outcome
 
 MAX_MODELS = 256
 """Most models that a job has at a time."""
@@ -49,6 +50,9 @@ class Model:
         last_norm: gradient norm of the newest step that committed.
         committed: the newest values that were committed with its steps, by name.
         stored_bytes: of its layout and optimizer.
+        hyper: per parameter group, the hyperparameters of the newest step that committed; empty = as registered.
+        refused: how many steps in a row were aborted because of the votes, up to now.
+        restored: the optimizer of the checkpoint that the values are from; None = they are from none.
     """
 
     def __init__(self, number: int, durable: DurableModel, num_shards: int) -> None:
@@ -66,6 +70,9 @@ class Model:
         known = (records.spec_record(number, s) for s in (durable.spec,) if s is not None)
         known_too = (records.optimizer_record(number, o) for o in (durable.optimizer,) if o is not None)
         self.stored_bytes = sum(len(record.value or b"") for record in (*known, *known_too))
+        self.hyper: tuple[Hyper, ...] = next((d.hyper for d in reversed(durable.decisions) if d.hyper), ())
+        self.restored: OptimizerSpec | None = None
+        self.refused = durable.decisions[-1].refused if durable.decisions else 0
         self.last_norm = next((d.grad_norm for d in durable.decisions if d.outcome is Outcome.COMMIT), 0.0)
 
     @property
@@ -86,6 +93,40 @@ class Model:
     def run_began(self) -> int:
         """The version that the present run of the workers began with, or that was restored in it."""
         return self.registration.parameters.run_began
+
+    def updated(self, decision: Decision) -> list[Record]:
+        """The optimizer makes an update with these hyperparameters, or another one does from now on."""
+        before = self.registration.optimizer
+        self.registration.change_optimizer(decision)
+        self.hyper = decision.hyper
+        return self._changed(before)
+
+    def restore(self, saved: OptimizerSpec | None) -> list[Record]:
+        """The values are those of a checkpoint, whose optimizer this is."""
+        before = self.registration.optimizer
+        self.restored, self.hyper = saved, ()
+        if saved is not None and before is not None and saved.name == before.name:
+            self.hyper = saved.groups
+            self.registration.optimizer = self.with_restored(before)
+        return self._changed(before)
+
+    def with_restored(self, optimizer: OptimizerSpec) -> OptimizerSpec:
+        """An optimizer with the moments that came from the checkpoint."""
+        saved = self.restored
+        of_it = saved is not None and saved.name == optimizer.name
+        return covering(optimizer, (*saved.groups, *saved.moments)) if of_it and saved is not None else optimizer
+
+    def _changed(self, before: OptimizerSpec | None) -> list[Record]:
+        after = self.registration.optimizer
+        return [] if after is None or after == before else [records.optimizer_record(self.number, after)]
+
+    @property
+    def optimizer(self) -> OptimizerSpec | None:
+        """The optimizer with the hyperparameters of now, as a checkpoint has it."""
+        registered = self.registration.optimizer
+        if registered is None or len(self.hyper) != len(registered.groups):
+            return registered
+        return covering(replace(registered, groups=self.hyper), registered.groups)
 
     def status(self, shards: list[Member], copies: int, steps_per_s: float) -> ModelStatus:
         """Its current state, for users; each slice is to have so many copies."""

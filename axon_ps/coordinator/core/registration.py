@@ -35,7 +35,7 @@ from axon_ps.errors import Busy, InvalidRequest, LayoutMismatch, Misuse
 from axon_ps.optim.registry import create
 from axon_ps.sharding.job import JobSpec
 from axon_ps.sharding.placement import Placement, Server, place
-from axon_ps.types import Hyper, Member, OptimizerSpec
+from axon_ps.types import Decision, Hyper, Member, OptimizerSpec
 
 RESTORE_HINT = "restore a checkpoint (axon-ps checkpoint restore URI)"
 
@@ -233,8 +233,12 @@ class Registration:
         self.change_placement(placement.not_copying(rank))
         return True
 
-    def check_optimizer(self, optimizer: OptimizerSpec, spec: JobSpec | None, rank: int) -> OptimizerSpec | None:
+    def check_optimizer(
+        self, optimizer: OptimizerSpec, spec: JobSpec | None, rank: int, *, later: bool = False
+    ) -> OptimizerSpec | None:
         """The optimizer with every hyperparameter filled in if it is the first, else None; a later one must be equal.
+
+        With `later` it is to take the place of the job's with a step, and may be another one.
 
         Raises:
             Misuse: there is no layout yet.
@@ -247,7 +251,7 @@ class Registration:
         algorithm = create(optimizer.name)
         groups = tuple(algorithm.validate(g) for g in optimizer.groups)
         optimizer = dataclasses.replace(optimizer, groups=groups)
-        if self.optimizer is None:
+        if self.optimizer is None or later:
             return optimizer
         if difference := _optimizer_difference(optimizer, self.optimizer, spec):
             raise LayoutMismatch(
@@ -255,6 +259,19 @@ class Registration:
                 "every worker must make the same"
             )
         return None
+
+    def change_optimizer(self, decision: Decision) -> None:
+        """A step commits: the optimizer that it names takes the place of this one, which has the moments it needs.
+
+        One that differs in nothing but hyperparameters stays as registered, so that those who join find it so.
+        """
+        if (change := decision.optimizer) is not None and self.optimizer is not None:
+            same = dataclasses.replace(self.optimizer, groups=change.spec.groups, moments=())
+            if same != change.spec:
+                moments = self.optimizer.moments if change.keeps_moments else ()
+                self.optimizer = dataclasses.replace(change.spec, moments=moments)
+        if self.optimizer is not None and decision.hyper:
+            self.optimizer = covering(self.optimizer, decision.hyper)
 
     def is_loaded(self, shard: Member) -> bool:
         """Whether a shard server has its parameters."""
@@ -439,10 +456,18 @@ def _check_groups(optimizer: OptimizerSpec, spec: JobSpec) -> None:
             raise InvalidRequest(
                 f"parameter {p.name!r} is frozen and in group {group}; frozen parameters have group -1"
             )
-        if trainable and not 0 <= group < len(optimizer.groups):
+        if not -1 <= group < len(optimizer.groups):
             raise InvalidRequest(
                 f"parameter {p.name!r} is in group {group}; the optimizer has groups 0 to {len(optimizer.groups) - 1}"
             )
+
+
+def covering(optimizer: OptimizerSpec, hypers: Sequence[Hyper]) -> OptimizerSpec:
+    """The optimizer with the moments that steps with these hyperparameters need, too."""
+    names, there = create(optimizer.name).state_names, (*optimizer.groups, *optimizer.moments)
+    if names((*there, *hypers)) == names(there):
+        return optimizer
+    return dataclasses.replace(optimizer, moments=(*optimizer.moments, *hypers))
 
 
 def _optimizer_difference(ours: OptimizerSpec, job: OptimizerSpec, spec: JobSpec) -> str:

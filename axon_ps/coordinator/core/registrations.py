@@ -56,6 +56,8 @@ class Registrations:
         resume: Resume | None,
         now: float,
         name: str,
+        *,
+        later: bool = False,
     ) -> Registered:
         """A worker gives a model its layout or optimizer, or checks its own; see `CoordinatorState.register`."""
         a, rank = self._assembly, entry.member.rank
@@ -64,7 +66,12 @@ class Registrations:
         if spec is None and optimizer is None:
             raise InvalidRequest(f"worker {rank} registers neither a layout nor an optimizer")
         new_spec = spec if spec is not None and r.check_spec(spec, rank) else None
-        new_optimizer = r.check_optimizer(optimizer, spec or r.spec, rank) if optimizer is not None else None
+        new_optimizer = None
+        if optimizer is not None:
+            new_optimizer = r.check_optimizer(optimizer, spec or r.spec, rank, later=later)
+        if later:
+            self._check_change(model, new_optimizer)
+            new_optimizer = None
         is_new = new_spec is not None or new_optimizer is not None
         by_node, with_resume = self._models.by_node, new_spec is not None and resume is not None
         if is_new:
@@ -99,11 +106,23 @@ class Registrations:
         self._restores.try_again()
         return True
 
+    def _check_change(self, model: Model, optimizer: OptimizerSpec | None) -> None:
+        """Check that an optimizer can take the place of a model's."""
+        r = model.registration
+        if optimizer is None or r.spec is None:
+            raise InvalidRequest(f"model {model.name!r} is to get another optimizer, and none was given")
+        for server in self._assembly.roster.of_role(Role.SHARD):
+            check_known(server.name, server.known, model.name, None, optimizer)
+        self._check_room(model, model.name, r.placement, None, optimizer)
+        more_bytes = len(records.optimizer_record(model.number, optimizer).value or b"")
+        self._models.check_stored(model, more_bytes, model.name)
+
     def _set(self, model: Model, name: str, spec: JobSpec | None, optimizer: OptimizerSpec | None) -> None:
         """Set the layout or the optimizer of a model. See Note: [Nothing is durable before it can be held]."""
         a, r = self._assembly, model.registration
         for server in a.roster.of_role(Role.SHARD):
             check_known(server.name, server.known, name, spec, optimizer)
+        optimizer = None if optimizer is None else model.with_restored(optimizer)
         placement = r.placement if spec is None else r.new_placement(spec, a.servers(), self._replication)
         self._check_room(model, name, placement, spec, optimizer)
         stored: list[Record] = [] if spec is None else [records.spec_record(model.number, spec)]

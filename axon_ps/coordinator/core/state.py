@@ -245,6 +245,7 @@ class CoordinatorState:
         *,
         now: float,
         name: str = records.FIRST_NAME,
+        later: bool = False,
     ) -> list[Action]:
         """A worker gives a model its layout or optimizer, or checks its own against the job's.
 
@@ -256,6 +257,7 @@ class CoordinatorState:
             resume: what to begin with instead of uploaded values; used by the first spec only.
             now: the time.
             name: of the model; a new name adds a model to the job.
+            later: whether the optimizer is to take the place of the model's with a step; it is only checked then.
 
         Raises:
             LayoutMismatch: it differs from what the job has.
@@ -267,7 +269,7 @@ class CoordinatorState:
             GenerationChanged: the caller is no member.
         """
         entry = self.callers.member(caller, Role.WORKER, "registers")
-        registered = self._registrations.register(entry, spec, optimizer, resume, now, name)
+        registered = self._registrations.register(entry, spec, optimizer, resume, now, name, later=later)
         self._out.reply(call, registered)
         return self._out.take()
 
@@ -379,7 +381,7 @@ class CoordinatorState:
                     name=model.name,
                     version=model.version,
                     spec=r.spec,
-                    optimizer=r.optimizer,
+                    optimizer=model.optimizer,
                     placement=r.placement,
                     committed=model.committed,
                 )

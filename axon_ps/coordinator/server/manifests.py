@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from axon_ps.coordinator.attachments import Attachment
 from axon_ps.coordinator.core.checkpoints.restores import Resume
 from axon_ps.coordinator.core.checkpoints.snapshots import Snapshot
-from axon_ps.coordinator.core.events import CheckpointReply
+from axon_ps.coordinator.core.events import CheckpointReply, SnapshotFile
 from axon_ps.coordinator.core.kv import MAX_TOTAL_BYTES
 from axon_ps.errors import CheckpointError, InvalidRequest, again
 from axon_ps.sharding.job import JobSpec
@@ -79,6 +79,7 @@ def find(uri: str, specs: Mapping[str, JobSpec], wanted: Sequence[str] = ()) -> 
                 sha256=manifest.sha256,
                 committed=section.committed,
                 attached=_attached_to(attached, section.name, name),
+                optimizer=section.optimizer,
             )
         )
     if not wanted and len(manifest.sections) > max(1, len(specs)):
@@ -87,7 +88,9 @@ def find(uri: str, specs: Mapping[str, JobSpec], wanted: Sequence[str] = ()) -> 
             f"the checkpoint at {manifest.uri} also has model {_named(others)}, which the job has not; wrap it before "
             "you restore, or name the models to restore"
         )
-    info = info_of(manifest)
+    info, first = info_of(manifest), resumes[0] if resumes else None
+    if first is not None and first.optimizer is not None:
+        info = dataclasses.replace(info, optimizer=first.optimizer.name, hyper=first.optimizer.groups)
     return Found(resumes=tuple(resumes), info=dataclasses.replace(info, version=resumes[0].version) if wanted else info)
 
 
@@ -156,7 +159,30 @@ def info_of(manifest: Manifest) -> CheckpointReply:
         bytes=manifest.bytes,
         extra_json=json.dumps(manifest.extra),
         versions={section.name: section.version for section in manifest.sections} if several else {},
+        states=tuple(SnapshotFile(**vars(entry), model=rank) for rank, entry in manifest.states.items()),
     )
+
+
+def check_states(states: Sequence[SnapshotFile]) -> tuple[SnapshotFile, ...]:
+    """Files of workers' own state, of each rank at most one.
+
+    Raises:
+        InvalidRequest: a name is not that of such a file, one is too large, or a rank has two.
+    """
+    from axon_ps.storage.manifest import MAX_STATE_BYTES, STATE_PREFIX
+
+    for state in states:
+        if not state.name.startswith(STATE_PREFIX) or "/" in state.name:
+            raise InvalidRequest(
+                f"file {state.name!r} is not of a worker's state; its name begins with {STATE_PREFIX!r}"
+            )
+        if state.bytes > MAX_STATE_BYTES:
+            raise InvalidRequest(
+                f"the state of worker {state.model} has {state.bytes} bytes; at most {MAX_STATE_BYTES} are allowed"
+            )
+    if len({state.model for state in states}) != len(states):
+        raise InvalidRequest("a worker has two files of its own state; it may have one")
+    return tuple(states)
 
 
 def check_extra(extra_json: str) -> dict[str, object]:
@@ -175,7 +201,11 @@ def check_extra(extra_json: str) -> dict[str, object]:
 
 
 def complete(
-    job: str, snapshot: Snapshot, extra: dict[str, object], attached: Mapping[str, Attachment] = MappingProxyType({})
+    job: str,
+    snapshot: Snapshot,
+    extra: dict[str, object],
+    attached: Mapping[str, Attachment] = MappingProxyType({}),
+    states: Sequence[SnapshotFile] = (),
 ) -> CheckpointReply:
     """Make a checkpoint of files that are all written, by writing what is attached to it, and its manifest.
 
@@ -187,7 +217,7 @@ def complete(
 
     if snapshot.error is not None:
         with contextlib.suppress(CheckpointError):  # they are no checkpoint without a manifest
-            discard(snapshot.uri, [f.name for f in snapshot.files])
+            discard(snapshot.uri, [f.name for f in (*snapshot.files, *states)])
         raise again(snapshot.error)
     created = datetime.datetime.now(datetime.UTC).isoformat()
     sections: list[Manifest] = []
@@ -212,6 +242,7 @@ def complete(
             )
         )
     entries = write_attached(snapshot.uri, {key: attachment.content() for key, attachment in attached.items()})
-    manifest = dataclasses.replace(sections[0], others=tuple(sections[1:]), attached=entries)
+    of_workers = {f.model: FileEntry(name=f.name, sha256=f.sha256, bytes=f.bytes) for f in states}
+    manifest = dataclasses.replace(sections[0], others=tuple(sections[1:]), attached=entries, states=of_workers)
     write_manifest(snapshot.uri, manifest)
     return info_of(manifest)

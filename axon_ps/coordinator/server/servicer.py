@@ -16,15 +16,24 @@ from typing import Any, Final
 
 from axon_ps.coordinator.core.access.callers import Caller
 from axon_ps.coordinator.core.actions import Action
-from axon_ps.coordinator.core.events import UPLOADED, CheckpointReply, JoinRequest, Registered, RevokeReply
+from axon_ps.coordinator.core.events import (
+    UPLOADED,
+    CheckpointReply,
+    JoinRequest,
+    Registered,
+    RevokeReply,
+    SnapshotFile,
+)
 from axon_ps.coordinator.core.kv import KVResult
 from axon_ps.coordinator.core.models import MAX_MODELS
 from axon_ps.coordinator.core.records import FIRST_NAME
 from axon_ps.coordinator.core.roster import name_of
 from axon_ps.coordinator.core.state import CoordinatorState
 from axon_ps.coordinator.messages import (
+    checkpoint_to_proto,
     copied_from_proto,
     corrupted_from_proto,
+    files_from_proto,
     incarnation_from_proto,
     job_to_proto,
     join_from_proto,
@@ -336,7 +345,9 @@ class CoordinatorServicer:
                 specs = {**state.specs, name: spec}
                 resume = await asyncio.to_thread(manifests.begin, state.config.resume, specs, name)
             reply: Registered = await self._shell.call(
-                lambda call: state.register(call, caller, spec, optimizer, resume, now=self._shell.now(), name=name)
+                lambda call: state.register(
+                    call, caller, spec, optimizer, resume, now=self._shell.now(), name=name, later=request.later
+                )
             )
             self.has_registered = True
         return coordinator_pb2.RegisterReply(
@@ -368,10 +379,13 @@ class CoordinatorServicer:
         uri = codec.name_from_proto(request.uri, "the checkpoint's URI")
         self._shell.state.callers.check_member_or_operator(self._caller(request.context))
         check_allowed(uri)  # before the servers write there
-        return _checkpoint(await self.save(uri, request.extra_json, background=request.background))
+        states = manifests.check_states(files_from_proto(request.states))
+        return checkpoint_to_proto(await self.save(uri, request.extra_json, states, background=request.background))
 
-    async def save(self, uri: str, extra_json: str, *, background: bool = False) -> CheckpointReply:
-        """Write a checkpoint, with a JSON object; see `CoordinatorState.save`."""
+    async def save(
+        self, uri: str, extra_json: str, states: Sequence[SnapshotFile] = (), *, background: bool = False
+    ) -> CheckpointReply:
+        """Write a checkpoint, with a JSON object and files that are there already; see `CoordinatorState.save`."""
         state, extra = self._shell.state, manifests.check_extra(extra_json)
 
         async def save() -> CheckpointReply:
@@ -380,7 +394,9 @@ class CoordinatorServicer:
                 attached = state.attached()
                 snapshot = await self._shell.call(lambda call: state.save(call, uri, background=background))
                 with log.doing(f"writing {uri}"):
-                    info = await asyncio.to_thread(manifests.complete, state.config.job, snapshot, extra, attached)
+                    info = await asyncio.to_thread(
+                        manifests.complete, state.config.job, snapshot, extra, attached, states
+                    )
             except AxonError as error:
                 if not isinstance(error, (Busy, Misuse)):  # those are the caller's
                     log.failed(str(error))
@@ -388,7 +404,7 @@ class CoordinatorServicer:
             log.written(info, self._shell.now() - began_s)
             return info
 
-        return await self._saves.run((uri, extra_json, state.position), save)
+        return await self._saves.run((uri, extra_json, tuple(states), state.position), save)
 
     @audited
     async def restore_checkpoint(
@@ -407,13 +423,15 @@ class CoordinatorServicer:
             if len(request.models) != 1:
                 raise InvalidRequest(f"one model is replaced at a time, by its name; {len(request.models)} are named")
             name = request.models[0]
-            return _checkpoint(await self._shell.call(lambda call: state.replace(call, self._shell.now(), name)))
+            return checkpoint_to_proto(
+                await self._shell.call(lambda call: state.replace(call, self._shell.now(), name))
+            )
         with self._shell.checkpoints.doing(f"checking {uri}"):
             found = await asyncio.to_thread(
                 manifests.find_complete, uri, state.specs, tuple(request.models), read=state.has_values
             )
         await self._shell.call(lambda call: state.restore(call, found.resumes, self._shell.now()))
-        return _checkpoint(found.info)
+        return checkpoint_to_proto(found.info)
 
     @audited
     async def drain(self, request: placement_pb2.DrainRequest, context: Any) -> placement_pb2.DrainReply:
@@ -567,9 +585,3 @@ def _metrics(heartbeat: membership_pb2.Heartbeat) -> dict[str, float]:
     if len(heartbeat.metrics) > MAX_METRICS:
         raise InvalidRequest(f"a heartbeat has {len(heartbeat.metrics)} metrics; at most {MAX_METRICS} are allowed")
     return {codec.name_from_proto(name, "a metric's name"): value for name, value in heartbeat.metrics.items()}
-
-
-def _checkpoint(info: CheckpointReply) -> coordinator_pb2.CheckpointReply:
-    return coordinator_pb2.CheckpointReply(
-        uri=info.uri, version=info.version, bytes=info.bytes, extra_json=info.extra_json, versions=info.versions
-    )

@@ -47,8 +47,10 @@ def all_reduce_sparse(performer: Performer, tensor: Tensor, options: Any) -> Axo
 
     if average:
         all_values /= group.world_size
-    as_given = {"dtype": all_values.dtype, "device": all_values.device}
-    total = torch.sparse_coo_tensor(all_indices.t(), all_values, tensor.shape, check_invariants=False, **as_given)
+    dtype, device = all_values.dtype, all_values.device
+    total = torch.sparse_coo_tensor(
+        all_indices.t(), all_values, tensor.shape, dtype=dtype, device=device, check_invariants=False
+    )
     with torch.no_grad():
         tensor.copy_(total.coalesce())  # not into a detached one, whose insides would be replaced, not the tensor's
     return AxonWork.done([tensor], "all_reduce")

@@ -119,7 +119,7 @@ def _own(tensor: Tensor) -> Tensor:
         InvalidRequest: its elements are not in memory that can be read as bytes.
     """
     if isinstance(tensor, AsyncCollectiveTensor):
-        tensor = tensor.trigger_wait()
+        tensor = tensor.trigger_wait()  # type: ignore[no-untyped-call]
     check_memory(tensor, "a tensor of the call")
     return tensor.detach()
 

@@ -142,9 +142,9 @@ def _wrap_policy(value: Any) -> Callable[[nn.Module], bool] | None:
     if not callable(value) or isinstance(value, type):
         raise _Refused
     try:
-        takes = inspect.signature(value).parameters
+        takes = set(inspect.signature(value).parameters)
     except (TypeError, ValueError):  # a callable of C
-        takes = {}
+        takes = set()
     if "recurse" not in takes:
         policy: Callable[[nn.Module], bool] = value
         return policy

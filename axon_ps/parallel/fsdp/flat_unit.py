@@ -525,7 +525,7 @@ class ModuleUnit:
                     "wrapping"
                 )
         for param, hook in self.grad_hooks.items():
-            if next(reversed(param._post_accumulate_grad_hooks)) != hook.id:  # type: ignore[attr-defined]
+            if next(reversed(param._post_accumulate_grad_hooks)) != hook.id:
                 hook.remove()
                 self.grad_hooks[param] = param.register_post_accumulate_grad_hook(self.grad_ready)  # type: ignore[no-untyped-call]
         self.expected = 0

@@ -70,7 +70,7 @@ def _watch_inputs(
                 runtime.inputs_done(unit)
 
         for tensor in inputs:
-            tensor.register_hook(come)
+            tensor.register_hook(come)  # type: ignore[no-untyped-call]
 
 
 @uncompiled

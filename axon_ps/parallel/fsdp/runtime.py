@@ -70,6 +70,7 @@ from axon_ps.parallel.fsdp.sharded_parameter import in_backward
 from axon_ps.parallel.fsdp.steps import Position, Standing, StepBatch
 from axon_ps.parallel.fsdp.wrap import Wrapping
 from axon_ps.parallel.marks import Marks
+from axon_ps.storage.checkpoint import FileEntry
 from axon_ps.types import Hyper, OptimizerSpec, StepResult
 from axon_ps.worker.checkpoints import CheckpointInfo
 
@@ -115,6 +116,8 @@ class Runtime:
         prefetched: a prefetch by hand is pending.
         marks: what it is doing, for profilers and traces.
         optimizers: those of ours that make its steps.
+        current: the one of ours that was made last, which alone makes steps; None before there is one.
+        moments_of: the version at which the moments began that the optimizer has.
         expected_hyper: the hyperparameters that the optimizer has now; None = the next step's cannot be known.
         batch: what the next backward's gradients are of, where a loader deals the samples; see `begin_batch`.
         decisions: how many steps have ended, whatever came of them.
@@ -154,7 +157,9 @@ class Runtime:
         for flat in self.flats:
             flat.runtime = weakref.ref(self)
         self.optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-        self.expected_hyper: Callable[[], Sequence[Hyper]] | None = None
+        self.current: weakref.ref[torch.optim.Optimizer] | None = None
+        self.moments_of = 0
+        self.expected_hyper: Callable[[], Sequence[Hyper] | None] | None = None
         self.syncing = True
         self.batch: StepBatch | None = None
         self.decisions = 0
@@ -182,6 +187,27 @@ class Runtime:
 
     def register_optimizer(self, spec: OptimizerSpec) -> None:
         """Give the model its optimizer."""
+        raise NotImplementedError
+
+    def change_optimizer(self, spec: OptimizerSpec, *, keeps_moments: bool = False) -> None:
+        """Have another optimizer take the place of the model's with the next step; its moments begin anew, or stay."""
+        raise NotImplementedError
+
+    def keep_moments(self) -> None:
+        """An optimizer that is to take the place of the model's goes on with its moments."""
+        raise NotImplementedError
+
+    @property
+    def changes_optimizer(self) -> bool:
+        """Whether another optimizer takes the place of the model's with the next step."""
+        raise NotImplementedError
+
+    def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[torch.Tensor, dict[str, Any]]:
+        """The state of an optimizer of ours on this worker, by parameter and torch's names; empty with servers."""
+        return {}
+
+    def load_optimizer_state(self, state: Mapping[torch.Tensor, Mapping[str, Any]], hyper: Sequence[Hyper]) -> None:
+        """Set the optimizer's state on this worker, as `optimizer_state` gives it."""
         raise NotImplementedError
 
     def step(self, hyper: Sequence[Hyper], commit: Mapping[str, str]) -> StepResult:
@@ -223,9 +249,14 @@ class Runtime:
         raise NotImplementedError
 
     def save(
-        self, uri: str, optimizer: torch.optim.Optimizer | None, extra: Mapping[str, Any] | None, version: int | None
+        self,
+        uri: str,
+        optimizer: torch.optim.Optimizer | None,
+        extra: Mapping[str, Any],
+        states: Mapping[int, FileEntry],
+        version: int | None,
     ) -> CheckpointInfo | None:
-        """See `FullyShardedDataParallel.save_checkpoint`."""
+        """See `FullyShardedDataParallel.save_checkpoint`; `states` are the files that workers have written, by rank."""
         raise NotImplementedError
 
     def load(self, uri: str, optimizer: torch.optim.Optimizer | None) -> CheckpointInfo:

@@ -63,8 +63,8 @@ def belongs(storage: torch.UntypedStorage, flat: FlatUnit) -> None:
 
 def push() -> bool:
     """Begin, on this thread; whether it has not begun yet, so that `pop` must follow."""
-    top = _autograd._top_saved_tensors_default_hooks(True)
-    if not top:
+    top: Any = _autograd._top_saved_tensors_default_hooks(True)
+    if top is None:
         _autograd._push_saved_tensors_default_hooks(_pack, _unpack)
         return True
     if top[1] is _unpack:

@@ -22,7 +22,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import replace
 from functools import partial
 from itertools import accumulate
 from typing import Any, Self
@@ -41,13 +41,17 @@ from axon_ps.parallel.fsdp.sources import array_of
 from axon_ps.parallel.fsdp.steps import Pending, Position, Standing, Steps
 from axon_ps.parallel.fsdp.wrap import Wrapping
 from axon_ps.parallel.marks import Marks, profiled
-from axon_ps.types import Decision, Hyper, OptimizerSpec, Outcome, StepResult
-from axon_ps.worker.checkpoints import CheckpointInfo
+from axon_ps.storage.checkpoint import FileEntry
+from axon_ps.types import Decision, Hyper, OptimizerChange, OptimizerSpec, Outcome, StepResult
+from axon_ps.worker.checkpoints import CheckpointInfo, info_from_json, info_to_json
 from axon_ps.worker.steps.client import StepClient
 from axon_ps.worker.steps.ticket import Ticket
 from axon_ps.worker.world import world_of
 
 _logger = logging.getLogger(__name__)
+
+MOST_REFUSED = 3
+"""How many steps in a row are aborted because of the votes before that is an error on every worker."""
 
 
 class ServerRuntime(Runtime):
@@ -89,6 +93,9 @@ class ServerRuntime(Runtime):
         self._pushes: list[Pending] = []
         self._expected: Sequence[Hyper] | None = None  # of this step; see Note: [Speculative gathers]
         self._unclipped = False
+        self._change: OptimizerChange | None = None  # with the next step, which is the one from this version
+        self._change_at = 0
+        self._optimizer = ""  # the one that makes the steps, by name
         self._retained: dict[int, Any] = {}  # by unit, copies of what was sent; see Note: [Sending again]
         numbers = accumulate((len(flat.params) for flat in self.flats), initial=0)
         self._first_parameter = dict(zip((flat.index for flat in self.flats), numbers, strict=False))
@@ -202,6 +209,34 @@ class ServerRuntime(Runtime):
             LayoutMismatch: another worker made another one.
         """
         self._steps.register_optimizer(spec)
+        self._optimizer = spec.name
+
+    def change_optimizer(self, spec: OptimizerSpec, *, keeps_moments: bool = False) -> None:
+        """See `Runtime.change_optimizer`.
+
+        Raises:
+            Misuse: replicas step asynchronously, so no step is the next one of all.
+            InvalidRequest: it cannot be.
+            Busy: the shard servers have no memory for its moments.
+        """
+        if self._wrapping.spec.policy.asynchronous:
+            raise Misuse(
+                f"{self._wrapping.name!r} has an optimizer already, and under an asynchronous policy there is no step "
+                "with which another could take its place; give all groups when you make it, and change their values"
+            )
+        self._steps.check_optimizer(spec)
+        keeps = keeps_moments and (self._change is None or self._change.keeps_moments)
+        self._change, self._change_at = OptimizerChange(spec=spec, keeps_moments=keeps), self.version
+
+    def keep_moments(self) -> None:
+        """See `Runtime.keep_moments`."""
+        if self._change is not None:
+            self._change = replace(self._change, keeps_moments=True)
+
+    @property
+    def changes_optimizer(self) -> bool:
+        """See `Runtime.changes_optimizer`; where the others have made that step without this worker it is over."""
+        return self._change is not None and self._change_at == self.version
 
     @property
     def committed(self) -> Mapping[str, str]:
@@ -254,11 +289,19 @@ class ServerRuntime(Runtime):
                     self._pushes.append(self._send(flat.index, None, ticket))
                     self._pushed.add(flat.index)
                     self._retained[flat.index] = None
-            vote = partial(self._steps.vote, max_norm=max_norm, hyper=hyper, commit=together, untouched=self._untouched)
+            change = self._change if self.changes_optimizer else None
+            vote = partial(
+                self._steps.vote,
+                max_norm=max_norm,
+                hyper=hyper,
+                commit=together,
+                optimizer=change,
+                untouched=self._untouched,
+            )
             with profiled("vote"):
                 decision = vote(ticket, self._pushes)
             for _ in range(self.resends if self.batch is None else 0):  # a loader gives its batches again by itself
-                if decision.outcome is not Outcome.ABORT:
+                if decision.outcome is not Outcome.ABORT or decision.refused:
                     break
                 self._settle_speculative(None)
                 self.on_abort()
@@ -272,6 +315,9 @@ class ServerRuntime(Runtime):
             self._settle_speculative(decision)
             self._end_step(decision)
             self.counters.step_wait_s += time.perf_counter() - began
+        if decision.outcome is Outcome.COMMIT and change is not None:
+            self._change, self._optimizer = None, change.spec.name
+            self.moments_of = self.moments_of if change.keeps_moments else decision.version
         self._training = True
         for unit in (u for u in self.units if u.depth):  # a forward makes its steps itself, and reads on
             self._need(unit)
@@ -324,11 +370,12 @@ class ServerRuntime(Runtime):
         """
         if self._pushed or self._ticket is not None:
             raise Misuse("gradients were sent for the step under way; call optimizer.step() before you copy")
-        began = time.perf_counter()
+        began, before = time.perf_counter(), self.version
         try:
             decision = self._steps.copy_from(other._client, weight)
             if decision.outcome is Outcome.ABORT:
                 self._steps.view.job.wait_complete()
+            self._change_at += decision.version - before
         finally:
             self._began = self._steps.view.latest
             self.counters.step_wait_s += time.perf_counter() - began
@@ -336,6 +383,11 @@ class ServerRuntime(Runtime):
 
     def _decided(self, decision: Decision, norm: float) -> StepResult:
         """Count a decision, and begin to gather for the next forward."""
+        if decision.refused >= MOST_REFUSED:
+            raise StepAborted(
+                f"{decision.refused} steps in a row were aborted because of what the workers voted, the last one since "
+                f"{decision.reason}. The parameters are those of version {decision.version}"
+            )
         self._prefetch()
         committed = decision.outcome is Outcome.COMMIT
         if committed:
@@ -379,25 +431,43 @@ class ServerRuntime(Runtime):
         return world_of(self._wrapping.group).gather_json(value, name=f"axon_ps/gather/{self._wrapping.name}")
 
     def save(
-        self, uri: str, optimizer: torch.optim.Optimizer | None, extra: Mapping[str, Any] | None, version: int | None
+        self,
+        uri: str,
+        optimizer: torch.optim.Optimizer | None,
+        extra: Mapping[str, Any],
+        states: Mapping[int, FileEntry],
+        version: int | None,
     ) -> CheckpointInfo | None:
         """See `Runtime.save`; the state of the optimizer is the servers'."""
         world = world_of(self._wrapping.group)
-        info = world.save_checkpoint(uri, extra=extra) if world.is_main_process else None
+        info = world.save_checkpoint(uri, extra=extra, states=states) if world.is_main_process else None
         world.barrier("axon_ps/save_checkpoint")
         return info
 
     def load(self, uri: str, optimizer: torch.optim.Optimizer | None) -> CheckpointInfo:
-        """See `Runtime.load`."""
+        """See `Runtime.load`.
+
+        Raises:
+            Misuse: the optimizer is to take the place of one of another type with the next step.
+        """
         world, view = world_of(self._wrapping.group), self._client.view
+        change = self._change if optimizer is not None and self.changes_optimizer else None
+        if change is not None and change.spec.name != self._optimizer:
+            raise Misuse(
+                f"an optimizer of type {change.spec.name!r} is to take the place of the model's, {self._optimizer!r}, "
+                "with the next step; load the checkpoint after that step, or before you make another optimizer"
+            )
         before = view.epoch
         world.gather_json(None, name="axon_ps/begin_load")  # a barrier would wait for a server that lost its parameters
         restored: dict[str, Any] | None = None
         if world.is_main_process:
-            restored = asdict(world.restore_checkpoint(uri, models=[self._wrapping.name]))
+            restored = info_to_json(world.restore_checkpoint(uri, models=[self._wrapping.name]))
         restored = next(r for r in world.gather_json(restored, name="axon_ps/load_checkpoint") if r is not None)
         view.wait_epoch(before + 1)
-        return CheckpointInfo(**restored)
+        if optimizer is not None:
+            self.keep_moments()
+        self.moments_of = self._change_at = self.version
+        return info_from_json(restored)
 
     def release(self) -> None:
         """See `Runtime.release`."""

@@ -8,7 +8,7 @@ from typing import Any, Protocol, TypeAlias
 
 from axon_ps.collectives.work import Awaited
 from axon_ps.data.elastic import Place
-from axon_ps.types import Array, Decision, DType, Hyper, OptimizerSpec
+from axon_ps.types import Array, Decision, DType, Hyper, OptimizerChange, OptimizerSpec
 from axon_ps.worker.steps.client import StepClient
 from axon_ps.worker.steps.ticket import Ticket
 
@@ -135,6 +135,9 @@ class Steps(Protocol):
     def register_optimizer(self, optimizer: OptimizerSpec) -> None:
         """Give the job its optimizer."""
 
+    def check_optimizer(self, optimizer: OptimizerSpec) -> None:
+        """Check that an optimizer can take the place of the job's."""
+
     def ticket(self, began: Position | None = None, dealt: int | None = None) -> Ticket:
         """The ticket of the step that is computed from (epoch, version) `began`, of samples that were dealt in the
         generation `dealt`; void if those are over."""
@@ -149,8 +152,12 @@ class Steps(Protocol):
         commit: Mapping[str, str] | None = None,
         untouched: Iterable[int] = (),
         withdrawn: bool = False,
+        optimizer: OptimizerChange | None = None,
     ) -> Decision:
-        """Vote: all gradients were pushed, and these values are to be committed with them; wait for the decision."""
+        """Vote: all gradients were pushed, and these values are to be committed with them; wait for the decision.
+
+        `optimizer` takes the place of the model's with the step.
+        """
 
     def copy_from(self, source: StepClient, weight: float) -> Decision:
         """A step in which the model becomes (1 - weight) * its values + weight * another's."""

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import itertools
 import reprlib
+import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
-from typing import Any, Self, TypeVar
+from typing import Any, Final, Self, TypeVar
 
 import torch
 from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
 
 from axon_ps.errors import Disagreement, InvalidRequest, Misuse, StepAborted
+from axon_ps.parallel import own_state
 from axon_ps.parallel.buffers import ServedBuffers
+from axon_ps.parallel.counterpart import as_in_torch
 from axon_ps.parallel.dtypes import TORCH_DTYPES
 from axon_ps.parallel.fsdp.runtime import TORN, Runtime
 from axon_ps.parallel.fsdp.wrap import Wrapping, module_of, name_in_states
@@ -27,6 +31,9 @@ T = TypeVar("T")
 
 _LONGEST = 2000
 """Characters of an error that the other ranks are told."""
+
+_GROUPS: Final = "axon_ps.param_groups"
+"""What a checkpoint's `extra` calls the optimizer's groups."""
 
 
 class ShardedValues(ModuleWrapper):
@@ -337,6 +344,8 @@ class ShardedValues(ModuleWrapper):
         optimizer: torch.optim.Optimizer | None = None,
         *,
         extra: Mapping[str, Any] | None = None,
+        state: Mapping[str, Any] | None = None,
+        rank_state: Mapping[str, Any] | None = None,
         version: int | None = None,
     ) -> CheckpointInfo | None:
         """Write parameters and optimizer state; every worker calls it, and it returns when the checkpoint is complete.
@@ -347,9 +356,15 @@ class ShardedValues(ModuleWrapper):
 
         Args:
             uri: directory or fsspec URI, which shard servers (NO_SHARD: the workers) reach.
-            optimizer: under NO_SHARD, whose state to save: ours, or one of torch.optim with a counterpart of ours;
-                None = only parameters. With servers it is theirs in any case.
+            optimizer: whose groups to save, with all their keys; None = the hyperparameters of the newest step. Under
+                NO_SHARD also whose moments: ours, or one of torch.optim with a counterpart of ours; None = only
+                parameters. With servers moments are theirs in any case.
             extra: what you want back on load, JSON values.
+            state: your own state by name, that of the first worker: objects with `state_dict()` and
+                `load_state_dict()` (schedulers), `torch.Generator`s, and plain values. Nothing is pickled; a function
+                is not saved. Its worker writes it, so that reaches `uri`, too.
+            rank_state: the same, of each worker: random generators (`RandomState`), the position of a loader. The
+                names are the same on every worker.
             version: under NO_SHARD with torch's optimizer, how many steps were made; None = as in its state.
 
         Returns:
@@ -357,25 +372,73 @@ class ShardedValues(ModuleWrapper):
 
         Raises:
             CheckpointError: it could not be written. Nothing half-written counts as a checkpoint.
+            InvalidRequest: a value of `state` has no safe form, or a worker's own state has more than 64 MiB.
         """
-        return self._runtime.save(uri, optimizer, extra, version)
+        given = dict(extra or {})
+        if optimizer is not None:
+            given[_GROUPS] = own_state.plain(optimizer.state_dict()["param_groups"])
+        states = own_state.save(uri, self._wrapping.group, state, rank_state)
+        info = self._runtime.save(uri, optimizer, given, states, version)
+        return None if info is None else _shown(info)
 
-    def load_checkpoint(self, uri: str, optimizer: torch.optim.Optimizer | None = None) -> CheckpointInfo:
+    def load_checkpoint(
+        self,
+        uri: str,
+        optimizer: torch.optim.Optimizer | None = None,
+        *,
+        state: MutableMapping[str, Any] | None = None,
+        rank_state: MutableMapping[str, Any] | None = None,
+    ) -> CheckpointInfo:
         """Take parameters and optimizer state from a checkpoint of any strategy and world size; every worker calls it.
 
         Of a checkpoint of several models only this one is restored; `World.restore_checkpoint` takes all of them.
 
         Args:
             uri: the checkpoint, or a directory of checkpoints (of which the newest complete one is loaded).
-            optimizer: as for `save_checkpoint`; its hyperparameters stay what they are.
+            optimizer: as for `save_checkpoint`; its groups get the values that they had then, so that a scheduler goes
+                on from there. None = no groups are touched.
+            state: as for `save_checkpoint`, or less of it. Objects load their state, tensors are filled, other values
+                are set in the mapping.
+            rank_state: likewise, of the worker of this rank. Where there are more workers than then, the objects of
+                those that had none stay as they are, with a warning; the state of ranks that are gone is not loaded.
 
         Raises:
             CheckpointError: it cannot be read.
-            InvalidRequest: it was saved from another model.
+            InvalidRequest: it was saved from another model, or lacks some of `state`.
         """
         info = self._runtime.load(uri, optimizer)
         self._follow_restores()
-        return info
+        if optimizer is not None:
+            _set_groups(optimizer, info)
+        own_state.load(info.uri, info.states, self._wrapping.group.rank, state, rank_state)
+        return _shown(info)
+
+
+def _set_groups(optimizer: torch.optim.Optimizer, info: CheckpointInfo) -> None:
+    """Give an optimizer's groups what a checkpoint has of them: all keys, or the hyperparameters of its newest step."""
+    saved = own_state.from_plain(info.extra.get(_GROUPS))
+    if saved is None:
+        known = info.optimizer == type(optimizer).__name__.lower() or info.optimizer == getattr(optimizer, "rule", "")
+        saved = [as_in_torch(hyper) for hyper in info.hyper] if known else []
+    groups = optimizer.param_groups
+    if len(saved) != len(groups):
+        warnings.warn(
+            f"the checkpoint {info.uri} has values of {len(saved)} parameter groups of this optimizer, which has "
+            f"{len(groups)}: they stay as they are",
+            stacklevel=3,
+        )
+        return
+    for group, values in zip(groups, saved, strict=True):
+        for key, value in values.items():
+            if key in ("params", "param_names") or (value is None and group.get(key) is not None):
+                continue
+            now = group.get(key)
+            group[key] = torch.full_like(now, value) if isinstance(now, torch.Tensor) else value
+
+
+def _shown(info: CheckpointInfo) -> CheckpointInfo:
+    """What a caller gets: only what is theirs of `extra`."""
+    return replace(info, extra={key: value for key, value in info.extra.items() if key != _GROUPS})
 
 
 def _value_in(given: Mapping[str, Any], parameter: Parameter) -> torch.Tensor | None:

@@ -36,7 +36,7 @@ from axon_ps.shard.core.updater import Updater
 from axon_ps.sharding.job import JobSpec
 from axon_ps.sharding.placement import Placement, Server, place
 from axon_ps.sharding.precision import WirePrecision
-from axon_ps.types import Array, Decision, Hyper, OptimizerSpec, Outcome
+from axon_ps.types import Array, Decision, Hyper, OptimizerChange, OptimizerSpec, Outcome
 
 
 class ShardEngine:
@@ -74,7 +74,7 @@ class ShardEngine:
         self._last_committed: Decision | None = None
         # hyperparameters that this step is expected to have, and the update that they make
         self._expected: tuple[tuple[Hyper, ...], Update] | None = None
-        self._moments_of = ""
+        self._restored: OptimizerSpec | None = None
 
     # ------------------------------------------------------------------ the job
 
@@ -169,23 +169,36 @@ class ShardEngine:
             return self.updater
         if self.spec is None:
             raise Misuse("the optimizer came before the layout")
-        self.updater = Updater(optimizer, sum(len(u.parameters) for u in self.spec.layout.units))
-        self.updater.install(self.slices.masters(), self._moments_of)
+        self.updater = self._updater(optimizer, self._restored)
+        self.updater.install(self.slices.masters(), "" if self._restored is None else self._restored.name)
         return self.updater
 
-    def restored(self, version: int, optimizer: str) -> None:
+    def _updater(self, optimizer: OptimizerSpec, restored: OptimizerSpec | None = None) -> Updater:
+        assert self.spec is not None
+        return Updater(optimizer, sum(len(u.parameters) for u in self.spec.layout.units), restored)
+
+    def _change_optimizer(self, change: OptimizerChange) -> None:
+        """Another optimizer makes this update and those that follow."""
+        before, self.updater = self.updater, self._updater(change.spec)
+        masters = self.slices.masters()
+        if change.keeps_moments and before is not None:
+            self.updater.install(masters, before.spec.name)
+        else:
+            self.updater.begin_anew(masters)
+
+    def restored(self, version: int, optimizer: OptimizerSpec | None) -> None:
         """The slices hold and have published what a checkpoint had at `version`: serve it.
 
         Args:
             version: committed steps of the checkpoint.
-            optimizer: name of the optimizer whose moments came with it; "" when there were none.
+            optimizer: the one whose moments came with it; None when there were none.
         """
         self.version = version
-        self._moments_of = optimizer
+        self._restored = optimizer
         for owned in self.slices.values():
             self.counters["encodings"] += len(owned.wire.frames)
         if self.updater is not None:
-            self.updater.install(self.slices.masters(), optimizer)
+            self.updater.restored(optimizer, self.slices.masters())
         self.parameters.restored()
 
     # ------------------------------------------------------------------ membership
@@ -268,6 +281,9 @@ class ShardEngine:
     def _commit(self, decision: Decision, accumulator: int) -> list[OwnedSlice]:
         changed = {n: s for n, s in self.slices.items() if s.trainable and any(s.accumulators[accumulator].present)}
         update = None
+        if decision.optimizer is not None:
+            self._change_optimizer(decision.optimizer)
+            self._expected = None  # what was prepared is of the optimizer before
         if self.updater is not None:
             update = self.updater.update(
                 decision.hyper, decision.clip_factor, self.slices.masters(), decision.untouched
@@ -284,6 +300,8 @@ class ShardEngine:
                     accumulator=accumulator,
                 )
             else:
+                if decision.optimizer is None:
+                    owned.master.settle()
                 owned.restart(accumulator)
                 owned.unchanged(decision.version)
         self._committed(decision)

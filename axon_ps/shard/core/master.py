@@ -39,6 +39,21 @@ class Update:
     untouched: frozenset[int] = frozenset()
 
 
+@dataclass(frozen=True, slots=True)
+class Moments:
+    """The optimizer's state of a slice.
+
+    Attributes:
+        arrays: f32[slice_numel] each, by name.
+        updates: per parameter of the unit, how many updates it has had.
+        digest: of values and moments, as they were written.
+    """
+
+    arrays: dict[str, Array]
+    updates: tuple[int, ...]
+    digest: int | None
+
+
 class Master:
     """Values and moments of a slice.
 
@@ -66,13 +81,19 @@ class Master:
         self._wire_dtype = wire_dtype
         self._updates_before = [0] * len(unit.parameters)
         self._groups: Sequence[int] = ()  # of the unit's parameters
+        self._given_up: Moments | None = None
         self._ranges: tuple[KernelRange, ...] = ()
 
     # ------------------------------------------------------------------ the optimizer's state
 
     def set_groups(self, group_of: Sequence[int]) -> None:
         """Set the group of each parameter; `group_of` covers the whole layout."""
+        before = self._groups or [0] * len(self._unit.parameters)
         self._groups = group_of[self._first_parameter : self._first_parameter + len(self._unit.parameters)]
+        self._updates_before = [  # one that was in no group begins to be updated now
+            -self.updates if last < 0 <= group else count
+            for last, group, count in zip(before, self._groups, self._updates_before, strict=True)
+        ]
         self._ranges = kernel_ranges(self._unit, self._groups, self._updates_before)
 
     def set_updates(self, updates: Sequence[int]) -> None:
@@ -91,13 +112,31 @@ class Master:
 
     def parameter_updates(self) -> tuple[int, ...]:
         """Per parameter of the unit, how many updates it has had (torch's `step`)."""
-        return tuple(before + self.updates for before in self._updates_before)
+        groups = self._groups or [0] * len(self._unit.parameters)
+        return tuple(
+            before + self.updates if group >= 0 else 0
+            for before, group in zip(self._updates_before, groups, strict=True)
+        )
 
     def forget_moments(self) -> None:
         """Start the optimizer anew: no moments, no updates counted; `set_groups` must follow."""
         self.digests.forget(self.state)
         self.state = {}
         self.set_updates([0] * len(self._unit.parameters))
+
+    def begin_anew(self) -> None:
+        """As `forget_moments`; a snapshot of the present version still finds what was forgotten, in `moments`."""
+        self._given_up = self.moments
+        self.forget_moments()
+
+    @property
+    def moments(self) -> Moments:
+        """The moments of the version that the values are of."""
+        return self._given_up or Moments(self.state, self.parameter_updates(), self.digests.total)
+
+    def settle(self) -> None:
+        """No snapshot wants the moments any more that were given up."""
+        self._given_up = None
 
     def add_moments(self, kernels: UpdateRule, groups: Sequence[Hyper]) -> None:
         """Make the moments that groups need and that are missing, and put all in the order that kernels take."""
@@ -134,6 +173,7 @@ class Master:
     def end_update(self, update: Update) -> None:
         """Every chunk was updated so: count it, but of parameters that it has left alone."""
         self.updates += 1
+        self.settle()
         if self.leaves(update.untouched):
             before = enumerate(self._updates_before, self._first_parameter)
             self._updates_before = [count - (number in update.untouched) for number, count in before]

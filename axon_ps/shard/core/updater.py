@@ -20,6 +20,7 @@ class Updater:
     Args:
         spec: the optimizer as registered.
         num_parameters: of the layout, frozen ones included.
+        restored: the optimizer of the checkpoint that the moments came from, if they did.
 
     Attributes:
         spec: the optimizer as registered.
@@ -28,7 +29,7 @@ class Updater:
         InvalidRequest: optimizer or hyperparameter is unknown, or the groups do not cover the layout.
     """
 
-    def __init__(self, spec: OptimizerSpec, num_parameters: int) -> None:
+    def __init__(self, spec: OptimizerSpec, num_parameters: int, restored: OptimizerSpec | None = None) -> None:
         if len(spec.group_of) != num_parameters:
             raise InvalidRequest(
                 f"the optimizer names the groups of {len(spec.group_of)} parameters; the layout has {num_parameters}"
@@ -36,7 +37,25 @@ class Updater:
         self.spec = spec
         self._kernels: UpdateRule = registry.create(spec.name)
         self._hypers: tuple[Hyper, ...] = tuple(self._kernels.validate(group) for group in spec.groups)
-        self._state_groups = self._hypers
+        self._state_groups = (*self._hypers, *(self._kernels.validate(group) for group in spec.moments))
+        self._restored(restored)
+
+    def restored(self, saved: OptimizerSpec | None, masters: Iterable[Master]) -> None:
+        """Values and moments of `masters` came from a checkpoint, whose optimizer this is."""
+        self._restored(saved)
+        self.install(masters, "" if saved is None else saved.name)
+
+    def _restored(self, saved: OptimizerSpec | None) -> None:
+        if saved is not None and saved.name == self.spec.name:
+            groups = tuple(self._kernels.validate(group) for group in (*saved.groups, *saved.moments))
+            if self._needs_moments(groups):
+                self._state_groups = (*self._state_groups, *groups)
+
+    def begin_anew(self, masters: Iterable[Master]) -> None:
+        """Take the place of another optimizer, from the next update on, with new moments."""
+        for master in masters:
+            master.begin_anew()
+        self.install(masters, self.spec.name)
 
     def install(self, masters: Iterable[Master], moments_of: str) -> None:
         """Give trainable slices their groups and moments; those they have stay if they are of this optimizer.

@@ -63,13 +63,13 @@ async def chunks(engine: ShardEngine, owned: OwnedSlice) -> AsyncIterator[shard_
         complete=True,
         changed=owned.changed,
         copied=owned.copied,
-        updates=owned.master.parameter_updates(),
-        digest=owned.master.digests.total,
+        updates=owned.master.moments.updates,
+        digest=owned.master.moments.digest,
     )
 
 
 def _tensors(owned: OwnedSlice) -> dict[str, Array]:
-    return {PARAM: owned.master.values, **owned.wire.feedback, **owned.master.state}
+    return {PARAM: owned.master.values, **owned.wire.feedback, **owned.master.moments.arrays}
 
 
 class Copying:

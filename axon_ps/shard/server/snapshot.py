@@ -40,7 +40,7 @@ from axon_ps.storage.checkpoint import (
 )
 from axon_ps.storage.files import open_store
 from axon_ps.storage.manifest import Manifest, file_prefix, read_manifest
-from axon_ps.types import DType
+from axon_ps.types import DType, OptimizerSpec
 
 UPDATES = "updates"
 
@@ -83,7 +83,7 @@ def write(
     if not engine.parameters.initialized:
         raise Misuse("this shard server holds no parameters yet; there is nothing to save")
     slices = engine.slices.primaries
-    states = {owned.number: list(owned.master.state) for owned in slices}
+    states = {owned.number: list(owned.master.moments.arrays) for owned in slices}
     tensors = [t for owned in slices for t in _tensors(owned, states[owned.number])]
     name = f"{file_prefix(server, num_servers)}v{version}-{secrets.token_hex(4)}.safetensors"
     metadata = {"format": "axon_ps", "server": str(server), "num_servers": str(num_servers), "version": str(version)}
@@ -117,10 +117,11 @@ def _tensors(owned: OwnedSlice, states: list[str]) -> Iterator[TensorSpec]:
 def _write_slice(writer: SafetensorsWriter, owned: OwnedSlice, states: list[str]) -> None:
     unit, begin = owned.chunks.unit, owned.chunks.begin
     writer.write(tensor_name(unit, begin), owned.master.values)
+    moments = owned.master.moments
     for name in states:
-        writer.write(tensor_name(unit, begin, name), owned.master.state[name])
+        writer.write(tensor_name(unit, begin, name), moments.arrays[name])
     if owned.trainable:
-        writer.write(tensor_name(unit, begin, UPDATES), np.array(owned.master.parameter_updates(), np.int64))
+        writer.write(tensor_name(unit, begin, UPDATES), np.array(moments.updates, np.int64))
 
 
 # ---------------------------------------------------------------------- reading
@@ -141,9 +142,9 @@ class Restore:
     files: tuple[int, ...]
 
     @property
-    def optimizer(self) -> str:
-        """The optimizer whose moments the checkpoint has; empty when it has none."""
-        return self.manifest.optimizer.name if self.manifest.optimizer else ""
+    def optimizer(self) -> OptimizerSpec | None:
+        """The optimizer whose moments the checkpoint has; None when it has none."""
+        return self.manifest.optimizer
 
 
 def prepare(
@@ -291,7 +292,7 @@ def _initial_states(manifest: Manifest) -> dict[str, float]:
     if manifest.optimizer is None:
         return {}
     kernels = registry.create(manifest.optimizer.name)
-    groups = tuple(kernels.validate(g) for g in manifest.optimizer.groups)
+    groups = tuple(kernels.validate(g) for g in (*manifest.optimizer.groups, *manifest.optimizer.moments))
     return {name: kernels.initial_state(name, groups) for name in kernels.state_names(groups)}
 
 

@@ -21,7 +21,7 @@ class SnapshotFile(_message.Message):
     def __init__(self, name: _Optional[str] = ..., sha256: _Optional[str] = ..., bytes: _Optional[int] = ..., model: _Optional[int] = ...) -> None: ...
 
 class Manifest(_message.Message):
-    __slots__ = ("format_version", "job", "created", "num_servers", "extra_json", "models", "attached", "signature", "sha256")
+    __slots__ = ("format_version", "job", "created", "num_servers", "extra_json", "models", "attached", "states", "signature", "sha256")
     class Model(_message.Message):
         __slots__ = ("name", "version", "chunk_numel", "min_slice_numel", "files", "optimizer", "layout", "file_of", "committed")
         class CommittedEntry(_message.Message):
@@ -64,6 +64,7 @@ class Manifest(_message.Message):
     EXTRA_JSON_FIELD_NUMBER: _ClassVar[int]
     MODELS_FIELD_NUMBER: _ClassVar[int]
     ATTACHED_FIELD_NUMBER: _ClassVar[int]
+    STATES_FIELD_NUMBER: _ClassVar[int]
     SIGNATURE_FIELD_NUMBER: _ClassVar[int]
     SHA256_FIELD_NUMBER: _ClassVar[int]
     format_version: int
@@ -73,9 +74,10 @@ class Manifest(_message.Message):
     extra_json: str
     models: _containers.RepeatedCompositeFieldContainer[Manifest.Model]
     attached: _containers.MessageMap[str, SnapshotFile]
+    states: _containers.RepeatedCompositeFieldContainer[SnapshotFile]
     signature: str
     sha256: str
-    def __init__(self, format_version: _Optional[int] = ..., job: _Optional[str] = ..., created: _Optional[str] = ..., num_servers: _Optional[int] = ..., extra_json: _Optional[str] = ..., models: _Optional[_Iterable[_Union[Manifest.Model, _Mapping]]] = ..., attached: _Optional[_Mapping[str, SnapshotFile]] = ..., signature: _Optional[str] = ..., sha256: _Optional[str] = ...) -> None: ...
+    def __init__(self, format_version: _Optional[int] = ..., job: _Optional[str] = ..., created: _Optional[str] = ..., num_servers: _Optional[int] = ..., extra_json: _Optional[str] = ..., models: _Optional[_Iterable[_Union[Manifest.Model, _Mapping]]] = ..., attached: _Optional[_Mapping[str, SnapshotFile]] = ..., states: _Optional[_Iterable[_Union[SnapshotFile, _Mapping]]] = ..., signature: _Optional[str] = ..., sha256: _Optional[str] = ...) -> None: ...
 
 class SnapshotReport(_message.Message):
     __slots__ = ("id", "files", "error")

@@ -152,14 +152,24 @@ class Hyper(_message.Message):
     def __init__(self, values: _Optional[_Mapping[str, float]] = ...) -> None: ...
 
 class OptimizerSpec(_message.Message):
-    __slots__ = ("name", "groups", "group_of")
+    __slots__ = ("name", "groups", "group_of", "moments")
     NAME_FIELD_NUMBER: _ClassVar[int]
     GROUPS_FIELD_NUMBER: _ClassVar[int]
     GROUP_OF_FIELD_NUMBER: _ClassVar[int]
+    MOMENTS_FIELD_NUMBER: _ClassVar[int]
     name: str
     groups: _containers.RepeatedCompositeFieldContainer[Hyper]
     group_of: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, name: _Optional[str] = ..., groups: _Optional[_Iterable[_Union[Hyper, _Mapping]]] = ..., group_of: _Optional[_Iterable[int]] = ...) -> None: ...
+    moments: _containers.RepeatedCompositeFieldContainer[Hyper]
+    def __init__(self, name: _Optional[str] = ..., groups: _Optional[_Iterable[_Union[Hyper, _Mapping]]] = ..., group_of: _Optional[_Iterable[int]] = ..., moments: _Optional[_Iterable[_Union[Hyper, _Mapping]]] = ...) -> None: ...
+
+class OptimizerChange(_message.Message):
+    __slots__ = ("optimizer", "keeps_moments")
+    OPTIMIZER_FIELD_NUMBER: _ClassVar[int]
+    KEEPS_MOMENTS_FIELD_NUMBER: _ClassVar[int]
+    optimizer: OptimizerSpec
+    keeps_moments: bool
+    def __init__(self, optimizer: _Optional[_Union[OptimizerSpec, _Mapping]] = ..., keeps_moments: bool = ...) -> None: ...
 
 class Chunk(_message.Message):
     __slots__ = ("context", "step", "version", "unit", "offset", "numel", "dtype", "replica", "absent", "compressed", "epoch", "end", "payload", "lease", "digest", "base")

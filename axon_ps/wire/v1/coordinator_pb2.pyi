@@ -1,3 +1,4 @@
+from axon_ps.wire.v1 import checkpoint_pb2 as _checkpoint_pb2
 from axon_ps.wire.v1 import common_pb2 as _common_pb2
 from axon_ps.wire.v1 import logs_pb2 as _logs_pb2
 from axon_ps.wire.v1 import membership_pb2 as _membership_pb2
@@ -81,16 +82,18 @@ class KVReply(_message.Message):
     def __init__(self, found: bool = ..., value: _Optional[bytes] = ..., sum: _Optional[int] = ...) -> None: ...
 
 class RegisterRequest(_message.Message):
-    __slots__ = ("context", "spec", "optimizer", "name")
+    __slots__ = ("context", "spec", "optimizer", "name", "later")
     CONTEXT_FIELD_NUMBER: _ClassVar[int]
     SPEC_FIELD_NUMBER: _ClassVar[int]
     OPTIMIZER_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
+    LATER_FIELD_NUMBER: _ClassVar[int]
     context: _common_pb2.CallContext
     spec: _common_pb2.JobSpec
     optimizer: _common_pb2.OptimizerSpec
     name: str
-    def __init__(self, context: _Optional[_Union[_common_pb2.CallContext, _Mapping]] = ..., spec: _Optional[_Union[_common_pb2.JobSpec, _Mapping]] = ..., optimizer: _Optional[_Union[_common_pb2.OptimizerSpec, _Mapping]] = ..., name: _Optional[str] = ...) -> None: ...
+    later: bool
+    def __init__(self, context: _Optional[_Union[_common_pb2.CallContext, _Mapping]] = ..., spec: _Optional[_Union[_common_pb2.JobSpec, _Mapping]] = ..., optimizer: _Optional[_Union[_common_pb2.OptimizerSpec, _Mapping]] = ..., name: _Optional[str] = ..., later: bool = ...) -> None: ...
 
 class RegisterReply(_message.Message):
     __slots__ = ("first", "initialized", "version", "upload", "generation", "model")
@@ -141,16 +144,18 @@ class DescribeReply(_message.Message):
     def __init__(self, job: _Optional[_Union[_session_pb2.JobEvent, _Mapping]] = ..., membership: _Optional[_Union[_membership_pb2.MembershipEvent, _Mapping]] = ...) -> None: ...
 
 class SaveCheckpointRequest(_message.Message):
-    __slots__ = ("context", "uri", "extra_json", "background")
+    __slots__ = ("context", "uri", "extra_json", "background", "states")
     CONTEXT_FIELD_NUMBER: _ClassVar[int]
     URI_FIELD_NUMBER: _ClassVar[int]
     EXTRA_JSON_FIELD_NUMBER: _ClassVar[int]
     BACKGROUND_FIELD_NUMBER: _ClassVar[int]
+    STATES_FIELD_NUMBER: _ClassVar[int]
     context: _common_pb2.CallContext
     uri: str
     extra_json: str
     background: bool
-    def __init__(self, context: _Optional[_Union[_common_pb2.CallContext, _Mapping]] = ..., uri: _Optional[str] = ..., extra_json: _Optional[str] = ..., background: bool = ...) -> None: ...
+    states: _containers.RepeatedCompositeFieldContainer[_checkpoint_pb2.SnapshotFile]
+    def __init__(self, context: _Optional[_Union[_common_pb2.CallContext, _Mapping]] = ..., uri: _Optional[str] = ..., extra_json: _Optional[str] = ..., background: bool = ..., states: _Optional[_Iterable[_Union[_checkpoint_pb2.SnapshotFile, _Mapping]]] = ...) -> None: ...
 
 class RestoreCheckpointRequest(_message.Message):
     __slots__ = ("context", "uri", "models")
@@ -163,7 +168,7 @@ class RestoreCheckpointRequest(_message.Message):
     def __init__(self, context: _Optional[_Union[_common_pb2.CallContext, _Mapping]] = ..., uri: _Optional[str] = ..., models: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class CheckpointReply(_message.Message):
-    __slots__ = ("uri", "version", "bytes", "extra_json", "versions")
+    __slots__ = ("uri", "version", "bytes", "extra_json", "versions", "optimizer", "hyper", "states")
     class VersionsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -176,9 +181,15 @@ class CheckpointReply(_message.Message):
     BYTES_FIELD_NUMBER: _ClassVar[int]
     EXTRA_JSON_FIELD_NUMBER: _ClassVar[int]
     VERSIONS_FIELD_NUMBER: _ClassVar[int]
+    OPTIMIZER_FIELD_NUMBER: _ClassVar[int]
+    HYPER_FIELD_NUMBER: _ClassVar[int]
+    STATES_FIELD_NUMBER: _ClassVar[int]
     uri: str
     version: int
     bytes: int
     extra_json: str
     versions: _containers.ScalarMap[str, int]
-    def __init__(self, uri: _Optional[str] = ..., version: _Optional[int] = ..., bytes: _Optional[int] = ..., extra_json: _Optional[str] = ..., versions: _Optional[_Mapping[str, int]] = ...) -> None: ...
+    optimizer: str
+    hyper: _containers.RepeatedCompositeFieldContainer[_common_pb2.Hyper]
+    states: _containers.RepeatedCompositeFieldContainer[_checkpoint_pb2.SnapshotFile]
+    def __init__(self, uri: _Optional[str] = ..., version: _Optional[int] = ..., bytes: _Optional[int] = ..., extra_json: _Optional[str] = ..., versions: _Optional[_Mapping[str, int]] = ..., optimizer: _Optional[str] = ..., hyper: _Optional[_Iterable[_Union[_common_pb2.Hyper, _Mapping]]] = ..., states: _Optional[_Iterable[_Union[_checkpoint_pb2.SnapshotFile, _Mapping]]] = ...) -> None: ...

@@ -87,7 +87,7 @@ class Join(_message.Message):
     def __init__(self, job: _Optional[str] = ..., role: _Optional[_Union[_common_pb2.Role, str]] = ..., incarnation: _Optional[str] = ..., node: _Optional[str] = ..., address: _Optional[str] = ..., requested_rank: _Optional[int] = ..., world_size: _Optional[int] = ..., standby: bool = ..., optimizers: _Optional[_Iterable[str]] = ..., compressors: _Optional[_Iterable[str]] = ..., memory: _Optional[_Union[_memory_pb2.Memory, _Mapping]] = ..., state_id: _Optional[str] = ..., differences: bool = ...) -> None: ...
 
 class Vote(_message.Message):
-    __slots__ = ("generation", "step", "max_norm", "hyper", "version", "model", "copy", "blocked", "commit", "traceparent", "weight", "untouched", "withdrawn")
+    __slots__ = ("generation", "step", "max_norm", "hyper", "version", "model", "copy", "blocked", "commit", "traceparent", "weight", "untouched", "withdrawn", "optimizer")
     class CommitEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -108,6 +108,7 @@ class Vote(_message.Message):
     WEIGHT_FIELD_NUMBER: _ClassVar[int]
     UNTOUCHED_FIELD_NUMBER: _ClassVar[int]
     WITHDRAWN_FIELD_NUMBER: _ClassVar[int]
+    OPTIMIZER_FIELD_NUMBER: _ClassVar[int]
     generation: int
     step: int
     max_norm: float
@@ -121,7 +122,8 @@ class Vote(_message.Message):
     weight: float
     untouched: _containers.RepeatedScalarFieldContainer[int]
     withdrawn: bool
-    def __init__(self, generation: _Optional[int] = ..., step: _Optional[int] = ..., max_norm: _Optional[float] = ..., hyper: _Optional[_Iterable[_Union[_common_pb2.Hyper, _Mapping]]] = ..., version: _Optional[int] = ..., model: _Optional[int] = ..., copy: _Optional[_Union[_membership_pb2.CopyFrom, _Mapping]] = ..., blocked: bool = ..., commit: _Optional[_Mapping[str, str]] = ..., traceparent: _Optional[str] = ..., weight: _Optional[float] = ..., untouched: _Optional[_Iterable[int]] = ..., withdrawn: bool = ...) -> None: ...
+    optimizer: _common_pb2.OptimizerChange
+    def __init__(self, generation: _Optional[int] = ..., step: _Optional[int] = ..., max_norm: _Optional[float] = ..., hyper: _Optional[_Iterable[_Union[_common_pb2.Hyper, _Mapping]]] = ..., version: _Optional[int] = ..., model: _Optional[int] = ..., copy: _Optional[_Union[_membership_pb2.CopyFrom, _Mapping]] = ..., blocked: bool = ..., commit: _Optional[_Mapping[str, str]] = ..., traceparent: _Optional[str] = ..., weight: _Optional[float] = ..., untouched: _Optional[_Iterable[int]] = ..., withdrawn: bool = ..., optimizer: _Optional[_Union[_common_pb2.OptimizerChange, _Mapping]] = ...) -> None: ...
 
 class Arrived(_message.Message):
     __slots__ = ("generation", "step", "model", "blocked")
@@ -239,7 +241,7 @@ class JobEvent(_message.Message):
     def __init__(self, spec: _Optional[_Union[_common_pb2.JobSpec, _Mapping]] = ..., optimizer: _Optional[_Union[_common_pb2.OptimizerSpec, _Mapping]] = ..., initialized: bool = ..., version: _Optional[int] = ..., epoch: _Optional[int] = ..., model: _Optional[int] = ..., name: _Optional[str] = ..., copied: _Optional[int] = ..., released: bool = ..., placement: _Optional[_Union[_placement_pb2.Placement, _Mapping]] = ..., committed: _Optional[_Mapping[str, str]] = ..., no_room: _Optional[str] = ...) -> None: ...
 
 class DecisionEvent(_message.Message):
-    __slots__ = ("step", "generation", "outcome", "version", "grad_norm", "clip_factor", "hyper", "reason", "next_generation", "turn", "model", "copy", "commit", "traceparent", "weight", "untouched")
+    __slots__ = ("step", "generation", "outcome", "version", "grad_norm", "clip_factor", "hyper", "reason", "next_generation", "turn", "model", "copy", "commit", "traceparent", "weight", "untouched", "optimizer", "refused")
     class CommitEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -263,6 +265,8 @@ class DecisionEvent(_message.Message):
     TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
     WEIGHT_FIELD_NUMBER: _ClassVar[int]
     UNTOUCHED_FIELD_NUMBER: _ClassVar[int]
+    OPTIMIZER_FIELD_NUMBER: _ClassVar[int]
+    REFUSED_FIELD_NUMBER: _ClassVar[int]
     step: int
     generation: int
     outcome: Outcome
@@ -279,4 +283,6 @@ class DecisionEvent(_message.Message):
     traceparent: str
     weight: float
     untouched: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, step: _Optional[int] = ..., generation: _Optional[int] = ..., outcome: _Optional[_Union[Outcome, str]] = ..., version: _Optional[int] = ..., grad_norm: _Optional[float] = ..., clip_factor: _Optional[float] = ..., hyper: _Optional[_Iterable[_Union[_common_pb2.Hyper, _Mapping]]] = ..., reason: _Optional[str] = ..., next_generation: _Optional[int] = ..., turn: _Optional[_Union[_common_pb2.Turn, _Mapping]] = ..., model: _Optional[int] = ..., copy: _Optional[_Union[_membership_pb2.CopyFrom, _Mapping]] = ..., commit: _Optional[_Mapping[str, str]] = ..., traceparent: _Optional[str] = ..., weight: _Optional[float] = ..., untouched: _Optional[_Iterable[int]] = ...) -> None: ...
+    optimizer: _common_pb2.OptimizerChange
+    refused: int
+    def __init__(self, step: _Optional[int] = ..., generation: _Optional[int] = ..., outcome: _Optional[_Union[Outcome, str]] = ..., version: _Optional[int] = ..., grad_norm: _Optional[float] = ..., clip_factor: _Optional[float] = ..., hyper: _Optional[_Iterable[_Union[_common_pb2.Hyper, _Mapping]]] = ..., reason: _Optional[str] = ..., next_generation: _Optional[int] = ..., turn: _Optional[_Union[_common_pb2.Turn, _Mapping]] = ..., model: _Optional[int] = ..., copy: _Optional[_Union[_membership_pb2.CopyFrom, _Mapping]] = ..., commit: _Optional[_Mapping[str, str]] = ..., traceparent: _Optional[str] = ..., weight: _Optional[float] = ..., untouched: _Optional[_Iterable[int]] = ..., optimizer: _Optional[_Union[_common_pb2.OptimizerChange, _Mapping]] = ..., refused: _Optional[int] = ...) -> None: ...

@@ -22,7 +22,7 @@ from axon_ps.rpc.background_loop import BackgroundLoop
 from axon_ps.rpc.deadlines import Deadline
 from axon_ps.shard.client.client import ShardGroup
 from axon_ps.sharding.job import JobSpec
-from axon_ps.types import CopyFrom, Decision, Hyper, Membership, OptimizerSpec, Outcome
+from axon_ps.types import CopyFrom, Decision, Hyper, Membership, OptimizerChange, OptimizerSpec, Outcome
 from axon_ps.worker.job_view import JobView
 from axon_ps.worker.steps.calls import ModelCalls
 from axon_ps.worker.steps.gradients import Gradients
@@ -108,6 +108,17 @@ class StepClient:
         timeout_s = self.view.job.timeout_s
         registering = self._coordinator.register(optimizer=optimizer, timeout_s=timeout_s, name=self.view.name)
         self._loop.run(registering, timeout_s)
+
+    def check_optimizer(self, optimizer: OptimizerSpec) -> None:
+        """Check that an optimizer can take the place of the model's, with a step.
+
+        Raises:
+            InvalidRequest: it cannot be, or a shard server does not know it.
+            Busy: the shard servers have no memory for its moments.
+        """
+        timeout_s = self.view.job.timeout_s
+        checking = self._coordinator.register(optimizer=optimizer, timeout_s=timeout_s, name=self.view.name, later=True)
+        self._loop.run(checking, timeout_s)
 
     def statistics(self) -> dict[str, float]:
         """Counters of the data plane: bytes, streams, retries; where replicas step asynchronously, clocks and waiting.
@@ -202,6 +213,7 @@ class StepClient:
         weight: float | None = None,
         untouched: Iterable[int] = (),
         withdrawn: bool = False,
+        optimizer: OptimizerChange | None = None,
     ) -> Decision:
         """Report that this worker pushes nothing else, and wait for the pushes and the decision.
 
@@ -220,6 +232,7 @@ class StepClient:
             untouched: numbers in the layout of trainable parameters that this worker has no gradient of. Those that no
                 worker has one of stay as they are.
             withdrawn: what was pushed must not count: the step is aborted, for all, without waiting for others' votes.
+            optimizer: takes the place of the model's with this step; every worker gives the same. None = it stays.
 
         Returns:
             The decision; an abort when the membership changed meanwhile. By then this worker has received the
@@ -246,6 +259,7 @@ class StepClient:
                     weight=weight,
                     untouched=tuple(sorted(untouched)),
                     withdrawn=withdrawn,
+                    optimizer=optimizer,
                     traceparent="" if span is None else span.context.traceparent,
                 )
                 decision = self._decided(ticket, pushes, mine)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
 from typing import Any
@@ -13,9 +14,10 @@ from axon_ps.coordinator.core.events import Ready, Vote
 from axon_ps.coordinator.core.steps.decision import Tally
 from axon_ps.coordinator.messages import ready_from_proto
 from axon_ps.errors import InvalidRequest
+from axon_ps.optim.registry import create
 from axon_ps.sharding.job import JobSpec
 from axon_ps.sharding.layout import Layout, build_unit
-from axon_ps.types import Decision, DType, Membership, OptimizerSpec, Outcome
+from axon_ps.types import Decision, DType, Membership, OptimizerChange, OptimizerSpec, Outcome
 from axon_ps.wire.v1 import session_pb2
 from coordinator_driver import OPTIMIZER, Driver, Peer
 
@@ -146,7 +148,10 @@ def test_finite_sums_whose_sum_is_not_skip_the_step() -> None:
         ([{"hyper": ({}, {})}] * 2, "the votes have 2 parameter groups; the registered optimizer has 1"),
         ([{"hyper": ({"lr": math.nan},)}] * 2, "the votes' hyperparameters of group 0 cannot be: .*lr"),
         ([{"hyper": ({"momentum": 1.0},)}] * 2, "adamw has no hyperparameter 'momentum'"),
-        ([{"hyper": ({"amsgrad": 1.0},)}] * 2, "hyperparameters need state max_exp_avg_sq, which the registered"),
+        (
+            [{"optimizer": OptimizerChange(spec=OPTIMIZER)}, {}],
+            "on the optimizer: rank 0: another adamw .*; rank 1: as",
+        ),
         ([{"max_norm": -1.0}] * 2, "max_norm is -1.0"),
         ([{"weight": 1.0}, {}], "disagree on whether gradients are weighted: rank 0: yes; rank 1: no"),
         ([{"max_norm": math.nan}] * 2, "max_norm is nan"),
@@ -163,6 +168,58 @@ def test_votes_that_disagree_or_cannot_be_abort_the_step(votes: list[dict[str, A
     assert re.search(reason, decision.reason), decision.reason
     assert len(workers[1].received(Membership)) == len({m.generation for m in workers[1].received(Membership)})
     assert step(workers, shards).outcome is Outcome.COMMIT
+
+
+def test_aborts_because_of_votes_are_counted_until_a_step_ends_otherwise() -> None:
+    d = Driver()
+    workers, shards = d.assembled()
+    counted = []
+    for rates in ((0.1, 0.2), (0.3, 0.2), (0.1, 0.1), (0.2, 0.1)):
+        shards[0].ready()
+        for w, lr in zip(workers, rates, strict=True):
+            w.vote(hyper=({"lr": lr},))
+        counted.append(decided(workers[0]).refused)
+    assert counted == [1, 2, 0, 1]
+
+
+def test_hyperparameters_may_need_moments_later_and_a_checkpoint_has_those_of_its_version() -> None:
+    d = Driver()
+    workers, shards = d.assembled()
+    for amsgrad, lr in ((0.0, 0.1), (1.0, 0.2), (0.0, 0.3)):
+        assert step(workers, shards, hyper=({"amsgrad": amsgrad, "lr": lr},)).outcome is Outcome.COMMIT
+    model = next(iter(d.state._models))
+    saved = model.optimizer
+    assert saved is not None
+    assert saved.groups == ({**FULL, "lr": 0.3},)
+    names = create("adamw").state_names
+    assert names(saved.groups) == ("exp_avg", "exp_avg_sq")
+    assert names((*saved.groups, *saved.moments)) == ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+    joiner = d.worker()
+    assert not d.register(joiner).first  # with the optimizer as it was registered at first
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+def test_another_optimizer_takes_the_place_with_a_step(keeps: bool) -> None:
+    d = Driver()
+    workers, shards = d.assembled()
+    other = OptimizerSpec(name="sgd", groups=({"lr": 0.1, "momentum": 0.9},), group_of=OPTIMIZER.group_of)
+    change = OptimizerChange(spec=other, keeps_moments=keeps)
+    decision = step(workers, shards, hyper=({"lr": 0.5, "momentum": 0.9},), optimizer=change)
+    assert decision.outcome is Outcome.COMMIT
+    assert decision.optimizer == change
+    assert decision.hyper[0]["momentum"] == 0.9
+    later = step(workers, shards, hyper=({"lr": 0.4, "momentum": 0.9},))
+    assert (later.outcome, later.optimizer) == (Outcome.COMMIT, None)
+    model = next(iter(d.state._models))
+    assert model.registration.optimizer == other
+
+
+def test_an_optimizer_that_differs_in_values_only_stays_as_registered() -> None:
+    d = Driver()
+    workers, shards = d.assembled()
+    change = OptimizerChange(spec=dataclasses.replace(OPTIMIZER, groups=({**FULL, "lr": 0.7},)))
+    assert step(workers, shards, hyper=({**FULL, "lr": 0.7},), optimizer=change).optimizer is not None
+    assert not d.register(d.worker()).first
 
 
 def test_what_is_not_of_the_current_attempt_is_ignored() -> None:

@@ -18,7 +18,18 @@ from axon_ps.coordinator.attachments import Header
 from axon_ps.coordinator.client.session import Registered
 from axon_ps.errors import StepAborted
 from axon_ps.sharding.job import JobSpec
-from axon_ps.types import Array, Decision, DType, Hyper, Member, Membership, OptimizerSpec, Outcome, Role
+from axon_ps.types import (
+    Array,
+    Decision,
+    DType,
+    Hyper,
+    Member,
+    Membership,
+    OptimizerChange,
+    OptimizerSpec,
+    Outcome,
+    Role,
+)
 from axon_ps.worker.models import Names
 from axon_ps.worker.steps.ticket import Ticket
 
@@ -182,6 +193,7 @@ class FakeSteps:
         weight: float | None = None,
         untouched: Iterable[int] = (),
         withdrawn: bool = False,
+        optimizer: OptimizerChange | None = None,
     ) -> Decision:
         for work in pushes:
             work.wait()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -53,6 +54,43 @@ def test_a_moved_optimizer_and_its_scheduler_do_what_torchs_do() -> None:
         assert ours.param_groups[0]["lr"] == pytest.approx(0.05 / 5)
         for name, value in expected.state_dict().items():
             torch.testing.assert_close(model.state_dict()[name], value, msg=name)
+
+
+def in_sequence(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+    warm_up = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=2)
+    after = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 4)
+    return torch.optim.lr_scheduler.SequentialLR(optimizer, [warm_up, after], [2])
+
+
+def chained(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+    of = torch.optim.lr_scheduler
+    return of.ChainedScheduler([of.ConstantLR(optimizer, 0.5, 2), of.ExponentialLR(optimizer, 0.5)])
+
+
+@pytest.mark.parametrize("schedule", [in_sequence, chained])
+@pytest.mark.parametrize("rebound", [False, True], ids=["of torch's", "of ours"])
+def test_a_step_applies_what_the_groups_of_either_optimizer_say(schedule: Any, rebound: bool) -> None:
+    expected = net()
+    plain, _ = adamw(expected)
+    trained(expected, plain, schedule(plain))
+    with World.mock():
+        model = FSDP(net())
+        optimizer, _ = adamw(model)
+        scheduler = schedule(optimizer)
+        ours = moved(optimizer)
+        if rebound:
+            scheduler.optimizer = ours
+        trained(model, ours, scheduler)
+        assert ours.param_groups is optimizer.param_groups
+        assert [g["lr"] for g in ours.param_groups] == [g["lr"] for g in plain.param_groups]
+        for name, value in expected.state_dict().items():
+            torch.testing.assert_close(model.state_dict()[name], value, msg=name)
+        state = ours.state_dict()
+        state["param_groups"][0]["lr"] = 0.25
+        ours.load_state_dict(state)
+        assert optimizer.param_groups[0]["lr"] == 0.25
+        optimizer.param_groups[0]["lr"] = 0.125
+        assert ours.param_groups[0]["lr"] == 0.125
 
 
 def test_what_is_not_torchs_of_a_wrapped_model_stays() -> None:

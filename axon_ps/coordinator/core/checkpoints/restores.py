@@ -26,7 +26,7 @@ from axon_ps.coordinator.core.members import Members
 from axon_ps.coordinator.core.models import Model, Models
 from axon_ps.coordinator.core.roster import RosterEntry
 from axon_ps.errors import AxonError, Busy, CheckpointError, InvalidRequest
-from axon_ps.types import Role
+from axon_ps.types import OptimizerSpec, Role
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +42,7 @@ class Resume:
         committed: the values that were committed with its steps up to that version; None = they stay.
         attached: by key, what the checkpoint has attached, `BUFFERS` and the model's name in the job among them; None =
             as the same order before.
+        optimizer: the one whose moments it has, its groups as of that version; None = it has none.
     """
 
     uri: str
@@ -51,6 +52,7 @@ class Resume:
     sha256: str = field(default="", compare=False)
     committed: Mapping[str, str] | None = None
     attached: Mapping[str, Attachment] | None = field(default=None, compare=False)
+    optimizer: OptimizerSpec | None = None
 
 
 class Restores:
@@ -123,6 +125,8 @@ class Restores:
             if resume.committed is not None:
                 model.committed = dict(resume.committed)
                 self._out.persist([records.committed_record(model.number, model.committed)])
+            if resume.uri != UPLOADED:
+                self._out.persist(model.restore(resume.optimizer))
             a.announce(model)
             self._out.push([s.session for s in a.roster.of_role(Role.SHARD)], order)
         self.persist()

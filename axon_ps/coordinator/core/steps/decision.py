@@ -144,22 +144,29 @@ class Tally:
             step: the attempt.
             generation: the generation it ran in.
             version: the version before it.
-            optimizer: registered hyperparameters, which votes may leave out; None when nothing is trainable.
+            optimizer: the model's, whose hyperparameters votes may leave out; None when nothing is trainable.
             workers: those that take part.
         """
 
-        def ended(outcome: Outcome, *, reason: str = "", norm: float = 0.0) -> Decision:
+        def ended(outcome: Outcome, *, reason: str = "", norm: float = 0.0, refused: int = 0) -> Decision:
             return Decision(
-                step=step, generation=generation, outcome=outcome, version=version, grad_norm=norm, reason=reason
+                step=step,
+                generation=generation,
+                outcome=outcome,
+                version=version,
+                grad_norm=norm,
+                reason=reason,
+                refused=refused,
             )
 
         vote = next(iter(self.votes.values()))
         if withdrawn := [rank for rank, v in self.votes.items() if v.withdrawn]:
             return ended(Outcome.ABORT, reason=f"worker {format_ranks(withdrawn)} withdrew its gradients of this step")
         if self.copies and (pushing := [w for w in workers if w not in self.votes]):
-            return ended(Outcome.ABORT, reason=_mixed(self.votes, pushing))
+            return ended(Outcome.ABORT, reason=_mixed(self.votes, pushing), refused=1)
+        optimizer = optimizer if vote.optimizer is None else vote.optimizer.spec
         if problem := _disagreement(self.votes) or _problem(vote, optimizer):
-            return ended(Outcome.ABORT, reason=problem)
+            return ended(Outcome.ABORT, reason=problem, refused=1)
         if vote.copy is not None:
             return Decision(
                 step=step,
@@ -188,7 +195,7 @@ class Tally:
         try:
             factor = clip_factor(norm, vote.max_norm) if vote.max_norm else 1.0
         except AxonError as error:
-            return ended(Outcome.ABORT, reason=str(error))
+            return ended(Outcome.ABORT, reason=str(error), refused=1)
         return Decision(
             step=step,
             generation=generation,
@@ -200,6 +207,7 @@ class Tally:
             hyper=_merged(vote.hyper, optimizer.groups if optimizer is not None else ()),
             commit=vote.commit,
             untouched=tuple(sorted(untouched)),
+            optimizer=vote.optimizer,
         )
 
 
@@ -231,7 +239,7 @@ def _disagreement(votes: Mapping[int, Vote]) -> str:
         return ""
     for field, value_of in _fields(votes):
         ranks_by_value: dict[str, list[int]] = defaultdict(list)
-        for rank, vote in votes.items():
+        for rank, vote in sorted(votes.items()):
             ranks_by_value[value_of(vote)].append(rank)
         if len(ranks_by_value) > 1:
             values = "; ".join(f"rank {format_ranks(ranks)}: {value}" for value, ranks in ranks_by_value.items())
@@ -240,13 +248,14 @@ def _disagreement(votes: Mapping[int, Vote]) -> str:
 
 
 def _agreed(vote: Vote) -> tuple[object, ...]:
-    return vote.max_norm, vote.hyper, vote.copy, vote.commit, vote.weight is None
+    return vote.max_norm, vote.hyper, vote.copy, vote.commit, vote.weight is None, vote.optimizer
 
 
 def _fields(votes: Mapping[int, Vote]) -> Iterator[tuple[str, Callable[[Vote], str]]]:
     yield "what the step takes", _taken
     yield "max_norm", lambda v: repr(v.max_norm)
     yield "whether gradients are weighted", lambda v: "no" if v.weight is None else "yes"
+    yield "the optimizer", _changed
     yield "the number of parameter groups", lambda v: str(len(v.hyper))
     for group in range(min(len(v.hyper) for v in votes.values())):
         for name in sorted({n for v in votes.values() for n in v.hyper[group]}):
@@ -257,6 +266,15 @@ def _fields(votes: Mapping[int, Vote]) -> Iterator[tuple[str, Callable[[Vote], s
 
 def _taken(vote: Vote) -> str:
     return "gradients" if vote.copy is None else f"{vote.copy.weight:g} of model number {vote.copy.source}"
+
+
+def _changed(vote: Vote) -> str:
+    if vote.optimizer is None:
+        return "as before"
+    spec = vote.optimizer.spec
+    how = "that goes on with the moments" if vote.optimizer.keeps_moments else "with moments that begin anew"
+    groups = ", ".join(f"{spec.group_of.count(index)} parameters in group {index}" for index in range(len(spec.groups)))
+    return f"another {spec.name} {how}, {groups}"
 
 
 def _value_in(group: int, name: str, vote: Vote) -> str:
@@ -275,14 +293,11 @@ def _problem(vote: Vote, optimizer: OptimizerSpec | None) -> str:
     if optimizer is None or not vote.hyper:
         return ""
     algorithm = create(optimizer.name)
-    groups = []
     for index, hyper in enumerate(_merged(vote.hyper, registered)):
         try:
-            groups.append(algorithm.validate(hyper))
+            algorithm.validate(hyper)
         except AxonError as error:
             return f"the votes' hyperparameters of group {index} cannot be: {error}"
-    if new := set(algorithm.state_names(groups)) - set(algorithm.state_names(registered)):
-        return f"the votes' hyperparameters need state {', '.join(sorted(new))}, which the registered ones did not"
     return ""
 
 

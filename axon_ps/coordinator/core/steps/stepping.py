@@ -170,6 +170,14 @@ class Stepping:
                 decision = _impossible(model, decision, why)
             if copies and decision.outcome is Outcome.COMMIT:
                 decision = self._copied(model, decision)
+            elif decision.outcome is Outcome.COMMIT:
+                self._out.persist(model.updated(decision))
+                if decision.optimizer is not None and (now := model.registration.optimizer) is not None:
+                    change = dataclasses.replace(decision.optimizer, spec=now)
+                    decision = dataclasses.replace(decision, optimizer=change)
+            if decision.refused:
+                decision = dataclasses.replace(decision, refused=model.refused + 1)
+            model.refused = decision.refused
             if attempts.asynchronous and decision.outcome is Outcome.COMMIT:
                 self._count_staleness(decision, min(vote.version for vote in tally.votes.values()))
             model.version = decision.version
@@ -264,6 +272,7 @@ def _impossible(model: Model, decision: Decision, why: str) -> Decision:
         outcome=Outcome.ABORT,
         version=model.version,
         reason=why,
+        refused=1,
     )
 
 

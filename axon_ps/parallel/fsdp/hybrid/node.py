@@ -40,7 +40,7 @@ from axon_ps.parallel.fsdp.hybrid.ticket import NodeTicket
 from axon_ps.parallel.fsdp.hybrid.view import NodeView
 from axon_ps.parallel.fsdp.memory import Meter
 from axon_ps.sharding.job import JobSpec
-from axon_ps.types import Decision, DType, Hyper, OptimizerSpec, Outcome
+from axon_ps.types import Decision, DType, Hyper, OptimizerChange, OptimizerSpec, Outcome
 from axon_ps.worker.steps.client import StepClient
 from axon_ps.worker.steps.ticket import Ticket
 
@@ -104,6 +104,10 @@ class NodeSteps:
     def register_optimizer(self, optimizer: OptimizerSpec) -> None:
         """As `StepClient.register_optimizer`."""
         self._steps.register_optimizer(optimizer)
+
+    def check_optimizer(self, optimizer: OptimizerSpec) -> None:
+        """As `StepClient.check_optimizer`."""
+        self._steps.check_optimizer(optimizer)
 
     def agree(self) -> bool:
         """At the start of a forward: settle on the newest (epoch, version) that any worker of the node knows.
@@ -178,6 +182,7 @@ class NodeSteps:
         commit: Mapping[str, str] | None = None,
         untouched: Iterable[int] = (),
         withdrawn: bool = False,
+        optimizer: OptimizerChange | None = None,
     ) -> Decision:
         """As `StepClient.vote`, once all workers of the node are found to have done the same.
 
@@ -187,7 +192,14 @@ class NodeSteps:
         assert isinstance(ticket, NodeTicket)
         decision = None
         try:
-            vote = partial(self._steps.vote, max_norm=max_norm, hyper=hyper, commit=commit, untouched=untouched)
+            vote = partial(
+                self._steps.vote,
+                max_norm=max_norm,
+                hyper=hyper,
+                commit=commit,
+                optimizer=optimizer,
+                untouched=untouched,
+            )
             decision = self._vote(ticket, pushes, vote, withdrawn=withdrawn)
         finally:
             self.parameters.settle(decision)

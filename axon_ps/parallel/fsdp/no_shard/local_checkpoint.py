@@ -20,6 +20,7 @@ from axon_ps.shard.core.engine import ShardEngine
 from axon_ps.shard.server import snapshot
 from axon_ps.shard.server.apply import Pin, VersionPins
 from axon_ps.sharding.job import JobSpec
+from axon_ps.storage.checkpoint import FileEntry
 from axon_ps.storage.manifest import Manifest, read_attached, read_manifest, write_attached, write_manifest
 from axon_ps.types import BUFFERS, Hyper, OptimizerSpec
 from axon_ps.worker.checkpoints import CheckpointInfo
@@ -86,9 +87,20 @@ class Moments:
                     array[spec.offset : spec.end].view(spec.shape).copy_(value)
         return arrays
 
-    def load(self, flat: ReplicatedUnit, arrays: Mapping[str, torch.Tensor], updates: Sequence[int]) -> None:
-        """Set the state of a unit from a checkpoint: f32[unit_numel] by name, and updates per parameter."""
+    def load(
+        self,
+        flat: ReplicatedUnit,
+        arrays: Mapping[str, torch.Tensor],
+        updates: Sequence[int],
+        saved: OptimizerSpec | None,
+    ) -> None:
+        """Set the state of a unit from a checkpoint: f32[unit_numel] by name, and updates per parameter.
+
+        `saved` is the checkpoint's optimizer.
+        """
         if self._ours is not None:
+            if saved is not None:
+                self._ours.need((*saved.groups, *saved.moments))
             for name, array in self._ours.state[flat.index].items():
                 if name in arrays:
                     array.copy_(arrays[name])
@@ -118,6 +130,7 @@ def save(
     moments: Moments,
     extra: Mapping[str, Any],
     version: int,
+    states: Mapping[int, FileEntry],
     buffers: ModuleBuffers | None = None,
 ) -> CheckpointInfo:
     """Write a checkpoint; on one worker.
@@ -129,6 +142,7 @@ def save(
         moments: the optimizer's.
         extra: what is given back on load.
         version: steps made.
+        states: by the rank of a worker, the file of its own state.
         buffers: those of the module.
 
     Raises:
@@ -144,7 +158,7 @@ def save(
         if flat.trainable and moments.spec is not None:
             owned.master.state = {name: array.numpy() for name, array in moments.arrays(flat).items()}
             owned.master.set_updates(moments.updates(flat))
-    engine.restored(version, "")
+    engine.restored(version, None)
     entry = snapshot.write(engine, uri, version, 0, 1, VersionPins(), Pin(version))
     content = None if buffers is None else buffers.encoded()
     manifest = Manifest(
@@ -157,6 +171,7 @@ def save(
         files=(entry,),
         extra=dict(extra),
         attached={} if content is None else write_attached(uri, {BUFFERS: content}),
+        states=states,
         created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         uri=uri,
     )
@@ -187,19 +202,28 @@ def load(
     snapshot.load(engine, restore)
     if buffers is not None:
         buffers.load(read_attached(section).get(f"{BUFFERS}{section.name}"), f"the checkpoint at {section.uri}")
-    ours = moments.spec is not None and moments.spec.name == restore.optimizer
+    saved = restore.optimizer
+    ours = moments.spec is not None and saved is not None and moments.spec.name == saved.name
     for flat in flats:
         owned = engine.slices.of(flat.index, 0)
         with torch.no_grad():
             flat.master.copy_(torch.from_numpy(owned.master.values))
         if flat.trainable and ours:
             arrays = {name: torch.from_numpy(array) for name, array in owned.master.state.items()}
-            moments.load(flat, arrays, owned.master.parameter_updates())
+            moments.load(flat, arrays, owned.master.parameter_updates(), saved)
     return _info(restore.manifest)
 
 
 def _info(manifest: Manifest) -> CheckpointInfo:
-    return CheckpointInfo(uri=manifest.uri, version=manifest.version, bytes=manifest.bytes, extra=manifest.extra)
+    return CheckpointInfo(
+        uri=manifest.uri,
+        version=manifest.version,
+        bytes=manifest.bytes,
+        extra=manifest.extra,
+        optimizer="" if manifest.optimizer is None else manifest.optimizer.name,
+        hyper=() if manifest.optimizer is None else manifest.optimizer.groups,
+        states=manifest.states,
+    )
 
 
 def _initial_states(spec: OptimizerSpec) -> dict[str, float]:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import islice
 from typing import Any, Self
 
@@ -35,7 +36,8 @@ from axon_ps.parallel.fsdp.steps import Position
 from axon_ps.parallel.fsdp.strategy import CPUOffload
 from axon_ps.parallel.fsdp.wrap import WrappedUnit, Wrapping
 from axon_ps.parallel.rounds import Round
-from axon_ps.types import Array, DType, Hyper, OptimizerSpec, StepResult
+from axon_ps.storage.checkpoint import FileEntry
+from axon_ps.types import Array, DType, Hyper, OptimizerChange, OptimizerSpec, StepResult
 from axon_ps.worker.checkpoints import CheckpointInfo
 
 _ALWAYS: Position = (0, 0)
@@ -180,6 +182,7 @@ class ReplicatedRuntime(Runtime):
         self._round = self._new_round()
         self._version = 0
         self._optimizer: LocalOptimizer | None = None
+        self._change: OptimizerChange | None = None  # with the next step
         self._clipped_norm: float | None = None
         self._averaged = False  # `param.grad` are averages
 
@@ -303,18 +306,56 @@ class ReplicatedRuntime(Runtime):
         """
         self._optimizer = LocalOptimizer(spec, self._flats)
 
+    def change_optimizer(self, spec: OptimizerSpec, *, keeps_moments: bool = False) -> None:
+        """See `Runtime.change_optimizer`."""
+        keeps = keeps_moments and (self._change is None or self._change.keeps_moments)
+        LocalOptimizer(spec, ())  # whether it can be
+        self._change = OptimizerChange(spec=spec, keeps_moments=keeps)
+
+    def keep_moments(self) -> None:
+        """See `Runtime.keep_moments`."""
+        if self._change is not None:
+            self._change = replace(self._change, keeps_moments=True)
+
+    @property
+    def changes_optimizer(self) -> bool:
+        """See `Runtime.changes_optimizer`."""
+        return self._change is not None
+
+    def _changed_optimizer(self) -> LocalOptimizer | None:
+        """The optimizer that makes the next step, once it has taken the place of the one before."""
+        change, self._change = self._change, None
+        if change is not None:
+            before = self._optimizer if change.keeps_moments else None
+            self._optimizer = LocalOptimizer(change.spec, self._flats, before)
+            self.moments_of = self.moments_of if change.keeps_moments else self._version
+        return self._optimizer
+
+    def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[torch.Tensor, dict[str, Any]]:
+        """See `Runtime.optimizer_state`; until another has taken its place it is that of the one before."""
+        is_before = self._change is not None and not self._change.keeps_moments
+        is_current = self.current is not None and self.current() is optimizer
+        return self._optimizer.states() if is_current != is_before and self._optimizer is not None else {}
+
+    def load_optimizer_state(self, state: Mapping[torch.Tensor, Mapping[str, Any]], hyper: Sequence[Hyper]) -> None:
+        """See `Runtime.load_optimizer_state`."""
+        optimizer = self._changed_optimizer()
+        assert optimizer is not None
+        optimizer.load_states(state, hyper)
+
     def step(self, hyper: Sequence[Hyper], commit: Mapping[str, str]) -> StepResult:
         """One local step; skipped when a gradient is not finite, as the servers skip it. Equal on every worker."""
         if commit:
             raise Misuse("under NO_SHARD steps are local, so nothing can be committed with one; save it in checkpoints")
-        if self._optimizer is None:
+        optimizer = self._changed_optimizer()
+        if optimizer is None:
             raise Misuse("no optimizer of axon_ps was made for this model")
         grads = [p.grad for f in self._trained for p in f.params if p.grad is not None]
         norm = math.sqrt(sum(float(g.double().square().sum()) for g in grads))
         norm, self._clipped_norm = (norm if self._clipped_norm is None else self._clipped_norm), None
         if not math.isfinite(norm):
             return self._made(norm, why_not="the gradients are not finite")
-        self._optimizer.apply(hyper)
+        optimizer.apply(hyper)
         self._has_gradients = False
         return self._made(norm)
 
@@ -347,7 +388,12 @@ class ReplicatedRuntime(Runtime):
         return all_gather_object(value, self._group)
 
     def save(
-        self, uri: str, optimizer: torch.optim.Optimizer | None, extra: Mapping[str, Any] | None, version: int | None
+        self,
+        uri: str,
+        optimizer: torch.optim.Optimizer | None,
+        extra: Mapping[str, Any],
+        states: Mapping[int, FileEntry],
+        version: int | None,
     ) -> CheckpointInfo | None:
         """See `Runtime.save`; the first worker writes."""
         info = None
@@ -358,7 +404,7 @@ class ReplicatedRuntime(Runtime):
             moments = local_checkpoint.Moments(self._ours_or(optimizer), self._flats)
             version = max(self._version, moments.version()) if version is None else version
             info = local_checkpoint.save(
-                uri, self._wrapping.spec, self._flats, moments, extra or {}, version, self.buffers
+                uri, self._wrapping.spec, self._flats, moments, extra, version, states, self.buffers
             )
         self._group.barrier()
         return info
@@ -369,12 +415,12 @@ class ReplicatedRuntime(Runtime):
 
         moments = local_checkpoint.Moments(self._ours_or(optimizer), self._flats)
         info = local_checkpoint.load(uri, self._wrapping.spec, self._flats, moments, self._wrapping.name, self.buffers)
-        self._version = info.version
+        self._version = self.moments_of = info.version
         self._group.barrier()
         return info
 
     def _ours_or(self, optimizer: torch.optim.Optimizer | None) -> LocalOptimizer | torch.optim.Optimizer | None:
-        return self._optimizer if optimizer in self.optimizers else optimizer
+        return self._changed_optimizer() if optimizer in self.optimizers else optimizer
 
 
 class LocalOptimizer:
@@ -383,17 +429,20 @@ class LocalOptimizer:
     Args:
         spec: optimizer and groups.
         flats: every unit, in layout order.
+        before: the optimizer with whose moments it goes on, if they are of the same kind.
 
     Attributes:
-        spec: optimizer and groups.
+        spec: optimizer, and groups with the hyperparameters of the newest step.
         state: per trainable unit, moments by name, f32[unit_numel].
         updates: per trainable unit, per parameter, how many updates it had.
     """
 
-    def __init__(self, spec: OptimizerSpec, flats: Sequence[ReplicatedUnit]) -> None:
+    def __init__(
+        self, spec: OptimizerSpec, flats: Sequence[ReplicatedUnit], before: LocalOptimizer | None = None
+    ) -> None:
         self.spec = spec
         self._kernels = create(spec.name)
-        groups = tuple(self._kernels.validate(g) for g in spec.groups)
+        self._needed = tuple(self._kernels.validate(g) for g in (*spec.groups, *spec.moments))
         self._flats = [f for f in flats if f.trainable]
         group_of = iter(spec.group_of)
         self._group_of = {f.index: tuple(islice(group_of, len(f.params))) for f in flats}
@@ -406,21 +455,81 @@ class LocalOptimizer:
                     "optimizer runs in host memory on f32: build the model in f32 with "
                     "cpu_offload=CPUOffload.OPTIMIZER_STATES, or use an optimizer of torch.optim"
                 )
-            self.state[flat.index] = {
-                name: torch.full(
-                    (flat.unit.numel,), self._kernels.initial_state(name, groups), dtype=torch.float32, device="cpu"
-                )
-                for name in self._kernels.state_names(groups)
-            }
             self.updates[flat.index] = [0] * len(flat.params)
+        if before is not None and before.spec.name == spec.name:
+            self.updates.update(before.updates)
+            self.state.update(before.state)
+            self._needed += before._needed
+        self._make_moments()
+
+    def need(self, hyper: Sequence[Hyper]) -> None:
+        """Make the moments that steps with these hyperparameters need."""
+        names = self._kernels.state_names
+        if names((*self._needed, *hyper)) != names(self._needed):
+            self._needed = (*self._needed, *map(dict, hyper))
+            self._make_moments()
+
+    def _make_moments(self) -> None:
+        names = self._kernels.state_names(self._needed)
+        for flat in self._flats:
+            there = self.state.get(flat.index, {})
+            self.state[flat.index] = {
+                name: there[name]
+                if name in there
+                else torch.full(
+                    (flat.unit.numel,),
+                    self._kernels.initial_state(name, self._needed),
+                    dtype=torch.float32,
+                    device="cpu",
+                )
+                for name in names
+            }
+
+    def _parameters(self) -> Iterator[tuple[ReplicatedUnit, int, torch.Tensor, slice]]:
+        for flat in self._flats:
+            for i, (spec, param) in enumerate(zip(flat.unit.parameters, flat.params, strict=True)):
+                yield flat, i, param, slice(spec.offset, spec.end)
+
+    def states(self) -> dict[torch.Tensor, dict[str, Any]]:
+        """By parameter that was updated, the state as torch's optimizers have it: the same memory."""
+        found: dict[torch.Tensor, dict[str, Any]] = {}
+        for flat, i, param, elements in self._parameters():
+            if self.updates[flat.index][i] and self._group_of[flat.index][i] >= 0:
+                found[param] = {name: s[elements].view(param.shape) for name, s in self.state[flat.index].items()}
+                found[param]["step"] = torch.tensor(float(self.updates[flat.index][i]))
+        return found
+
+    def load_states(self, states: Mapping[torch.Tensor, Mapping[str, Any]], hyper: Sequence[Hyper]) -> None:
+        """Set what `states` gives, or an optimizer of torch has; parameters that it lacks begin anew.
+
+        Raises:
+            InvalidRequest: it has what this optimizer has not.
+        """
+        self.need(hyper)
+        for flat, i, param, elements in self._parameters():
+            given = {name: value for name, value in states.get(param, {}).items() if value is not None}
+            count = given.pop("step", 1.0 if given else 0.0)
+            if unknown := sorted(given.keys() - self.state[flat.index].keys()):
+                raise InvalidRequest(
+                    f"the state dict has {unknown[0]!r} of a parameter, which {self.spec.name} with these "
+                    "hyperparameters has not; load the state dict of an optimizer of the same type"
+                )
+            self.updates[flat.index][i] = int(count)
+            for name, array in self.state[flat.index].items():
+                if name in given:
+                    array[elements].view(param.shape).copy_(given[name])
+                else:
+                    array[elements].fill_(self._kernels.initial_state(name, self._needed))
 
     def apply(self, hyper: Sequence[Hyper]) -> None:
         """Move every parameter that has a gradient."""
+        self.need(hyper)
+        self.spec = replace(self.spec, groups=tuple(hyper), moments=self._needed)
         for flat in self._flats:
             master = _f32(flat.master)
             states = {name: _f32(s) for name, s in self.state[flat.index].items()}
             for i, (spec, param) in enumerate(zip(flat.unit.parameters, flat.params, strict=True)):
-                if param.grad is None:
+                if param.grad is None or self._group_of[flat.index][i] < 0:
                     continue
                 elements = slice(spec.offset, spec.end)
                 self.updates[flat.index][i] += 1
