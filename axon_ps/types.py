@@ -349,11 +349,11 @@ class OptimizerChange:
 
     Attributes:
         spec: which.
-        keeps_moments: whether it goes on with the moments that there are; otherwise all of them begin anew.
+        retains_moments: whether it goes on with the moments that there are; otherwise all of them begin anew.
     """
 
     spec: OptimizerSpec
-    keeps_moments: bool = False
+    retains_moments: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

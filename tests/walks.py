@@ -135,9 +135,11 @@ def training(trace: Trace) -> Iterator[tuple[str, list[str]]]:
         def step() -> None:
             model(x).square().mean().backward()
             optimizer.step()
+            optimizer.zero_grad()
 
         step()  # what is made at its first use is no part of the walks
         yield GRADIENT, trace.walk(GRADIENT, model(x).square().mean().backward, optimizer.step)
+        optimizer.zero_grad()
         model(x).square().mean().backward()
         yield VOTE, trace.walk(VOTE, optimizer.step)
     with axon_ps.World.mock(shards=2) as world, torch.no_grad():

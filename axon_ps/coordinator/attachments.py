@@ -28,8 +28,8 @@ MAX_BYTES = 24 << 20
 MAX_PLAIN_BYTES = 256 << 20
 """Most bytes of one."""
 
-_PARTS = "axon_ps/attached_parts/"
-_PART_BYTES = 1 << 20
+_BLOCKS = "axon_ps/attached_parts/"
+_BLOCK_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +45,7 @@ class Header:
     """
 
     slot: int = 0
-    parts: int = 0
+    blocks: int = 0
     sha256: str = ""
     epoch: int = -1
     source: str = ""
@@ -59,8 +59,8 @@ class Header:
         """
         try:
             header = cls(**json.loads(value or b"{}"))
-            if header.slot not in (0, 1) or not 0 <= header.parts <= MAX_BYTES // _PART_BYTES:
-                raise ValueError(f"slot {header.slot}, {header.parts} parts")
+            if header.slot not in (0, 1) or not 0 <= header.blocks <= MAX_BYTES // _BLOCK_BYTES:
+                raise ValueError(f"slot {header.slot}, {header.blocks} parts")
         except (ValueError, TypeError) as error:
             raise InvalidRequest(f"the header of an attachment is damaged: {error}") from error
         return header
@@ -75,9 +75,9 @@ def header_key(key: str) -> str:
     return f"{PREFIX}{key}"
 
 
-def part_keys(key: str, header: Header) -> list[str]:
+def block_keys(key: str, header: Header) -> list[str]:
     """Where its content is, in order."""
-    return [f"{_PARTS}{key}/{header.slot}/{part}" for part in range(header.parts)]
+    return [f"{_BLOCKS}{key}/{header.slot}/{block}" for block in range(header.blocks)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +90,7 @@ class Attachment:
     """
 
     header: Header
-    parts: Sequence[bytes]
+    blocks: Sequence[bytes]
 
     @classmethod
     def made(cls, key: str, content: bytes, source: str = "") -> Attachment:
@@ -105,9 +105,9 @@ class Attachment:
                 f"{key!r} has {len(content)} bytes, {len(packed)} compressed, which is too much to be saved beside the "
                 f"parameters: at most {MAX_PLAIN_BYTES}, and {MAX_BYTES} compressed"
             )
-        parts = [packed[i : i + _PART_BYTES] for i in range(0, len(packed), _PART_BYTES)]
+        blocks = [packed[i : i + _BLOCK_BYTES] for i in range(0, len(packed), _BLOCK_BYTES)]
         sha256 = hashlib.sha256(content).hexdigest()
-        return cls(header=Header(parts=len(parts), sha256=sha256, source=source), parts=parts)
+        return cls(header=Header(blocks=len(blocks), sha256=sha256, source=source), blocks=blocks)
 
     def content(self) -> bytes:
         """What was stored.
@@ -117,7 +117,7 @@ class Attachment:
         """
         unpacking = zlib.decompressobj()
         try:
-            content = unpacking.decompress(b"".join(self.parts), MAX_PLAIN_BYTES + 1)
+            content = unpacking.decompress(b"".join(self.blocks), MAX_PLAIN_BYTES + 1)
         except zlib.error as error:
             raise InvalidRequest(f"an attachment is damaged: {error}") from error
         if hashlib.sha256(content).hexdigest() != self.header.sha256:
@@ -126,12 +126,12 @@ class Attachment:
 
     def beside(self, present: Header) -> Attachment:
         """The same, in the slot that `present` leaves free."""
-        return replace(self, header=replace(self.header, slot=1 - present.slot if present.parts else 0))
+        return replace(self, header=replace(self.header, slot=1 - present.slot if present.blocks else 0))
 
     def values(self, key: str) -> list[tuple[str, bytes]]:
         """Keys and values in the order in which they are to be stored."""
-        keys = part_keys(key, self.header)
-        return [*zip(keys, self.parts, strict=True), (header_key(key), self.header.encoded())]
+        keys = block_keys(key, self.header)
+        return [*zip(keys, self.blocks, strict=True), (header_key(key), self.header.encoded())]
 
 
 class Store(Protocol):
@@ -152,8 +152,8 @@ def stored(store: Store) -> dict[str, Attachment]:
     found = {}
     for name in store.names(PREFIX):
         key, header = name.removeprefix(PREFIX), Header.of(store.peek(name))
-        if header.parts:
-            found[key] = Attachment(header=header, parts=[store.peek(k) or b"" for k in part_keys(key, header)])
+        if header.blocks:
+            found[key] = Attachment(header=header, blocks=[store.peek(k) or b"" for k in block_keys(key, header)])
     return found
 
 
@@ -173,7 +173,7 @@ def restored(store: Store, model: str, epoch: int, uri: str, attached: Mapping[s
         if present.epoch == epoch - 1:
             store.put_own(header_key(own), replace(present, epoch=epoch).encoded())
         return
-    none = Attachment(header=Header(source=uri), parts=())
+    none = Attachment(header=Header(source=uri), blocks=())
     for key, attachment in {own: none, **attached}.items():
         beside = attachment.beside(Header.of(store.peek(header_key(key))))
         if key == own:

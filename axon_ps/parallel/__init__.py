@@ -15,6 +15,7 @@ except ModuleNotFoundError as _error:
 
 from axon_ps.compress import BlockTopK, Int4, Int8, TopK
 from axon_ps.data import DistributedSampler
+from axon_ps.parallel.checkpoints.own_state import RandomState
 from axon_ps.parallel.comm_hooks.hooks import CommunicationHook
 from axon_ps.parallel.comm_hooks.registry import comm_hook
 from axon_ps.parallel.ddp.buckets import GradientBucket
@@ -30,7 +31,6 @@ from axon_ps.parallel.fsdp.strategy import CPUOffload, ShardingStrategy
 from axon_ps.parallel.grad_scaler import GradScaler
 from axon_ps.parallel.mesh import Mesh
 from axon_ps.parallel.optim import SGD, Adagrad, Adam, AdamW, Lion, RMSprop, ServerOptimizer
-from axon_ps.parallel.own_state import RandomState
 from axon_ps.parallel.pipeline import Pipeline, PipelineMemoryStats, PipelineSchedule, PipelineStage
 from axon_ps.parallel.tensor import ColumnParallelLinear, RowParallelLinear, TensorParallelAttention, clip_grad_norm
 from axon_ps.parallel.weights import WeightReceiver, load_weights, update_weights, weight_tensors

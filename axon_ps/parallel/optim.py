@@ -26,7 +26,7 @@ from axon_ps.parallel.compile import uncompiled
 from axon_ps.parallel.counterpart import as_in_torch
 from axon_ps.parallel.fsdp.fsdp import FullyShardedDataParallel
 from axon_ps.parallel.fsdp.runtime import Runtime
-from axon_ps.parallel.fsdp.sent_gradients import Home
+from axon_ps.parallel.fsdp.tensors.sent_gradients import Home
 from axon_ps.types import Hyper, OptimizerSpec, StepResult
 
 Params: TypeAlias = FullyShardedDataParallel | Iterable[Any]
@@ -114,7 +114,7 @@ class ServerOptimizer(torch.optim.Optimizer):
         """Have the groups that there are now move their parameters from the next step on."""
         assert self._runtime is not None
         if (sizes := self._group_sizes()) != self._sizes:
-            self._runtime.change_optimizer(self._spec(), keeps_moments=True)
+            self._runtime.change_optimizer(self._spec(), retains_moments=True)
             self._sizes = sizes
 
     def _group_sizes(self) -> list[int]:
@@ -220,7 +220,7 @@ class ServerOptimizer(torch.optim.Optimizer):
             self._runtime.load_optimizer_state(state, self._hyper())
         elif saved is not None:
             if saved["moments_of"] == self._runtime.moments_of:
-                self._runtime.keep_moments()
+                self._runtime.retain_moments()
             self._check_moments(saved["version"])
 
     def _check_moments(self, version: int) -> None:

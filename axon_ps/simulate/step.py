@@ -56,8 +56,12 @@ class StepTimes:
     @property
     def bottleneck(self) -> str:
         """What limits a step: what is in use for most of it; in turn with others, if that is not nearly all."""
-        name, share = next(iter(self.in_use.items()))
-        return f"{name} ({share:.0%} of a step)" if share >= _SHORT else f"waits; most in use: {name} ({share:.0%})"
+        name, fraction = next(iter(self.in_use.items()))
+        return (
+            f"{name} ({fraction:.0%} of a step)"
+            if fraction >= _SHORT
+            else f"waits; most in use: {name} ({fraction:.0%})"
+        )
 
 
 @dataclass(eq=False)
@@ -386,8 +390,8 @@ def play(scenario: Scenario, profile: Profile) -> StepTimes:
     steps, step_s = slowest.inner_steps, last.now_s - before.now_s
     gather_s, push_s, decision_s = (now - then for now, then in zip(last.waits, before.waits, strict=True))
     compute_s = max(group.step_s(scenario.model, scenario.job) for group in scenario.workers)
-    shares = {r.name: (used - before.used[r]) / (r.capacity * step_s) for r, used in last.used.items()}
-    shares[_COMPUTE] = compute_s * steps / step_s
+    fractions = {r.name: (used - before.used[r]) / (r.capacity * step_s) for r, used in last.used.items()}
+    fractions[_COMPUTE] = compute_s * steps / step_s
     return StepTimes(
         step_s=step_s / steps,
         compute_s=compute_s,
@@ -397,7 +401,7 @@ def play(scenario: Scenario, profile: Profile) -> StepTimes:
         received_bytes=(last.moved[0] - before.moved[0]) / steps,
         sent_bytes=(last.moved[1] - before.moved[1]) / steps,
         server_busy=(last.server_cpu_s - before.server_cpu_s) / step_s,
-        in_use=dict(sorted(shares.items(), key=lambda each: -each[1])),
+        in_use=dict(sorted(fractions.items(), key=lambda each: -each[1])),
     )
 
 

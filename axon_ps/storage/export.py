@@ -126,19 +126,19 @@ def _buffers(manifest: Manifest, dtype: DType | None, prefix: str, taken: Collec
     except SafetensorError as error:
         raise CheckpointCorrupt(f"the buffers of {manifest.uri} are damaged: {error}") from error
     for name, tensor in tensors:
-        kept = next((d for d in NUMBERS if d.value.upper() == tensor["dtype"]), None)
+        retained = next((d for d in NUMBERS if d.value.upper() == tensor["dtype"]), None)
         if not name.startswith(prefix) or name.removeprefix(prefix) in taken:
             continue
-        if kept is None:
+        if retained is None:
             _logger.warning("buffer %r is not exported: there is no way to write its dtype, %s", name, tensor["dtype"])
             continue
-        values: Array = np.frombuffer(bytes(tensor["data"]), kept.numpy)
-        written = dtype if dtype is not None and kept is DType.F32 else kept
+        values: Array = np.frombuffer(bytes(tensor["data"]), retained.numpy)
+        written = dtype if dtype is not None and retained is DType.F32 else retained
         yield Export(
             unit=-1,
             parameter=None,
             tensor=TensorSpec(name=name.removeprefix(prefix), dtype=written, shape=tuple(tensor["shape"])),
-            values=_converted(values, written) if kept is DType.F32 else values,
+            values=_converted(values, written) if retained is DType.F32 else values,
         )
 
 

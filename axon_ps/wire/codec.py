@@ -365,7 +365,7 @@ def optimizer_from_proto(message: common_pb2.OptimizerSpec) -> OptimizerSpec:
 
 def change_to_proto(change: OptimizerChange) -> common_pb2.OptimizerChange:
     """A change of optimizers as a message."""
-    return common_pb2.OptimizerChange(optimizer=optimizer_to_proto(change.spec), keeps_moments=change.keeps_moments)
+    return common_pb2.OptimizerChange(optimizer=optimizer_to_proto(change.spec), retains_moments=change.retains_moments)
 
 
 def change_from_proto(message: common_pb2.OptimizerChange) -> OptimizerChange:
@@ -374,7 +374,7 @@ def change_from_proto(message: common_pb2.OptimizerChange) -> OptimizerChange:
     Raises:
         InvalidRequest: as `optimizer_from_proto` raises it.
     """
-    return OptimizerChange(spec=optimizer_from_proto(message.optimizer), keeps_moments=message.keeps_moments)
+    return OptimizerChange(spec=optimizer_from_proto(message.optimizer), retains_moments=message.retains_moments)
 
 
 def policy_to_proto(policy: Policy) -> policy_pb2.Policy:

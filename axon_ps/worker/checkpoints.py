@@ -171,8 +171,8 @@ class Checkpoints:
                 self._upload(units, steps, epoch + 1, timeout_s)
             except Exception as error:
                 failure = error
-        said = b"" if failure is None else f"{type(failure).__name__}: {failure}".encode()[:_LONGEST_BYTES]
-        first, *_ = self._rendezvous.all_gather(f"axon_ps/replaced/{view.name}", said, timeout_s)
+        reported = b"" if failure is None else f"{type(failure).__name__}: {failure}".encode()[:_LONGEST_BYTES]
+        first, *_ = self._rendezvous.all_gather(f"axon_ps/replaced/{view.name}", reported, timeout_s)
         if failure is not None:
             raise failure
         if first:

@@ -212,8 +212,8 @@ class _Launcher:
             | {"AXON_PS_LOG": settings.log.value, "AXON_PS_LOG_LEVEL": settings.log_level or "WARNING"}
             | dict(variables or {})
         )
-        for said in misspelt(environment):
-            del environment[said]
+        for reported in misspelt(environment):
+            del environment[reported]
         return Process(
             self._console.source(name),
             [*PYTHON, "-m", "axon_ps.cli.main", *command, *security],

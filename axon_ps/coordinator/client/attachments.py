@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from axon_ps.coordinator.attachments import Attachment, Header, header_key, part_keys
+from axon_ps.coordinator.attachments import Attachment, Header, block_keys, header_key
 from axon_ps.coordinator.client.session import CoordinatorClient
 from axon_ps.errors import InvalidRequest
 from axon_ps.rpc.background_loop import BackgroundLoop
@@ -97,12 +97,12 @@ class Attachments:
         async def read() -> bytes | None:
             for left in reversed(range(_READS)):
                 header = Header.of(await self._coordinator.kv_get(header_key(key), timeout_s=self._timeout_s))
-                if not header.parts:
+                if not header.blocks:
                     return None
-                keys = part_keys(key, header)
-                parts = [await self._coordinator.kv_get(k, timeout_s=self._timeout_s) or b"" for k in keys]
+                keys = block_keys(key, header)
+                blocks = [await self._coordinator.kv_get(k, timeout_s=self._timeout_s) or b"" for k in keys]
                 try:
-                    return Attachment(header=header, parts=parts).content()
+                    return Attachment(header=header, blocks=blocks).content()
                 except InvalidRequest:  # it was replaced twice meanwhile
                     if not left:
                         raise

@@ -268,7 +268,7 @@ class Registration:
         if (change := decision.optimizer) is not None and self.optimizer is not None:
             same = dataclasses.replace(self.optimizer, groups=change.spec.groups, moments=())
             if same != change.spec:
-                moments = self.optimizer.moments if change.keeps_moments else ()
+                moments = self.optimizer.moments if change.retains_moments else ()
                 self.optimizer = dataclasses.replace(change.spec, moments=moments)
         if self.optimizer is not None and decision.hyper:
             self.optimizer = covering(self.optimizer, decision.hyper)

@@ -56,7 +56,7 @@ def find(uri: str, specs: Mapping[str, JobSpec], wanted: Sequence[str] = ()) -> 
 
     manifest = read_manifest(uri)
     attached = {key: Attachment.made(key, content, manifest.uri) for key, content in read_attached(manifest).items()}
-    if (size_bytes := sum(len(part) for a in attached.values() for part in a.parts)) > MAX_TOTAL_BYTES:
+    if (size_bytes := sum(len(block) for a in attached.values() for block in a.blocks)) > MAX_TOTAL_BYTES:
         raise InvalidRequest(
             f"what is attached to the checkpoint at {manifest.uri} has {size_bytes} bytes; at most {MAX_TOTAL_BYTES} "
             "can be"

@@ -216,8 +216,8 @@ def _resume(config: CoordinatorConfig) -> str:
 
     found = retention.newest(directory, log_damaged) if directory else None
     if config.resume:
-        told = read_manifest(config.resume)
-        if found is not None and found.uri != told.uri:
+        reported = read_manifest(config.resume)
+        if found is not None and found.uri != reported.uri:
             _logger.warning(
                 "the job begins with %s, as it was told to, and not with its newest checkpoint, %s; where it is "
                 "started again by itself, give no --resume",

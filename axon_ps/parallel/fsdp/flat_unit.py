@@ -55,10 +55,10 @@ from torch.utils.hooks import RemovableHandle
 from axon_ps.collectives import cuda
 from axon_ps.errors import AxonError, InternalError, InvalidRequest, Misuse, StepAborted
 from axon_ps.parallel.dtypes import scale_into
-from axon_ps.parallel.fsdp import saved_tensors
-from axon_ps.parallel.fsdp.sharded_parameter import become, own_grad, set_own_data, set_own_grad, states_of
 from axon_ps.parallel.fsdp.sources import ParameterSource, PendingGather
 from axon_ps.parallel.fsdp.steps import Mapped, Position
+from axon_ps.parallel.fsdp.tensors import saved_tensors
+from axon_ps.parallel.fsdp.tensors.sharded_parameter import become, own_grad, set_own_data, set_own_grad, states_of
 from axon_ps.parallel.fsdp.wrap import WrappedUnit, Wrapping, sparse_gradient
 from axon_ps.types import Hyper
 from axon_ps.worker.steps.ticket import Ticket

@@ -20,11 +20,10 @@ from axon_ps.collectives.functional import current_group
 from axon_ps.collectives.process_group import ProcessGroup
 from axon_ps.errors import InvalidRequest, Misuse
 from axon_ps.observe.metrics.sources import register
-from axon_ps.parallel import buffers
+from axon_ps.parallel.checkpoints import buffers
 from axon_ps.parallel.dtypes import TORCH_DTYPES, MixedPrecision
 from axon_ps.parallel.fsdp import arguments, build, hooks, materialize, stats, wrap
 from axon_ps.parallel.fsdp.runtime import Runtime
-from axon_ps.parallel.fsdp.sent_gradients import Home, PendingNorm
 from axon_ps.parallel.fsdp.stats import FSDPMemoryStats, MemoryStats, UnitBytes
 from axon_ps.parallel.fsdp.strategy import (
     CPUOffload,
@@ -33,6 +32,7 @@ from axon_ps.parallel.fsdp.strategy import (
     checked_node_size,
     checked_policy,
 )
+from axon_ps.parallel.fsdp.tensors.sent_gradients import Home, PendingNorm
 from axon_ps.parallel.fsdp.values import ShardedValues
 from axon_ps.parallel.fsdp.wrap import Wrapping
 from axon_ps.sharding.job import JobSpec

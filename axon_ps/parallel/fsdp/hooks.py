@@ -18,10 +18,10 @@ from torch import nn
 
 from axon_ps.host import fork
 from axon_ps.parallel.compile import uncompiled
-from axon_ps.parallel.fsdp import saved_tensors
 from axon_ps.parallel.fsdp.flat_unit import ModuleUnit
 from axon_ps.parallel.fsdp.runtime import Runtime
-from axon_ps.parallel.fsdp.sharded_parameter import in_backward
+from axon_ps.parallel.fsdp.tensors import saved_tensors
+from axon_ps.parallel.fsdp.tensors.sharded_parameter import in_backward
 
 
 def tensors_of(value: Any) -> Iterator[torch.Tensor]:
@@ -50,7 +50,8 @@ def attach(runtime: Runtime, wrapper: nn.Module) -> None:
                 unit.module.register_forward_pre_hook(
                     partial(_watch_inputs, runtime, unit), prepend=True, with_kwargs=True
                 )
-            unit.module.register_forward_pre_hook(partial(_before_forward, runtime, unit), prepend=True)
+            unit.module.register_forward_pre_hook(partial(_begin_saving, unit), prepend=True)
+            unit.module.register_forward_pre_hook(partial(runtime.before_forward, unit), prepend=True)
             unit.module.register_forward_hook(partial(_after_forward, runtime, unit), always_call=True)
         unit.watch_gradients(partial(runtime.grad_ready, unit))
         fork.finalize(wrapper, unit.end_watching)
@@ -74,8 +75,8 @@ def _watch_inputs(
 
 
 @uncompiled
-def _before_forward(runtime: Runtime, unit: ModuleUnit, *_: object) -> None:
-    runtime.before_forward(unit)
+def _begin_saving(unit: ModuleUnit, *_: object) -> None:
+    """Its forward has begun: what autograd saves of it is `saved_tensors`'."""
     unit.pushes.append((threading.get_ident(), saved_tensors.push()))
 
 

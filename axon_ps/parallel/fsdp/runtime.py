@@ -25,11 +25,6 @@ Note: [Memory]
     round trip where that is long (`shard.client.line`). What backward needs first, the units that
     forward used last, is not resharded in between if it fits, and so not gathered twice.
 
-Note: [One thread]
-    Units are gathered and resharded for one forward or backward at a time, so a second thread inside one is refused. A
-    forward or a backward that raised leaves the runtime as if it were still under way. So where something seems to be
-    under way and the thread is another one, the stack of the thread that began the last forward decides.
-
 Note: [One version a step]
     While this worker is a member nothing commits without its vote, so all that a step reads is of one version. A worker
     that the coordinator gave up (it was frozen, or cut off) does not know it: others commit, units that it has mapped
@@ -42,37 +37,32 @@ Note: [One version a step]
 
 from __future__ import annotations
 
-import functools
-import sys
-import threading
+import contextlib
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from types import FrameType
-from typing import Any, ParamSpec, Self, TypeVar
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 
 import torch
 from torch import nn
-from torch.autograd.graph import _engine_run_backward
-from torch.utils.checkpoint import CheckpointFunction
 
-from axon_ps.data.elastic import Place
 from axon_ps.errors import Misuse, StepAborted
 from axon_ps.observe.moments import Moment, reached
-from axon_ps.parallel.buffers import ModuleBuffers
+from axon_ps.parallel.checkpoints.buffers import ModuleBuffers
 from axon_ps.parallel.compile import uncompiled
+from axon_ps.parallel.fsdp import stats
+from axon_ps.parallel.fsdp.abstract_runtime import AbstractRuntime
 from axon_ps.parallel.fsdp.flat_unit import FlatUnit, ModuleUnit
 from axon_ps.parallel.fsdp.memory import BufferPool, Meter
+from axon_ps.parallel.fsdp.one_thread import OneThread
 from axon_ps.parallel.fsdp.order import GatherOrder
-from axon_ps.parallel.fsdp.saved_tensors import SavedParameter
-from axon_ps.parallel.fsdp.sent_gradients import SentGradients
-from axon_ps.parallel.fsdp.sharded_parameter import in_backward
-from axon_ps.parallel.fsdp.steps import Position, Standing, StepBatch
+from axon_ps.parallel.fsdp.steps import Position, StepBatch
+from axon_ps.parallel.fsdp.tensors.saved_tensors import SavedParameter
+from axon_ps.parallel.fsdp.tensors.sent_gradients import SentGradients
+from axon_ps.parallel.fsdp.tensors.sharded_parameter import in_backward
 from axon_ps.parallel.fsdp.wrap import Wrapping
 from axon_ps.parallel.marks import Marks
-from axon_ps.storage.checkpoint import FileEntry
-from axon_ps.types import Hyper, OptimizerSpec, StepResult
-from axon_ps.worker.checkpoints import CheckpointInfo
+from axon_ps.types import Hyper
 
 TORN = "the parameters changed while they were read: the job went on without this worker; read them again"
 
@@ -83,24 +73,15 @@ BUFFERS = 2
 """How many of the largest unit the prefetched gathers, and the pushes under way, may hold each."""
 
 
-P = ParamSpec("P")
-T = TypeVar("T")
+_NOTHING = contextlib.nullcontext()
 
 
-def outside_inference(function: Callable[P, T]) -> Callable[P, T]:
-    """Have a function make ordinary tensors, also where the user's code is in inference mode: they outlive it."""
-
-    @functools.wraps(function)
-    def call(*args: P.args, **kwargs: P.kwargs) -> T:
-        if not torch.is_inference_mode_enabled():
-            return function(*args, **kwargs)
-        with torch.inference_mode(False), torch.no_grad():
-            return function(*args, **kwargs)
-
-    return call
+def ordinary_tensors() -> AbstractContextManager[object]:
+    """Make ordinary tensors, also where the user's code is in inference mode: they outlive it."""
+    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else _NOTHING
 
 
-class Runtime:
+class Runtime(AbstractRuntime):
     """The order of events in one wrapped model, wherever its steps are made: `ServerRuntime`, `ReplicatedRuntime`.
 
     Args:
@@ -111,6 +92,7 @@ class Runtime:
     Attributes:
         flats: the flat units of all module units, in layout order.
         sent: gradients that have left this worker for the step under way, and what they are clipped to.
+        has_gradients: whether a backward has been made for the step under way.
         grad_scale: what the loss was multiplied by; gradients are divided by it before they are pushed.
         syncing: whether gradients are pushed; not inside `no_sync()`.
         prefetched: a prefetch by hand is pending.
@@ -136,18 +118,18 @@ class Runtime:
         self.meter = wrapping.meter
         self.grad_meter = Meter()
         self.counters = wrapping.counters
-        self._orders = self._first_orders()
+        self._orders = _first_orders(len(self.units))
         self._least_bytes = BUFFERS * max((u.nbytes for u in self.units[1:]), default=self.units[0].nbytes)
         self._budget_bytes = self._least_bytes
         self._eager = wrapping.prefetch and not wrapping.replicated
         self._stage_grads = wrapping.offload.stages_grads and not wrapping.replicated
         self._training = True
         self._callback_queued = False
-        self._thread = threading.get_ident()  # that began the last forward
+        self._thread = OneThread(self)
         self._read: Position = (0, 0)  # when the forward began
         self._uses: list[int] = []  # of every unit, when the forward began
         self._forwards = 0  # attempts at this forward
-        self._has_gradients = False  # whether the step has any
+        self.has_gradients = False
         self._pushed: set[int] = set()  # units whose gradients have left for this step
         self._zeroed: set[nn.Parameter] = set()  # their gradients are zeros, where torch's would be
         self._finished: list[ModuleUnit] = []  # with which backward seems to be done
@@ -173,119 +155,6 @@ class Runtime:
         self.grad_scale = 1.0
         self.prefetched = False
 
-    # ------------------------------------------------------------------ how steps are made
-
-    @property
-    def now(self) -> Position:
-        """(epoch, version) that this worker computes with."""
-        raise NotImplementedError
-
-    @property
-    def version(self) -> int:
-        """Committed steps, copies from other models included."""
-        raise NotImplementedError
-
-    def register_optimizer(self, spec: OptimizerSpec) -> None:
-        """Give the model its optimizer."""
-        raise NotImplementedError
-
-    def change_optimizer(self, spec: OptimizerSpec, *, keeps_moments: bool = False) -> None:
-        """Have another optimizer take the place of the model's with the next step; its moments begin anew, or stay."""
-        raise NotImplementedError
-
-    def keep_moments(self) -> None:
-        """An optimizer that is to take the place of the model's goes on with its moments."""
-        raise NotImplementedError
-
-    @property
-    def changes_optimizer(self) -> bool:
-        """Whether another optimizer takes the place of the model's with the next step."""
-        raise NotImplementedError
-
-    def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[torch.Tensor, dict[str, Any]]:
-        """The state of an optimizer of ours on this worker, by parameter and torch's names; empty with servers."""
-        return {}
-
-    def load_optimizer_state(self, state: Mapping[torch.Tensor, Mapping[str, Any]], hyper: Sequence[Hyper]) -> None:
-        """Set the optimizer's state on this worker, as `optimizer_state` gives it."""
-        raise NotImplementedError
-
-    def step(self, hyper: Sequence[Hyper], commit: Mapping[str, str]) -> StepResult:
-        """Make a step of the gradients that there are, and commit these values with it."""
-        raise NotImplementedError
-
-    def standing(self) -> Standing:
-        """Where this worker is among those that take part in the next step, once all are there."""
-        raise NotImplementedError
-
-    @property
-    def place(self) -> Place:
-        """This worker's among those that take part in the next step, as far as it knows."""
-        raise NotImplementedError
-
-    @property
-    def committed(self) -> Mapping[str, str]:
-        """The newest values that were committed with steps, by name."""
-        return {}
-
-    def copy_from(self, other: Self, weight: float) -> StepResult:
-        """A step that needs no gradients: the model becomes (1 - weight) * its values + weight * another's."""
-        raise NotImplementedError
-
-    def _push(self, flat: FlatUnit) -> None:
-        """A unit's gradient is complete: give it to the other replicas."""
-        raise NotImplementedError
-
-    def masters(self) -> Iterator[torch.Tensor]:
-        """Every unit's values, f32[unit_numel], in layout order; see `FullyShardedDataParallel.full_parameters`."""
-        raise NotImplementedError
-
-    def replace(self, values: Iterator[torch.Tensor]) -> None:
-        """Give every unit other values, f32[unit_numel], in layout order; those of the worker of lowest rank count."""
-        raise NotImplementedError
-
-    def gather(self, value: Any) -> list[Any]:
-        """A small value of every worker that has the model, in rank order; collective."""
-        raise NotImplementedError
-
-    def save(
-        self,
-        uri: str,
-        optimizer: torch.optim.Optimizer | None,
-        extra: Mapping[str, Any],
-        states: Mapping[int, FileEntry],
-        version: int | None,
-    ) -> CheckpointInfo | None:
-        """See `FullyShardedDataParallel.save_checkpoint`; `states` are the files that workers have written, by rank."""
-        raise NotImplementedError
-
-    def load(self, uri: str, optimizer: torch.optim.Optimizer | None) -> CheckpointInfo:
-        """See `FullyShardedDataParallel.load_checkpoint`."""
-        raise NotImplementedError
-
-    def release(self) -> None:
-        """Give back what others have of the model."""
-
-    def agree(self) -> None:
-        """Before anything is gathered for a forward: settle with the other workers of a replica on a version."""
-
-    def refresh(self) -> None:
-        """Bring what stays of the parameters on this worker up to date, beside units that are resident."""
-
-    def clip(self, max_norm: float) -> torch.Tensor:
-        """Clip the gradients of this step to a global L2 norm; the norm before, pending if servers compute it."""
-        return self.sent.clip(max_norm)
-
-    @property
-    def shard_numel(self) -> int:
-        """Elements of this worker's shards of units (HYBRID_SHARD)."""
-        return 0
-
-    @property
-    def optimizer_bytes(self) -> int | None:
-        """Memory of the state of our optimizer on this worker; None = there is none here."""
-        return None
-
     def _extend_prefetch(self, extra_bytes: int) -> None:
         """From now on, gather (and push) so much more before it is needed; see Note: [Memory]."""
         self._budget_bytes = self._least_bytes + extra_bytes
@@ -299,36 +168,6 @@ class Runtime:
 
     # ------------------------------------------------------------------ forward
 
-    def _refuse_second_thread(self, during: tuple[str, ...], what: str) -> None:
-        """See Note: [One thread].
-
-        Args:
-            during: what the other thread must not be in the midst of, of "forward" and "backward".
-            what: what this thread is about to do.
-
-        Raises:
-            Misuse: it is in the midst of one of these.
-        """
-        if self._thread == threading.get_ident() or not (self.units[0].depth or self._callback_queued):
-            return
-        if (doing := self._doing(self._thread)) in during:
-            other = next((t.name for t in threading.enumerate() if t.ident == self._thread), str(self._thread))
-            raise Misuse(
-                f"{what} in thread {threading.current_thread().name!r} while thread {other!r} is inside the model's "
-                f"{doing}: the parameters of a wrapped model are gathered for one thread at a time. Hold one lock "
-                "around forward and backward in all threads, or evaluate another module that was loaded from "
-                "model.state_dict()"
-            )
-
-    def _doing(self, thread: int) -> str | None:
-        """What a thread does with the model, as its stack tells: "forward", "backward" or nothing."""
-        for frame in _stack(sys._current_frames().get(thread)):
-            if frame.f_code is _engine_run_backward.__code__:
-                return "backward"
-            if "_run_once" in frame.f_code.co_name and frame.f_locals.get("runtime") is self:
-                return "forward"
-        return None
-
     @uncompiled
     def before_forward(self, unit: ModuleUnit, *_: object) -> None:
         """A module is about to run: unshard it.
@@ -338,14 +177,8 @@ class Runtime:
         """
         recomputing = in_backward()
         if not recomputing:
-            self._refuse_second_thread(("forward", "backward"), f"a forward of {unit.name or 'the model'!r} begins")
-            self._thread = threading.get_ident()
-        if torch._C._functorch.peek_interpreter_stack() is not None:
-            raise Misuse(
-                "a wrapped model cannot run inside torch.func's transforms (grad, vmap, jvp, jacrev): its parameters "
-                "are gathered and its gradients sent by autograd's own backward. Transform a plain copy of the module, "
-                "with the values of model.state_dict()"
-            )
+            self._thread.begin(f"a forward of {unit.name or 'the model'!r} begins", busy=self._is_busy)
+        _refuse_transforms()
         if unit.is_root and not recomputing:
             self.agree()
             self.prefetched = False
@@ -357,7 +190,7 @@ class Runtime:
             self.marks.begin("forward", in_profile=True)
             self._read = self.now
             self._uses = [other.uses for other in self.units]
-            if self._training and not (self._has_gradients or self._forwards):
+            if self._training and not (self.has_gradients or self._forwards):
                 self._begin_step()
         if not recomputing:
             unit.depth += 1
@@ -466,7 +299,7 @@ class Runtime:
         """
         if self._callback_queued:
             return
-        self._refuse_second_thread(("forward",), "a backward begins")
+        self._thread.check("a backward begins", ("forward",), busy=self._is_busy)
         if self._broken:
             raise Misuse(
                 "the backward before was broken off by an error, with a part of its gradients made: call "
@@ -476,6 +309,11 @@ class Runtime:
         self._makes_graph = torch.is_grad_enabled()
         self.marks.begin("backward", in_profile=False)  # autograd's own thread may end it
         torch.autograd.Variable._execution_engine.queue_callback(self._after_backward)
+
+    @property
+    def _is_busy(self) -> bool:
+        """Whether a forward or a backward seems to be under way."""
+        return self.units[0].depth > 0 or self._callback_queued
 
     def _settle_backward(self) -> None:
         """Outside of backward: if the last one was broken off, forget which gradients it had made."""
@@ -494,7 +332,7 @@ class Runtime:
     @property
     def _is_partial(self) -> bool:
         """Whether a backward that was broken off now has left gradients that would count."""
-        return self._has_gradients
+        return self.has_gradients
 
     def check_backward(self) -> None:
         """Before a step: refuse gradients of a backward that was broken off.
@@ -519,7 +357,7 @@ class Runtime:
         self._begin_backward()
         self.sent.check_not_retained(param._axon_home)  # type: ignore[attr-defined]
         unit.fired.add(param)
-        self._has_gradients = True
+        self.has_gradients = True
         flat = unit.trainable
         assert flat is not None
         if len(unit.fired) < unit.expected:
@@ -579,14 +417,14 @@ class Runtime:
 
     # ------------------------------------------------------------------ by hand
 
-    @outside_inference
     def gather_all(self) -> None:
         """Unshard every unit, and block until it is."""
         self.agree()
         self._read = self.now
-        for flat in self.flats:
-            flat.start_gather()
-            flat.unshard()
+        with ordinary_tensors():
+            for flat in self.flats:
+                flat.start_gather()
+                flat.unshard()
 
     def prefetch(self) -> None:
         """Begin to gather what the next forward needs first, as far as Note: [Memory] allows."""
@@ -607,12 +445,11 @@ class Runtime:
 
     # ------------------------------------------------------------------ memory
 
-    @outside_inference
     def _need(self, unit: ModuleUnit) -> None:
         self._free_finished(unit)
         self._orders[self._training].visit(unit.number)
         began = time.perf_counter()
-        with self.marks.within("gather wait", unit.name):
+        with self.marks.within("gather wait", unit.name), ordinary_tensors():
             for flat in unit.flats:
                 flat.start_gather()
             for flat in unit.flats:
@@ -620,7 +457,6 @@ class Runtime:
         self.counters.gather_wait_s += time.perf_counter() - began
         self._prefetch()
 
-    @outside_inference
     def _prefetch(self, *, by_hand: bool = False) -> None:
         """Start gathering the next units expected, as far as Note: [Memory] allows."""
         if not (self._eager or by_hand):
@@ -632,7 +468,8 @@ class Runtime:
                     return
                 if not self.gather_buffers.has_room(flat.gather_bytes):
                     return
-                flat.start_gather()
+                with ordinary_tensors():
+                    flat.start_gather()
 
     def _reshardable_bytes(self) -> int:
         """Memory of parameters beside the root: gathered, and under way."""
@@ -655,7 +492,7 @@ class Runtime:
             Misuse: it counts for nothing, and gradients of batches that do are waiting.
         """
         before, self.batch = self.batch, batch
-        if before is None or before.weight == batch.weight or not self._has_gradients:
+        if before is None or before.weight == batch.weight or not self.has_gradients:
             return
         if not batch.weight:
             raise Misuse(
@@ -666,11 +503,6 @@ class Runtime:
             staged_bytes = flat.staged_bytes
             flat.multiply_grads(before.weight / batch.weight)
             self.grad_meter.add(flat.staged_bytes - staged_bytes)
-
-    @property
-    def has_gradients(self) -> bool:
-        """Whether a backward has been made for the step under way."""
-        return self._has_gradients
 
     @property
     def accumulating(self) -> bool:
@@ -724,13 +556,13 @@ class Runtime:
             self.sent.drop(flat.index)
         self.sent.forget()
         self._zeroed = set() if set_to_none else zeroed
-        self._broken = self._has_gradients = False
+        self._broken = self.has_gradients = False
         return True
 
     @property
     def _sums_batches(self) -> bool:
         """Whether there are gradients of earlier micro-batches of the step."""
-        return self.accumulates and self._has_gradients and not self._broken
+        return self.accumulates and self.has_gradients and not self._broken
 
     def _with_gradients(self) -> set[nn.Parameter]:
         """The parameters that have a gradient, as torch would see them."""
@@ -753,33 +585,24 @@ class Runtime:
     def begin_anew(self) -> None:
         """Be as a worker that has just come: without values, and without knowing in which order units are needed."""
         self.reset()
-        self._orders = self._first_orders()
-
-    def _first_orders(self) -> dict[bool, GatherOrder]:
-        """In which order units are expected to be needed, with and without a backward, before any was."""
-        numbers = [u.number for u in self.units]
-        return {True: GatherOrder(numbers + numbers[::-1]), False: GatherOrder(numbers)}
+        self._orders = _first_orders(len(self.units))
 
     def statistics(self) -> dict[str, float]:
         """Counters and memory of this worker; bytes and seconds."""
-        return {
-            **{k: float(v) for k, v in vars(self.counters).items()},
-            "gathers_repeated": float(sum(flat.repeated for flat in self.flats)),
-            "param_memory_bytes": float(self.meter.current_bytes),
-            "peak_param_memory_bytes": float(self.meter.peak_bytes),
-            "grad_buffer_bytes": float(self.grad_meter.current_bytes),
-            "peak_grad_buffer_bytes": float(self.grad_meter.peak_bytes),
-            "peak_memory_bytes": float(self.meter.peak_bytes + self.grad_meter.peak_bytes),
-        }
+        repeated = sum(flat.repeated for flat in self.flats)
+        return stats.measured(self.counters, repeated, self.meter, self.grad_meter)
 
 
-def in_reentrant_checkpoint() -> bool:
-    """Whether this thread runs the backward of `torch.utils.checkpoint.checkpoint(use_reentrant=True)`."""
-    return any(frame.f_code is CheckpointFunction.backward.__code__ for frame in _stack(sys._getframe()))
+def _refuse_transforms() -> None:
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        raise Misuse(
+            "a wrapped model cannot run inside torch.func's transforms (grad, vmap, jvp, jacrev): its parameters "
+            "are gathered and its gradients sent by autograd's own backward. Transform a plain copy of the module, "
+            "with the values of model.state_dict()"
+        )
 
 
-def _stack(frame: FrameType | None) -> Iterator[FrameType]:
-    """A frame and those that called it."""
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
+def _first_orders(units: int) -> dict[bool, GatherOrder]:
+    """In which order units are expected to be needed, with and without a backward, before any was."""
+    numbers = list(range(units))
+    return {True: GatherOrder(numbers + numbers[::-1]), False: GatherOrder(numbers)}

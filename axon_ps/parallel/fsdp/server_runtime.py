@@ -36,7 +36,8 @@ from axon_ps.observe.moments import Moment, reached
 from axon_ps.parallel.dtypes import TORCH_DTYPES
 from axon_ps.parallel.fsdp.flat_unit import FlatUnit, ModuleUnit
 from axon_ps.parallel.fsdp.memory import BufferPool
-from axon_ps.parallel.fsdp.runtime import BUFFERS, TORN, Runtime, in_reentrant_checkpoint
+from axon_ps.parallel.fsdp.one_thread import in_reentrant_checkpoint
+from axon_ps.parallel.fsdp.runtime import BUFFERS, TORN, Runtime
 from axon_ps.parallel.fsdp.sources import array_of
 from axon_ps.parallel.fsdp.steps import Pending, Position, Standing, Steps
 from axon_ps.parallel.fsdp.wrap import Wrapping
@@ -211,7 +212,7 @@ class ServerRuntime(Runtime):
         self._steps.register_optimizer(spec)
         self._optimizer = spec.name
 
-    def change_optimizer(self, spec: OptimizerSpec, *, keeps_moments: bool = False) -> None:
+    def change_optimizer(self, spec: OptimizerSpec, *, retains_moments: bool = False) -> None:
         """See `Runtime.change_optimizer`.
 
         Raises:
@@ -225,13 +226,13 @@ class ServerRuntime(Runtime):
                 "with which another could take its place; give all groups when you make it, and change their values"
             )
         self._steps.check_optimizer(spec)
-        keeps = keeps_moments and (self._change is None or self._change.keeps_moments)
-        self._change, self._change_at = OptimizerChange(spec=spec, keeps_moments=keeps), self.version
+        retains = retains_moments and (self._change is None or self._change.retains_moments)
+        self._change, self._change_at = OptimizerChange(spec=spec, retains_moments=retains), self.version
 
-    def keep_moments(self) -> None:
-        """See `Runtime.keep_moments`."""
+    def retain_moments(self) -> None:
+        """See `Runtime.retain_moments`."""
         if self._change is not None:
-            self._change = replace(self._change, keeps_moments=True)
+            self._change = replace(self._change, retains_moments=True)
 
     @property
     def changes_optimizer(self) -> bool:
@@ -317,7 +318,7 @@ class ServerRuntime(Runtime):
             self.counters.step_wait_s += time.perf_counter() - began
         if decision.outcome is Outcome.COMMIT and change is not None:
             self._change, self._optimizer = None, change.spec.name
-            self.moments_of = self.moments_of if change.keeps_moments else decision.version
+            self.moments_of = self.moments_of if change.retains_moments else decision.version
         self._training = True
         for unit in (u for u in self.units if u.depth):  # a forward makes its steps itself, and reads on
             self._need(unit)
@@ -330,7 +331,7 @@ class ServerRuntime(Runtime):
         self.sent.decided(None if decision is None else decision.grad_norm)
         if decision is not None and decision.outcome is not Outcome.ABORT:
             self.sent.retain(param._axon_home for param in self._applied)  # type: ignore[attr-defined]
-        self._ticket, self._began, self._has_gradients = None, self._steps.view.latest, False
+        self._ticket, self._began, self.has_gradients = None, self._steps.view.latest, False
         self._read = self.now
         self._pushes, self._pushed = [], set()
         self._untouched, self._applied = [], []
@@ -465,7 +466,7 @@ class ServerRuntime(Runtime):
         restored = next(r for r in world.gather_json(restored, name="axon_ps/load_checkpoint") if r is not None)
         view.wait_epoch(before + 1)
         if optimizer is not None:
-            self.keep_moments()
+            self.retain_moments()
         self.moments_of = self._change_at = self.version
         return info_from_json(restored)
 

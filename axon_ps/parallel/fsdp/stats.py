@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from axon_ps.parallel.fsdp.memory import Meter
 from axon_ps.parallel.fsdp.strategy import CPUOffload, ShardingStrategy
 from axon_ps.sharding.layout import Layout
 from axon_ps.types import StepResult
@@ -122,6 +123,26 @@ class Counters:
         self.steps_committed += result.committed
         self.steps_not_committed += not result.committed
         return result
+
+
+def measured(counters: Counters, repeated: int, parameters: Meter, gradients: Meter) -> dict[str, float]:
+    """Counters and memory of a worker by name; bytes and seconds.
+
+    Args:
+        counters: what was counted.
+        repeated: gathers that were begun again.
+        parameters: memory of parameters.
+        gradients: memory of gradients.
+    """
+    return {
+        **{k: float(v) for k, v in vars(counters).items()},
+        "gathers_repeated": float(repeated),
+        "param_memory_bytes": float(parameters.current_bytes),
+        "peak_param_memory_bytes": float(parameters.peak_bytes),
+        "grad_buffer_bytes": float(gradients.current_bytes),
+        "peak_grad_buffer_bytes": float(gradients.peak_bytes),
+        "peak_memory_bytes": float(parameters.peak_bytes + gradients.peak_bytes),
+    }
 
 
 def estimate(

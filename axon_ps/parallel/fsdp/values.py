@@ -17,8 +17,8 @@ from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
 
 from axon_ps.errors import Disagreement, InvalidRequest, Misuse, StepAborted
-from axon_ps.parallel import own_state
-from axon_ps.parallel.buffers import ServedBuffers
+from axon_ps.parallel.checkpoints import own_state
+from axon_ps.parallel.checkpoints.buffers import ServedBuffers
 from axon_ps.parallel.counterpart import as_in_torch
 from axon_ps.parallel.dtypes import TORCH_DTYPES
 from axon_ps.parallel.fsdp.runtime import TORN, Runtime
@@ -259,11 +259,12 @@ class ShardedValues(ModuleWrapper):
         except Exception as error:
             problem = error
         try:
-            said = self._runtime.gather("" if problem is None else f"{type(problem).__name__}: {problem}"[:_LONGEST])
+            mine = "" if problem is None else f"{type(problem).__name__}: {problem}"
+            reported = self._runtime.gather(mine[:_LONGEST])
         finally:
             if problem is not None:
                 raise problem
-        if refused := [f"rank {rank}: {text}" for rank, text in enumerate(said) if text]:
+        if refused := [f"rank {rank}: {text}" for rank, text in enumerate(reported) if text]:
             raise Disagreement(f"{what}() changed nothing, since it failed on {'; '.join(refused)}")
         return prepared
 
@@ -379,7 +380,7 @@ class ShardedValues(ModuleWrapper):
             given[_GROUPS] = own_state.plain(optimizer.state_dict()["param_groups"])
         states = own_state.save(uri, self._wrapping.group, state, rank_state)
         info = self._runtime.save(uri, optimizer, given, states, version)
-        return None if info is None else _shown(info)
+        return None if info is None else _of_caller(info)
 
     def load_checkpoint(
         self,
@@ -411,7 +412,7 @@ class ShardedValues(ModuleWrapper):
         if optimizer is not None:
             _set_groups(optimizer, info)
         own_state.load(info.uri, info.states, self._wrapping.group.rank, state, rank_state)
-        return _shown(info)
+        return _of_caller(info)
 
 
 def _set_groups(optimizer: torch.optim.Optimizer, info: CheckpointInfo) -> None:
@@ -436,7 +437,7 @@ def _set_groups(optimizer: torch.optim.Optimizer, info: CheckpointInfo) -> None:
             group[key] = torch.full_like(now, value) if isinstance(now, torch.Tensor) else value
 
 
-def _shown(info: CheckpointInfo) -> CheckpointInfo:
+def _of_caller(info: CheckpointInfo) -> CheckpointInfo:
     """What a caller gets: only what is theirs of `extra`."""
     return replace(info, extra={key: value for key, value in info.extra.items() if key != _GROUPS})
 

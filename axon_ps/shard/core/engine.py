@@ -181,7 +181,7 @@ class ShardEngine:
         """Another optimizer makes this update and those that follow."""
         before, self.updater = self.updater, self._updater(change.spec)
         masters = self.slices.masters()
-        if change.keeps_moments and before is not None:
+        if change.retains_moments and before is not None:
             self.updater.install(masters, before.spec.name)
         else:
             self.updater.begin_anew(masters)

@@ -164,12 +164,12 @@ class OptimizerSpec(_message.Message):
     def __init__(self, name: _Optional[str] = ..., groups: _Optional[_Iterable[_Union[Hyper, _Mapping]]] = ..., group_of: _Optional[_Iterable[int]] = ..., moments: _Optional[_Iterable[_Union[Hyper, _Mapping]]] = ...) -> None: ...
 
 class OptimizerChange(_message.Message):
-    __slots__ = ("optimizer", "keeps_moments")
+    __slots__ = ("optimizer", "retains_moments")
     OPTIMIZER_FIELD_NUMBER: _ClassVar[int]
-    KEEPS_MOMENTS_FIELD_NUMBER: _ClassVar[int]
+    RETAINS_MOMENTS_FIELD_NUMBER: _ClassVar[int]
     optimizer: OptimizerSpec
-    keeps_moments: bool
-    def __init__(self, optimizer: _Optional[_Union[OptimizerSpec, _Mapping]] = ..., keeps_moments: bool = ...) -> None: ...
+    retains_moments: bool
+    def __init__(self, optimizer: _Optional[_Union[OptimizerSpec, _Mapping]] = ..., retains_moments: bool = ...) -> None: ...
 
 class Chunk(_message.Message):
     __slots__ = ("context", "step", "version", "unit", "offset", "numel", "dtype", "replica", "absent", "compressed", "epoch", "end", "payload", "lease", "digest", "base")

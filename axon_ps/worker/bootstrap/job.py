@@ -235,8 +235,8 @@ def _start_first(
         locations = _wait_for_locations(store, keys, incarnations, deadline)
         services, announcement = _first_services(locations, env, deadline, job)
     except BaseException as error:
-        told = {"error": str(error) or type(error).__name__, "refused": isinstance(error, ConfigurationError)}
-        store.set(_JOB, json.dumps({**told, "incarnations": incarnations}))
+        reported = {"error": str(error) or type(error).__name__, "refused": isinstance(error, ConfigurationError)}
+        store.set(_JOB, json.dumps({**reported, "incarnations": incarnations}))
         raise
     return services, {**announcement, "incarnations": incarnations}
 

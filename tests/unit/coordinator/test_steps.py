@@ -203,7 +203,7 @@ def test_another_optimizer_takes_the_place_with_a_step(keeps: bool) -> None:
     d = Driver()
     workers, shards = d.assembled()
     other = OptimizerSpec(name="sgd", groups=({"lr": 0.1, "momentum": 0.9},), group_of=OPTIMIZER.group_of)
-    change = OptimizerChange(spec=other, keeps_moments=keeps)
+    change = OptimizerChange(spec=other, retains_moments=keeps)
     decision = step(workers, shards, hyper=({"lr": 0.5, "momentum": 0.9},), optimizer=change)
     assert decision.outcome is Outcome.COMMIT
     assert decision.optimizer == change

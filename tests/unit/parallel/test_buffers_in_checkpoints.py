@@ -16,8 +16,8 @@ from axon_ps import World
 from axon_ps.coordinator.attachments import Header
 from axon_ps.errors import CheckpointCorrupt, InvalidRequest
 from axon_ps.parallel import FSDP, SGD, MixedPrecision, ShardingStrategy
-from axon_ps.parallel import buffers as buffers_module
-from axon_ps.parallel.buffers import ModuleBuffers, ServedBuffers
+from axon_ps.parallel.checkpoints import buffers as buffers_module
+from axon_ps.parallel.checkpoints.buffers import ModuleBuffers, ServedBuffers
 from axon_ps.storage.export import export_model
 from axon_ps.storage.hf_directory import export_directory
 from axon_ps.storage.manifest import MANIFEST_NAME, read_manifest

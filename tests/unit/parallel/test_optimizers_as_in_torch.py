@@ -544,7 +544,7 @@ def test_a_state_file_that_is_damaged_or_lacks_a_name_says_so(tmp_path: Any) -> 
 
 
 def test_too_much_of_ones_own_is_refused(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("axon_ps.parallel.own_state.MAX_STATE_BYTES", 1000)
+    monkeypatch.setattr("axon_ps.parallel.checkpoints.own_state.MAX_STATE_BYTES", 1000)
     with World.mock():
         made = FSDP(module())
         with pytest.raises(InvalidRequest, match="at most 1000 are saved"):
@@ -563,7 +563,7 @@ def test_another_type_cannot_load_before_its_first_step(tmp_path: Any) -> None:
 
 
 def test_generators_of_a_process_come_back() -> None:
-    from axon_ps.parallel import own_state
+    from axon_ps.parallel.checkpoints import own_state
 
     state = ours.RandomState()
     tree = state.state_dict()

@@ -272,7 +272,7 @@ def _changed(vote: Vote) -> str:
     if vote.optimizer is None:
         return "as before"
     spec = vote.optimizer.spec
-    how = "that goes on with the moments" if vote.optimizer.keeps_moments else "with moments that begin anew"
+    how = "that goes on with the moments" if vote.optimizer.retains_moments else "with moments that begin anew"
     groups = ", ".join(f"{spec.group_of.count(index)} parameters in group {index}" for index in range(len(spec.groups)))
     return f"another {spec.name} {how}, {groups}"
 

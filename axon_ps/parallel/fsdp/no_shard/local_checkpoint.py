@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from axon_ps.optim import registry
-from axon_ps.parallel.buffers import ModuleBuffers
+from axon_ps.parallel.checkpoints.buffers import ModuleBuffers
 from axon_ps.parallel.counterpart import counterpart
 from axon_ps.shard.core.engine import ShardEngine
 from axon_ps.shard.server import snapshot

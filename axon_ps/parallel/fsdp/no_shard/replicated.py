@@ -106,10 +106,10 @@ class ReplicatedUnit(FlatUnit):
     @property
     def master(self) -> torch.Tensor:
         """built_dtype[unit_numel]; what the optimizer moves. See Note: [Values that the user sets]."""
-        self.adopt()
+        self.take_over()
         return self._master
 
-    def adopt(self) -> None:
+    def take_over(self) -> None:
         """Take over the values of parameters that have memory of their own.
 
         Raises:
@@ -132,7 +132,7 @@ class ReplicatedUnit(FlatUnit):
 
     def unshard(self) -> None:
         """Copy the masters for use, if the module computes with a copy; gradients of the masters are put aside."""
-        self.adopt()
+        self.take_over()
         if self.is_current:
             return
         for i, param in enumerate(self.params):
@@ -141,7 +141,7 @@ class ReplicatedUnit(FlatUnit):
 
     def reshard(self) -> None:
         """Free the copy."""
-        self.adopt()
+        self.take_over()
         if self.resident or not self.state.has_values:
             self.abandon()
             return
@@ -250,7 +250,7 @@ class ReplicatedRuntime(Runtime):
             self.grad_meter.add(-flat.staged_bytes)
             flat.drop_staged()
             self.sent.drop(flat.index)
-        self._has_gradients = self._averaged = False
+        self.has_gradients = self._averaged = False
         return True
 
     @property
@@ -306,16 +306,16 @@ class ReplicatedRuntime(Runtime):
         """
         self._optimizer = LocalOptimizer(spec, self._flats)
 
-    def change_optimizer(self, spec: OptimizerSpec, *, keeps_moments: bool = False) -> None:
+    def change_optimizer(self, spec: OptimizerSpec, *, retains_moments: bool = False) -> None:
         """See `Runtime.change_optimizer`."""
-        keeps = keeps_moments and (self._change is None or self._change.keeps_moments)
+        retains = retains_moments and (self._change is None or self._change.retains_moments)
         LocalOptimizer(spec, ())  # whether it can be
-        self._change = OptimizerChange(spec=spec, keeps_moments=keeps)
+        self._change = OptimizerChange(spec=spec, retains_moments=retains)
 
-    def keep_moments(self) -> None:
-        """See `Runtime.keep_moments`."""
+    def retain_moments(self) -> None:
+        """See `Runtime.retain_moments`."""
         if self._change is not None:
-            self._change = replace(self._change, keeps_moments=True)
+            self._change = replace(self._change, retains_moments=True)
 
     @property
     def changes_optimizer(self) -> bool:
@@ -326,14 +326,14 @@ class ReplicatedRuntime(Runtime):
         """The optimizer that makes the next step, once it has taken the place of the one before."""
         change, self._change = self._change, None
         if change is not None:
-            before = self._optimizer if change.keeps_moments else None
+            before = self._optimizer if change.retains_moments else None
             self._optimizer = LocalOptimizer(change.spec, self._flats, before)
-            self.moments_of = self.moments_of if change.keeps_moments else self._version
+            self.moments_of = self.moments_of if change.retains_moments else self._version
         return self._optimizer
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[torch.Tensor, dict[str, Any]]:
         """See `Runtime.optimizer_state`; until another has taken its place it is that of the one before."""
-        is_before = self._change is not None and not self._change.keeps_moments
+        is_before = self._change is not None and not self._change.retains_moments
         is_current = self.current is not None and self.current() is optimizer
         return self._optimizer.states() if is_current != is_before and self._optimizer is not None else {}
 
@@ -356,7 +356,7 @@ class ReplicatedRuntime(Runtime):
         if not math.isfinite(norm):
             return self._made(norm, why_not="the gradients are not finite")
         optimizer.apply(hyper)
-        self._has_gradients = False
+        self.has_gradients = False
         return self._made(norm)
 
     def _made(self, norm: float, why_not: str = "") -> StepResult:

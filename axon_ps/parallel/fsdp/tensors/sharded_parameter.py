@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from torch._C import _disabled_torch_function_impl
 
 from axon_ps.errors import InvalidRequest, Misuse
-from axon_ps.parallel.fsdp.sent_gradients import Home
-from axon_ps.parallel.fsdp.torch_functions import DESCRIBES, function_name
+from axon_ps.parallel.fsdp.tensors.sent_gradients import Home
+from axon_ps.parallel.fsdp.tensors.torch_functions import DESCRIBES, function_name
 
 _GRAD: Any = torch._C.TensorBase.grad
 

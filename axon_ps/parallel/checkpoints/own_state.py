@@ -85,8 +85,8 @@ def save(
             entry = _write(uri, group.rank, {"state": _values(shared), "rank_state": _values(rank_state or {})})
     except Exception as caught:  # the others must not wait for this worker's entry
         error = caught
-    said = "" if error is not None else "{}" if entry is None else json.dumps(vars(entry))
-    entries = _exchange(group, said)
+    answers = "" if error is not None else "{}" if entry is None else json.dumps(vars(entry))
+    entries = _exchange(group, answers)
     if error is not None:
         raise error
     if failed := [rank for rank, text in enumerate(entries) if not text]:
@@ -108,7 +108,7 @@ def load(
         CheckpointError: a file cannot be read, or is altered.
     """
     if state:
-        _load(_read(uri, files.get(0)).part("state"), state, f"the checkpoint {uri}")
+        _load(_read(uri, files.get(0)).section("state"), state, f"the checkpoint {uri}")
     if rank_state and files and rank not in files:
         warnings.warn(
             f"the checkpoint {uri} has the own state of {len(files)} workers, and none of worker {rank}: its objects "
@@ -116,7 +116,7 @@ def load(
             stacklevel=4,
         )
     elif rank_state:
-        _load(_read(uri, files.get(rank)).part("rank_state"), rank_state, f"the checkpoint {uri} for worker {rank}")
+        _load(_read(uri, files.get(rank)).section("rank_state"), rank_state, f"the checkpoint {uri} for worker {rank}")
 
 
 def plain(value: Any) -> Any:
@@ -148,20 +148,20 @@ def _is_stateful(value: Any) -> bool:
     return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
 
 
-def _load(part: Part, into: MutableMapping[str, Any], where: str) -> None:
-    if missing := [name for name in into if name not in part.tree]:
-        there = ", ".join(map(repr, part.tree)) or "none"
+def _load(section: Section, into: MutableMapping[str, Any], where: str) -> None:
+    if missing := [name for name in into if name not in section.tree]:
+        there = ", ".join(map(repr, section.tree)) or "none"
         raise InvalidRequest(f"{where} has no state {missing[0]!r}; it has {there}")
     for name, current in list(into.items()):
         if isinstance(current, torch.Generator):
-            current.set_state(part.decode(name, lambda: None))
+            current.set_state(section.decode(name, lambda: None))
         elif _is_stateful(current):
-            current.load_state_dict(part.decode(name, current.state_dict))
+            current.load_state_dict(section.decode(name, current.state_dict))
         elif isinstance(current, torch.Tensor):
             with torch.no_grad():
-                current.copy_(part.decode(name, lambda: None))
+                current.copy_(section.decode(name, lambda: None))
         else:
-            into[name] = part.decode(name, partial(into.get, name))
+            into[name] = section.decode(name, partial(into.get, name))
 
 
 # ---------------------------------------------------------------------- the encoding
@@ -273,9 +273,9 @@ class Decoder:
 
 def _at(current: Callable[[], Any], key: Any) -> Callable[[], Any]:
     def value() -> Any:
-        whole = current()
+        complete = current()
         try:
-            return whole[key]
+            return complete[key]
         except (KeyError, IndexError, TypeError):
             return None
 
@@ -285,7 +285,7 @@ def _at(current: Callable[[], Any], key: Any) -> Callable[[], Any]:
 # ---------------------------------------------------------------------- files
 
 
-class Part:
+class Section:
     """One part of a worker's file.
 
     Args:
@@ -318,9 +318,9 @@ class StateFile:
         self._tree = tree
         self._decoder = Decoder(tensors.__getitem__, where)
 
-    def part(self, name: str) -> Part:
+    def section(self, name: str) -> Section:
         """A part of it, by name."""
-        return Part(self._tree[name], self._decoder)
+        return Section(self._tree[name], self._decoder)
 
 
 def _write(uri: str, rank: int, value: Mapping[str, Any]) -> FileEntry:

@@ -171,7 +171,7 @@ class ServedBuffers:
         header = self._world.attachments.header(self._key)
         if header.epoch == epoch and epoch:  # else the parameters were replaced, by load_state_dict, say
             self._buffers.load(self._world.attachments.read(self._key), f"the checkpoint at {header.source}")
-        elif joined and header.parts:
+        elif joined and header.blocks:
             self._buffers.load(self._world.attachments.read(self._key), "the job")
         self._epoch = epoch
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from axon_ps.errors import InvalidRequest, Misuse
-from axon_ps.parallel.fsdp.torch_functions import DESCRIBES, function_name
+from axon_ps.parallel.fsdp.tensors.torch_functions import DESCRIBES, function_name
 
 _CALL = "call model.clip_grad_norm_(max_norm)"
 

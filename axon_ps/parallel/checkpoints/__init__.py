@@ -1,0 +1,1 @@
+"""What is in a checkpoint beside parameters and the state of optimizers: buffers, and a program's own state."""

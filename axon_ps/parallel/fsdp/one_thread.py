@@ -1,0 +1,80 @@
+"""`OneThread`: a wrapped model runs in one thread at a time.
+
+Note: [One thread]
+    Units are gathered and resharded for one forward or backward at a time, so a second thread inside one is refused. A
+    forward or a backward that raised leaves the runtime as if it were still under way. So where something seems to be
+    under way and the thread is another one, the stack of the thread that began the last forward decides.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import weakref
+from collections.abc import Collection, Iterator
+from types import FrameType
+
+from torch.autograd.graph import _engine_run_backward
+from torch.utils.checkpoint import CheckpointFunction
+
+from axon_ps.errors import Misuse
+
+
+class OneThread:
+    """The thread that runs a model; see Note: [One thread].
+
+    Args:
+        runtime: of the model, which the stack of a thread that runs it has as `runtime`.
+    """
+
+    def __init__(self, runtime: object) -> None:
+        self._runtime = weakref.ref(runtime)
+        self._thread = threading.get_ident()  # that began the last forward
+
+    def begin(self, what: str, *, busy: bool) -> None:
+        """This thread begins a forward; as `check`."""
+        self.check(what, ("forward", "backward"), busy=busy)
+        self._thread = threading.get_ident()
+
+    def check(self, what: str, during: Collection[str], *, busy: bool) -> None:
+        """Refuse a second thread.
+
+        Args:
+            what: what this thread is about to do.
+            during: what the other thread must not be in the midst of, of "forward" and "backward".
+            busy: whether a forward or a backward seems to be under way.
+
+        Raises:
+            Misuse: the other thread is in the midst of one of these.
+        """
+        if self._thread == threading.get_ident() or not busy:
+            return
+        if (doing := self._doing()) in during:
+            other = next((t.name for t in threading.enumerate() if t.ident == self._thread), str(self._thread))
+            raise Misuse(
+                f"{what} in thread {threading.current_thread().name!r} while thread {other!r} is inside the model's "
+                f"{doing}: the parameters of a wrapped model are gathered for one thread at a time. Hold one lock "
+                "around forward and backward in all threads, or evaluate another module that was loaded from "
+                "model.state_dict()"
+            )
+
+    def _doing(self) -> str | None:
+        """What the other thread does with the model, as its stack tells: "forward", "backward" or nothing."""
+        for frame in _stack(sys._current_frames().get(self._thread)):
+            if frame.f_code is _engine_run_backward.__code__:
+                return "backward"
+            if "_run_once" in frame.f_code.co_name and frame.f_locals.get("runtime") is self._runtime():
+                return "forward"
+        return None
+
+
+def in_reentrant_checkpoint() -> bool:
+    """Whether this thread runs the backward of `torch.utils.checkpoint.checkpoint(use_reentrant=True)`."""
+    return any(frame.f_code is CheckpointFunction.backward.__code__ for frame in _stack(sys._getframe()))
+
+
+def _stack(frame: FrameType | None) -> Iterator[FrameType]:
+    """A frame and those that called it."""
+    while frame is not None:
+        yield frame
+        frame = frame.f_back

@@ -1,0 +1,1 @@
+"""Parameters and gradients of sharded models, as torch's functions meet them."""
