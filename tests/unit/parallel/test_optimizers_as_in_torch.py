@@ -362,6 +362,7 @@ def test_a_rank_that_comes_to_agree_goes_on() -> None:
             mine.param_groups[0]["lr"] = 0.02 if world.rank and step in (0, 1, 3, 4) else 0.01
             backward(made, step)
             committed.append(mine.step().committed)
+            made.zero_grad()
         return committed
 
     assert run_threads(train, 2) == [[False, False, True, False, False, True, True]] * 2
