@@ -70,9 +70,8 @@ class WatchedJob:
         """Something happened, or has happened again: then it has the number that it had."""
         numbers = [known.number for known in self.events]
         if event.number in numbers:
-            self.events[numbers.index(event.number)] = event
-        else:
-            self.events.append(event)
+            del self.events[numbers.index(event.number)]
+        self.events.append(event)
 
     @property
     def finished(self) -> bool:

@@ -200,8 +200,10 @@ class History:
             return
         event.counts.update(counted)
         event.record.text, event.record.at_s = text_of(event.counts)[:MAX_TEXT], self._at(now)
-        if all(new is not event.record for new in self._new_events):
-            self._new_events.append(event.record)
+        for events in (self._events, self._new_events):  # it is the newest one now
+            if event.record in events:
+                events.remove(event.record)
+            events.append(event.record)
 
     def _rhythm(self, now: float) -> Rhythm | None:
         """The rhythm of the model whose steps take longest: in a step of its own the others make whole ones."""

@@ -16,7 +16,10 @@ function merge(event) {
   if (event.status.membership) model.membership = event.status.membership;
   model.steps = [...model.steps, ...(event.steps ?? [])].slice(-MAX.steps);
   const happened = new Map(model.events.map((e) => [e.number, e]));
-  for (const e of event.events ?? []) happened.set(e.number, e); // one that has happened again stays where it was
+  for (const e of event.events ?? []) {
+    happened.delete(e.number); // one that has happened again is the newest
+    happened.set(e.number, e);
+  }
   model.events = [...happened.values()].slice(-MAX.events);
   for (const { name, at_s = [], value = [] } of event.curves ?? []) {
     const curve = model.curves.get(name) ?? [[], []];
