@@ -142,6 +142,7 @@ def test_only_settings_and_the_workers_environment_read_the_environment() -> Non
     readers = ("cli/settings.py", "worker/environment.py", "worker/world.py", "testing/cluster.py")
     readers += ("parallel/c10d/register.py", "testing/workers.py", "testing/fork_server.py", "host/fork.py")
     readers += ("cli/launch/standby.py", "ray/workers.py", "worker/subscription.py")
+    readers += ("cli/main.py",)  # only the names, to say which of them are misspelt
     readers += ("parallel/torchrun/handler.py",)  # an agent's workers inherit what it was given
     readers += ("testing/faults/bit_flips.py",)  # a plugin, which is imported and not called
     readers += ("host/loop_cache.py",)  # numba's variables, which decide where its cache is

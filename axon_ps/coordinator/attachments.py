@@ -38,7 +38,7 @@ class Header:
 
     Attributes:
         slot: which values have the content, 0 or 1.
-        parts: how many they are; 0 = there is no content.
+        blocks: how many they are; 0 = there is no content.
         sha256: of the content.
         epoch: of the model, if the content came with a restore that began it; -1 = a worker attached it.
         source: the checkpoint that it came from; empty = none.
@@ -60,7 +60,7 @@ class Header:
         try:
             header = cls(**json.loads(value or b"{}"))
             if header.slot not in (0, 1) or not 0 <= header.blocks <= MAX_BYTES // _BLOCK_BYTES:
-                raise ValueError(f"slot {header.slot}, {header.blocks} parts")
+                raise ValueError(f"slot {header.slot}, {header.blocks} blocks")
         except (ValueError, TypeError) as error:
             raise InvalidRequest(f"the header of an attachment is damaged: {error}") from error
         return header
@@ -86,7 +86,7 @@ class Attachment:
 
     Attributes:
         header: see `Header`.
-        parts: its values.
+        blocks: its values.
     """
 
     header: Header

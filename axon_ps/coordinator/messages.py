@@ -47,7 +47,6 @@ from axon_ps.wire import codec
 from axon_ps.wire.differences import announced, difference_to_proto
 from axon_ps.wire.v1 import (
     checkpoint_pb2,
-    coordinator_pb2,
     logs_pb2,
     memory_pb2,
     placement_pb2,
@@ -325,9 +324,9 @@ def files_from_proto(files: Sequence[checkpoint_pb2.SnapshotFile]) -> tuple[Snap
     return tuple(SnapshotFile(name=f.name, sha256=f.sha256, bytes=f.bytes, model=f.model) for f in files)
 
 
-def checkpoint_to_proto(info: CheckpointReply) -> coordinator_pb2.CheckpointReply:
+def checkpoint_to_proto(info: CheckpointReply) -> checkpoint_pb2.CheckpointReply:
     """What a checkpoint is, as a message."""
-    return coordinator_pb2.CheckpointReply(
+    return checkpoint_pb2.CheckpointReply(
         uri=info.uri,
         version=info.version,
         bytes=info.bytes,
@@ -339,7 +338,7 @@ def checkpoint_to_proto(info: CheckpointReply) -> coordinator_pb2.CheckpointRepl
     )
 
 
-def checkpoint_from_proto(message: coordinator_pb2.CheckpointReply) -> CheckpointReply:
+def checkpoint_from_proto(message: checkpoint_pb2.CheckpointReply) -> CheckpointReply:
     """What a checkpoint is, from a message.
 
     Raises:

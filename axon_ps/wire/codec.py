@@ -66,9 +66,9 @@ _DTYPES_BACK: Final[dict[int, DType]] = {number: dtype for dtype, number in _DTY
 _ROLES: Final = {Role.WORKER: common_pb2.ROLE_WORKER, Role.SHARD: common_pb2.ROLE_SHARD}
 _ROLES_BACK: Final[dict[int, Role]] = {number: role for role, number in _ROLES.items()}
 _OUTCOMES: Final = {
-    Outcome.COMMIT: session_pb2.OUTCOME_COMMIT,
-    Outcome.SKIP: session_pb2.OUTCOME_SKIP,
-    Outcome.ABORT: session_pb2.OUTCOME_ABORT,
+    Outcome.COMMIT: common_pb2.OUTCOME_COMMIT,
+    Outcome.SKIP: common_pb2.OUTCOME_SKIP,
+    Outcome.ABORT: common_pb2.OUTCOME_ABORT,
 }
 _OUTCOMES_BACK: Final[dict[int, Outcome]] = {number: outcome for outcome, number in _OUTCOMES.items()}
 _POLICIES: Final[dict[type[Policy], policy_pb2.PolicyKind]] = {
@@ -130,7 +130,7 @@ def role_from_proto(number: int) -> Role:
     return _known(_ROLES_BACK, number, "role")
 
 
-def outcome_to_proto(outcome: Outcome) -> session_pb2.Outcome:
+def outcome_to_proto(outcome: Outcome) -> common_pb2.Outcome:
     """The number of an outcome on the wire."""
     return _OUTCOMES[outcome]
 

@@ -110,6 +110,7 @@ def train_compressed(per_node: int, wire_dtype: str, reduce_dtype: str) -> Any:
                 continue
             loss.backward()
             assert optimizer.step().committed
+            optimizer.zero_grad()
             losses.append(float(loss.detach()))
         del pushes[-1]
         with torch.no_grad():

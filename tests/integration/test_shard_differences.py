@@ -83,7 +83,7 @@ def decide(j: Job, hyper: tuple[Hyper, ...] = ()) -> None:
     )
     j.tell(decision)
     for group in j.groups.values():
-        group.settle(j.step, committed=True, hyper=hyper)
+        group.settle(j.step, decision)
     j.advance()
 
 
@@ -198,7 +198,8 @@ def test_an_aborted_step_moves_nothing() -> None:
             await step(j, 2, commit=False)
             await speculative(j, 0, 0)
             j.decide(Outcome.ABORT)
-            j.groups[0].settle(j.step, committed=False)
+            aborted = Decision(step=j.step, generation=j.generation, outcome=Outcome.ABORT, version=j.version)
+            j.groups[0].settle(j.step, aborted)
             j.step += 1
             assert (await gather(j, 0, 0)).tobytes() == before.tobytes()
             await step(j, 3)

@@ -63,6 +63,7 @@ from axon_ps.storage.roots import check_allowed
 from axon_ps.types import Role
 from axon_ps.wire import codec
 from axon_ps.wire.v1 import (
+    checkpoint_pb2,
     common_pb2,
     coordinator_pb2,
     logs_pb2,
@@ -374,7 +375,7 @@ class CoordinatorServicer:
     @audited
     async def save_checkpoint(
         self, request: coordinator_pb2.SaveCheckpointRequest, context: Any
-    ) -> coordinator_pb2.CheckpointReply:
+    ) -> checkpoint_pb2.CheckpointReply:
         """Have the servers write their slices, then the manifest; equal requests at the same version are one."""
         uri = codec.name_from_proto(request.uri, "the checkpoint's URI")
         self._shell.state.callers.check_member_or_operator(self._caller(request.context))
@@ -409,7 +410,7 @@ class CoordinatorServicer:
     @audited
     async def restore_checkpoint(
         self, request: coordinator_pb2.RestoreCheckpointRequest, context: Any
-    ) -> coordinator_pb2.CheckpointReply:
+    ) -> checkpoint_pb2.CheckpointReply:
         """Read the manifest, check its files, then have the servers load their slices, or take what is uploaded.
 
         Where the job has values that would be lost with a damaged checkpoint, all of it is read here first.

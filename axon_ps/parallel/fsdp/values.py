@@ -313,7 +313,7 @@ class ShardedValues(ModuleWrapper):
         """A flat tensor's part for every parameter, by name."""
         layout = self._wrapping.spec.layout
         try:
-            flat = torch.as_tensor(flat)
+            flat = flat if isinstance(flat, torch.Tensor) else torch.as_tensor(flat, dtype=torch.float32, device="cpu")
         except (TypeError, ValueError, RuntimeError) as error:
             raise InvalidRequest(
                 f"update_shards() was given {reprlib.repr(flat)}; it needs one tensor of {layout.numel} numbers, all "
@@ -321,7 +321,7 @@ class ShardedValues(ModuleWrapper):
             ) from error
         if flat.shape != (layout.numel,):
             raise InvalidRequest(f"flat has shape {list(flat.shape)}; needed is [{layout.numel}], one per parameter")
-        _check_value("flat", flat, torch.empty(layout.numel, device="meta"))
+        _check_value("flat", flat, torch.empty(layout.numel, dtype=torch.float32, device="meta"))
         values = torch.split(flat.detach(), [p.numel for _, p in layout.parameters()])
         return {p.name: value for (_, p), value in zip(layout.parameters(), values, strict=True)}
 
@@ -465,7 +465,7 @@ def _check_value(what: str, value: Any, target: torch.Tensor) -> None:
     if value.is_complex() and not target.is_complex():
         raise InvalidRequest(f"{made}, and the model's is of {target.dtype}; give its real part")
     try:  # quantised, sparse, of a class of its own: what torch can copy is right
-        torch.empty(target.shape, dtype=target.dtype).copy_(value) if _is_special(value) else None
+        torch.empty(target.shape, dtype=target.dtype, device="cpu").copy_(value) if _is_special(value) else None
     except Exception as error:
         raise InvalidRequest(f"{made}, which cannot be copied: {error}; give a dense tensor") from error
 

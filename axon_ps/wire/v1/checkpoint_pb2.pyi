@@ -128,3 +128,30 @@ class RestoreOrder(_message.Message):
     section: str
     sha256: str
     def __init__(self, epoch: _Optional[int] = ..., uri: _Optional[str] = ..., version: _Optional[int] = ..., model: _Optional[int] = ..., section: _Optional[str] = ..., sha256: _Optional[str] = ...) -> None: ...
+
+class CheckpointReply(_message.Message):
+    __slots__ = ("uri", "version", "bytes", "extra_json", "versions", "optimizer", "hyper", "states")
+    class VersionsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    URI_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    EXTRA_JSON_FIELD_NUMBER: _ClassVar[int]
+    VERSIONS_FIELD_NUMBER: _ClassVar[int]
+    OPTIMIZER_FIELD_NUMBER: _ClassVar[int]
+    HYPER_FIELD_NUMBER: _ClassVar[int]
+    STATES_FIELD_NUMBER: _ClassVar[int]
+    uri: str
+    version: int
+    bytes: int
+    extra_json: str
+    versions: _containers.ScalarMap[str, int]
+    optimizer: str
+    hyper: _containers.RepeatedCompositeFieldContainer[_common_pb2.Hyper]
+    states: _containers.RepeatedCompositeFieldContainer[SnapshotFile]
+    def __init__(self, uri: _Optional[str] = ..., version: _Optional[int] = ..., bytes: _Optional[int] = ..., extra_json: _Optional[str] = ..., versions: _Optional[_Mapping[str, int]] = ..., optimizer: _Optional[str] = ..., hyper: _Optional[_Iterable[_Union[_common_pb2.Hyper, _Mapping]]] = ..., states: _Optional[_Iterable[_Union[SnapshotFile, _Mapping]]] = ...) -> None: ...

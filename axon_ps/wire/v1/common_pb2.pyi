@@ -27,6 +27,13 @@ class Role(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     ROLE_UNSPECIFIED: _ClassVar[Role]
     ROLE_WORKER: _ClassVar[Role]
     ROLE_SHARD: _ClassVar[Role]
+
+class Outcome(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    OUTCOME_UNSPECIFIED: _ClassVar[Outcome]
+    OUTCOME_COMMIT: _ClassVar[Outcome]
+    OUTCOME_SKIP: _ClassVar[Outcome]
+    OUTCOME_ABORT: _ClassVar[Outcome]
 D_TYPE_UNSPECIFIED: DType
 D_TYPE_F32: DType
 D_TYPE_BF16: DType
@@ -40,6 +47,10 @@ D_TYPE_INT8_BLOCK: DType
 ROLE_UNSPECIFIED: Role
 ROLE_WORKER: Role
 ROLE_SHARD: Role
+OUTCOME_UNSPECIFIED: Outcome
+OUTCOME_COMMIT: Outcome
+OUTCOME_SKIP: Outcome
+OUTCOME_ABORT: Outcome
 
 class CallContext(_message.Message):
     __slots__ = ("job", "generation", "incarnation", "model", "placement", "traceparent", "state_id")

@@ -166,30 +166,3 @@ class RestoreCheckpointRequest(_message.Message):
     uri: str
     models: _containers.RepeatedScalarFieldContainer[str]
     def __init__(self, context: _Optional[_Union[_common_pb2.CallContext, _Mapping]] = ..., uri: _Optional[str] = ..., models: _Optional[_Iterable[str]] = ...) -> None: ...
-
-class CheckpointReply(_message.Message):
-    __slots__ = ("uri", "version", "bytes", "extra_json", "versions", "optimizer", "hyper", "states")
-    class VersionsEntry(_message.Message):
-        __slots__ = ("key", "value")
-        KEY_FIELD_NUMBER: _ClassVar[int]
-        VALUE_FIELD_NUMBER: _ClassVar[int]
-        key: str
-        value: int
-        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
-    URI_FIELD_NUMBER: _ClassVar[int]
-    VERSION_FIELD_NUMBER: _ClassVar[int]
-    BYTES_FIELD_NUMBER: _ClassVar[int]
-    EXTRA_JSON_FIELD_NUMBER: _ClassVar[int]
-    VERSIONS_FIELD_NUMBER: _ClassVar[int]
-    OPTIMIZER_FIELD_NUMBER: _ClassVar[int]
-    HYPER_FIELD_NUMBER: _ClassVar[int]
-    STATES_FIELD_NUMBER: _ClassVar[int]
-    uri: str
-    version: int
-    bytes: int
-    extra_json: str
-    versions: _containers.ScalarMap[str, int]
-    optimizer: str
-    hyper: _containers.RepeatedCompositeFieldContainer[_common_pb2.Hyper]
-    states: _containers.RepeatedCompositeFieldContainer[_checkpoint_pb2.SnapshotFile]
-    def __init__(self, uri: _Optional[str] = ..., version: _Optional[int] = ..., bytes: _Optional[int] = ..., extra_json: _Optional[str] = ..., versions: _Optional[_Mapping[str, int]] = ..., optimizer: _Optional[str] = ..., hyper: _Optional[_Iterable[_Union[_common_pb2.Hyper, _Mapping]]] = ..., states: _Optional[_Iterable[_Union[_checkpoint_pb2.SnapshotFile, _Mapping]]] = ...) -> None: ...

@@ -7,24 +7,12 @@ from axon_ps.wire.v1 import policy_pb2 as _policy_pb2
 from axon_ps.wire.v1 import revocation_pb2 as _revocation_pb2
 from axon_ps.wire.v1 import trace_pb2 as _trace_pb2
 from google.protobuf.internal import containers as _containers
-from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from collections.abc import Iterable as _Iterable, Mapping as _Mapping
 from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
-
-class Outcome(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
-    __slots__ = ()
-    OUTCOME_UNSPECIFIED: _ClassVar[Outcome]
-    OUTCOME_COMMIT: _ClassVar[Outcome]
-    OUTCOME_SKIP: _ClassVar[Outcome]
-    OUTCOME_ABORT: _ClassVar[Outcome]
-OUTCOME_UNSPECIFIED: Outcome
-OUTCOME_COMMIT: Outcome
-OUTCOME_SKIP: Outcome
-OUTCOME_ABORT: Outcome
 
 class SessionRequest(_message.Message):
     __slots__ = ("join", "heartbeat", "vote", "ready", "initialized", "snapshot", "restore", "leave", "arrived", "copied", "spans", "no_room", "corrupted")
@@ -269,7 +257,7 @@ class DecisionEvent(_message.Message):
     REFUSED_FIELD_NUMBER: _ClassVar[int]
     step: int
     generation: int
-    outcome: Outcome
+    outcome: _common_pb2.Outcome
     version: int
     grad_norm: float
     clip_factor: float
@@ -285,4 +273,4 @@ class DecisionEvent(_message.Message):
     untouched: _containers.RepeatedScalarFieldContainer[int]
     optimizer: _common_pb2.OptimizerChange
     refused: int
-    def __init__(self, step: _Optional[int] = ..., generation: _Optional[int] = ..., outcome: _Optional[_Union[Outcome, str]] = ..., version: _Optional[int] = ..., grad_norm: _Optional[float] = ..., clip_factor: _Optional[float] = ..., hyper: _Optional[_Iterable[_Union[_common_pb2.Hyper, _Mapping]]] = ..., reason: _Optional[str] = ..., next_generation: _Optional[int] = ..., turn: _Optional[_Union[_common_pb2.Turn, _Mapping]] = ..., model: _Optional[int] = ..., copy: _Optional[_Union[_membership_pb2.CopyFrom, _Mapping]] = ..., commit: _Optional[_Mapping[str, str]] = ..., traceparent: _Optional[str] = ..., weight: _Optional[float] = ..., untouched: _Optional[_Iterable[int]] = ..., optimizer: _Optional[_Union[_common_pb2.OptimizerChange, _Mapping]] = ..., refused: _Optional[int] = ...) -> None: ...
+    def __init__(self, step: _Optional[int] = ..., generation: _Optional[int] = ..., outcome: _Optional[_Union[_common_pb2.Outcome, str]] = ..., version: _Optional[int] = ..., grad_norm: _Optional[float] = ..., clip_factor: _Optional[float] = ..., hyper: _Optional[_Iterable[_Union[_common_pb2.Hyper, _Mapping]]] = ..., reason: _Optional[str] = ..., next_generation: _Optional[int] = ..., turn: _Optional[_Union[_common_pb2.Turn, _Mapping]] = ..., model: _Optional[int] = ..., copy: _Optional[_Union[_membership_pb2.CopyFrom, _Mapping]] = ..., commit: _Optional[_Mapping[str, str]] = ..., traceparent: _Optional[str] = ..., weight: _Optional[float] = ..., untouched: _Optional[_Iterable[int]] = ..., optimizer: _Optional[_Union[_common_pb2.OptimizerChange, _Mapping]] = ..., refused: _Optional[int] = ...) -> None: ...

@@ -47,6 +47,22 @@ def test_all_reduce_in_place_and_out_of_place(world_size: int) -> None:
     on_ranks(world_size, body)
 
 
+def test_functions_change_what_they_are_given_and_a_copy_keeps_it() -> None:
+    def body(group: ProcessGroup) -> None:
+        mine = np.full(2, 1.0 + group.rank)
+        assert axon_ps.all_reduce_sum(mine.copy(), group=group).tolist() == [3.0, 3.0]
+        assert mine.tolist() == [1.0 + group.rank] * 2
+        assert axon_ps.all_reduce_sum(mine, group=group) is mine
+        assert axon_ps.all_reduce_sum(mine, group=group).tolist() == [6.0, 6.0], "of the first one's result"
+        mine[:] = group.rank
+        assert axon_ps.all_reduce_mean(mine, group=group) is mine
+        mine += group.rank
+        assert axon_ps.broadcast(mine, group=group) is mine
+        assert mine.tolist() == [0.5, 0.5]
+
+    on_ranks(2, body)
+
+
 def test_arrays_of_all_kinds_and_layouts() -> None:
     def body(group: ProcessGroup) -> None:
         expected = array(0, 4, 6) + array(1, 4, 6)

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from axon_ps.coordinator import attachments
-from axon_ps.coordinator.attachments import Attachment, Header, header_key, part_keys
+from axon_ps.coordinator.attachments import Attachment, Header, block_keys, header_key
 from axon_ps.coordinator.core.actions import Outbox
 from axon_ps.coordinator.core.checkpoints.restores import Resume
 from axon_ps.coordinator.core.events import FIRST_VALUES, UPLOADED
@@ -34,7 +34,7 @@ def test_content_comes_back_and_every_value_is_small_enough(content: bytes) -> N
     store(values, "other/1", b"1")
     found = attachments.stored(values)
     assert {key: a.content() for key, a in found.items()} == {OWN: content, "other/1": b"1"}
-    assert all(len(part) <= MAX_VALUE_BYTES for part in found[OWN].parts)
+    assert all(len(part) <= MAX_VALUE_BYTES for part in found[OWN].blocks)
 
 
 def test_until_its_header_is_stored_the_content_is_that_of_before() -> None:
@@ -43,8 +43,8 @@ def test_until_its_header_is_stored_the_content_is_that_of_before() -> None:
     for newer in (b"second", b"third"):
         before = attachments.stored(values)[OWN].content()
         present = Header.of(values.peek(header_key(OWN)))
-        *parts, header = Attachment.made(OWN, newer).beside(present).values(OWN)
-        for name, value in parts:
+        *blocks, header = Attachment.made(OWN, newer).beside(present).values(OWN)
+        for name, value in blocks:
             values.put(0, name, value)
             assert attachments.stored(values)[OWN].content() == before
         values.put(0, *header)
@@ -55,16 +55,16 @@ def test_what_is_too_large_or_damaged_is_refused() -> None:
     with pytest.raises(InvalidRequest, match="'buffers/model 0' has .* bytes compressed|too much"):
         Attachment.made(OWN, os.urandom(attachments.MAX_BYTES + (1 << 20)))
     made = Attachment.made(OWN, b"content")
-    for parts in ([zlib.compress(b"other")], [b"no such format"], []):
+    for blocks in ([zlib.compress(b"other")], [b"no such format"], []):
         with pytest.raises(InvalidRequest):
-            replace(made, parts=parts).content()
-    for header in (b"[]", b"{", b'{"parts": -1}', b'{"parts": 1000}', b'{"slot": 2}', b'{"unknown": 1}'):
+            replace(made, blocks=blocks).content()
+    for header in (b"[]", b"{", b'{"blocks": -1}', b'{"blocks": 1000}', b'{"slot": 2}', b'{"unknown": 1}'):
         with pytest.raises(InvalidRequest, match="header of an attachment is damaged"):
             Header.of(header)
 
 
 def test_a_bomb_does_not_unpack() -> None:
-    bomb = Attachment(header=Header(parts=1), parts=[zlib.compress(b"\x00" * (attachments.MAX_PLAIN_BYTES + 2), 1)])
+    bomb = Attachment(header=Header(blocks=1), blocks=[zlib.compress(b"\x00" * (attachments.MAX_PLAIN_BYTES + 2), 1)])
     with pytest.raises(InvalidRequest):
         bomb.content()
 
@@ -97,8 +97,8 @@ def test_of_a_checkpoint_that_has_none_nothing_is_given_back_and_that_is_said() 
     epoch = restore(d, Resume(uri="/old", version=0, attached={}))
     assert d.state.attached() == {}
     header = Header.of(d.kv(None, "get", header_key(OWN)).value)
-    assert (header.epoch, header.source, header.parts) == (epoch, "/old", 0)
-    assert part_keys(OWN, header) == []
+    assert (header.epoch, header.source, header.blocks) == (epoch, "/old", 0)
+    assert block_keys(OWN, header) == []
 
 
 def test_values_of_a_worker_leave_it_as_it_is_and_an_order_that_is_repeated_gives_it_again() -> None:

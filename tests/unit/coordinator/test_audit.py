@@ -20,7 +20,7 @@ from axon_ps.coordinator.server.audit_file import OLDER_FILES, AuditFile
 from axon_ps.errors import ConfigurationError, PermissionDenied
 from axon_ps.rpc.auth.identity import Identity, Principal
 from axon_ps.rpc.auth.tokens import mint, new_secret
-from axon_ps.wire.v1 import common_pb2, coordinator_pb2
+from axon_ps.wire.v1 import checkpoint_pb2, common_pb2, coordinator_pb2
 
 
 class Context:
@@ -39,7 +39,7 @@ class Servicer:
     async def restore_checkpoint(self, request: Any, context: Any) -> Any:
         if request.uri == "/etc":
             raise PermissionDenied("not there")
-        return coordinator_pb2.CheckpointReply(uri=request.uri)
+        return checkpoint_pb2.CheckpointReply(uri=request.uri)
 
     @audited
     async def register(self, request: Any, context: Any) -> Any:

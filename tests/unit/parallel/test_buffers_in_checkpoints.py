@@ -269,7 +269,7 @@ def test_shapes_names_and_damage_are_told() -> None:
 def test_a_worker_that_joins_takes_what_is_there(latest: tuple[int, int], taken: bool) -> None:
     content = ModuleBuffers(Net(1.0), {}).encoded()
     attached = SimpleNamespace(
-        register=lambda key, source: None, header=lambda key: Header(parts=1), read=lambda key: content
+        register=lambda key, source: None, header=lambda key: Header(blocks=1), read=lambda key: content
     )
     world: Any = SimpleNamespace(attachments=attached, is_main_process=False)
     view: Any = SimpleNamespace(name="m", latest=latest, epoch=latest[0])

@@ -189,7 +189,7 @@ def test_what_is_dropped_does_not_depend_on_the_number_of_ranks(monkeypatch: pyt
     oracle = plain(dropout=0.4)
     x = rand(2, LENGTH, HIDDEN)
     # Threads share torch's default generator, so the one number drawn from it is given here.
-    monkeypatch.setattr("torch.randint", lambda high, size: torch.tensor(high // 3))
+    monkeypatch.setattr("torch.randint", lambda high, size, **_: torch.tensor(high // 3))
 
     def body(group: ProcessGroup) -> tuple[torch.Tensor, torch.Tensor]:
         layer = TensorParallelAttention.from_attention(oracle, group, causal=True)

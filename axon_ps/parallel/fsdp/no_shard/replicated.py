@@ -496,7 +496,9 @@ class LocalOptimizer:
         for flat, i, param, elements in self._parameters():
             if self.updates[flat.index][i] and self._group_of[flat.index][i] >= 0:
                 found[param] = {name: s[elements].view(param.shape) for name, s in self.state[flat.index].items()}
-                found[param]["step"] = torch.tensor(float(self.updates[flat.index][i]))
+                found[param]["step"] = torch.tensor(
+                    float(self.updates[flat.index][i]), dtype=torch.float32, device="cpu"
+                )
         return found
 
     def load_states(self, states: Mapping[torch.Tensor, Mapping[str, Any]], hyper: Sequence[Hyper]) -> None:
