@@ -203,6 +203,7 @@ def test_a_bad_chunk_is_refused_and_the_step_goes_on(case: BadChunk, cluster: Lo
         model, optimizer = wrapped(world)
         model(torch.ones(NUMEL)).backward()
         assert optimizer.step().committed  # so that step 0 is long gone
+        optimizer.zero_grad()
         before = model.state_dict()["weight"]
         ticket = world.steps.ticket()
         values: dict[str, Any] = {
@@ -226,6 +227,7 @@ def test_a_bad_chunk_is_refused_and_the_step_goes_on(case: BadChunk, cluster: Lo
             loop.run(push(world.membership.shards[0].address, cluster.token, message), 10.0)
         model(torch.ones(NUMEL)).backward()
         assert optimizer.step().committed
+        optimizer.zero_grad()
         torch.testing.assert_close(model.state_dict()["weight"], before - 0.5)
 
 
@@ -252,12 +254,14 @@ def test_a_non_finite_gradient_skips_the_step_and_nothing_else(bad: float, clust
         x[17] = bad
         model(x).backward()
         result = optimizer.step()
+        optimizer.zero_grad()
         assert not result.committed
         assert "finite" in result.reason
         assert torch.equal(model.state_dict()["weight"], before)
         model(torch.ones(NUMEL)).backward()
         model.clip_grad_norm(1e9)
         result = optimizer.step()
+        optimizer.zero_grad()
         assert result.committed
         assert result.grad_norm == pytest.approx(NUMEL**0.5)
         torch.testing.assert_close(model.state_dict()["weight"], before - 0.5)
