@@ -237,7 +237,7 @@ class Vote:
         weight: what its gradients were multiplied by, to be divided by the sum over all votes; None = they are to be
             summed as they are. In all votes or in none.
         untouched: numbers in the layout of the trainable parameters that it has no gradient of, ascending.
-        withdrawn: what it pushed must not count, so the step is aborted at once.
+        withdrawn: what it pushed must not count, so the step is aborted once all have voted.
         optimizer: takes the place of the model's with the step; the same in all votes. None = it stays.
     """
 

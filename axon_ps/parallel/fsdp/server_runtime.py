@@ -342,7 +342,11 @@ class ServerRuntime(Runtime):
         """See `Runtime._withdraw`."""
         began, decision = time.perf_counter(), None
         try:
-            decision = self._steps.vote(self._current_ticket(), self._pushes, max_norm=0.0, hyper=(), withdrawn=True)
+            ticket = self._current_ticket()
+            for flat in self.flats:  # nobody's gradients wait for these
+                if flat.trainable and flat.index not in self._pushed:
+                    self._pushes.append(self._send(flat.index, None, ticket))
+            decision = self._steps.vote(ticket, self._pushes, max_norm=0.0, hyper=(), withdrawn=True)
             _logger.warning(
                 "the gradients that were sent for step %s were withdrawn by zero_grad(): it was aborted (%s)",
                 decision.step,

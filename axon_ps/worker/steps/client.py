@@ -231,7 +231,7 @@ class StepClient:
                 weights. None = they were multiplied by 1 / number of replicas, as all workers'.
             untouched: numbers in the layout of trainable parameters that this worker has no gradient of. Those that no
                 worker has one of stay as they are.
-            withdrawn: what was pushed must not count: the step is aborted, for all, without waiting for others' votes.
+            withdrawn: what was pushed must not count: the step is aborted for all, once all have voted.
             optimizer: takes the place of the model's with this step; every worker gives the same. None = it stays.
 
         Returns:

@@ -371,10 +371,12 @@ def test_a_step_without_any_gradient_is_skipped_and_what_it_commits_is_committed
     assert step(workers, shards).outcome is Outcome.COMMIT
 
 
-def test_a_withdrawal_aborts_the_step_at_once_and_names_the_worker() -> None:
+def test_a_withdrawal_aborts_the_step_once_all_have_voted_and_names_the_worker() -> None:
     d = Driver()
     workers, shards = d.assembled()
     workers[1].vote(withdrawn=True)
+    assert not workers[0].received(Decision)
+    workers[0].vote()
     assert decided(workers[0]).outcome is Outcome.ABORT
     assert "worker 1 withdrew" in decided(workers[0]).reason
     assert decided(workers[0]).next_generation == 0

@@ -106,8 +106,8 @@ class Tally:
 
         Owners do not report on a step that takes another model's values; it aborts if a worker pushes gradients.
         """
-        if any(vote.withdrawn for vote in self.votes.values()):
-            return True
+        if any(vote.withdrawn for vote in self.votes.values()):  # each worker's loop goes on behind the same attempt
+            return all(w in self.votes for w in workers)
         if len(self.votes) + len(self.arrived) < len(workers):
             return False
         if self.copies:
