@@ -15,7 +15,7 @@ STEPS = 30
 
 MOMENTS = {
     "init": ("axon_ps.World", "init", 1),
-    "construction": ("train_gpt.FSDP", "_register", 1),
+    "construction": ("axon_ps.parallel.fsdp.materialize", "register", 1),
     "upload": ("axon_ps.parallel.fsdp.materialize", "upload", 1),
     "registered": ("axon_ps.parallel.fsdp.build", "server_runtime", 1),
     "optimizer": ("train_gpt", "make_optimizer", 1),
