@@ -62,6 +62,7 @@ def live(moment: str, out: str) -> tuple[float, str]:
     train_gpt.train = trained
     size = ["--layers", "1", "--channels", "16", "--heads", "2", "--context", "16", "--batch", "2"]
     size += ["--eval-windows", "16", "--sample-bytes", "4", "--compute", "float32", "--checkpoint-every", "8"]
+    size += ["--time-budget-s", "150"]  # so that workers agree on the number of steps, which is a moment
     return train_gpt.main([*size, "--steps", str(STEPS), "--out", out]), digests[0]
 
 
