@@ -28,7 +28,7 @@ import numpy as np
 
 from axon_ps.errors import InvalidRequest
 from axon_ps.kernels.arrays import check_array, readonly
-from axon_ps.types import WIRE_DTYPES, Array, DType, Hyper
+from axon_ps.types import Array, DType, Hyper
 
 _F32_MAX = float(np.finfo(np.float32).max)
 _F32, _BF16, _F16 = (dtype.numpy for dtype in (DType.F32, DType.BF16, DType.F16))
@@ -157,7 +157,7 @@ class UpdateRule(ABC):
             grad: f32[n]; read only. Must not overlap the others.
             state: per name in `state_names(groups)`, f32[n]; updated.
             wire: wire_dtype.numpy[n], overwritten with the new parameters, or None for no copy.
-            wire_dtype: F32, BF16 or F16; ignored when `wire` is None.
+            wire_dtype: BF16 or F16; ignored when `wire` is None. What travels as f32 needs no copy.
             hyper: this group's values, as `validate` returned them; what is missing has its default.
             update: number of this update, counted from 1 (torch's `step` after it was incremented).
             grad_scale: factor for the gradient.
@@ -297,8 +297,6 @@ def _wire_view(wire: Array, dtype: DType, numel: int) -> Array:
     elif dtype is DType.F16:
         _check_array("wire", wire, _F16, numel)
         return wire.view(np.int16)
-    elif dtype is DType.F32:
-        _check_array("wire", wire, _F32, numel)
     else:
-        raise InvalidRequest(f"dtype {dtype.name} does not travel; use one of {', '.join(d.name for d in WIRE_DTYPES)}")
+        raise InvalidRequest(f"wire_dtype is {dtype.name}; a copy is BF16 or F16; what travels as f32 needs none: None")
     return wire

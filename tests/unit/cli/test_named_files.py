@@ -12,6 +12,7 @@ import typer
 
 from axon_ps.cli import main as cli
 from axon_ps.cli.main import main
+from axon_ps.storage.roots import allow_roots
 
 AT = ("--coordinator", "127.0.0.1:1")
 COMMANDS: Mapping[str, Sequence[str]] = {
@@ -76,9 +77,17 @@ def named_files() -> Iterator[tuple[str, str]]:
                 yield name, what
 
 
+@pytest.fixture
+def roots_of_this_process() -> Iterator[None]:
+    """A service allows the checkpoints of its process, which is the other tests', too."""
+    yield
+    allow_roots(None)
+
+
 READ = [one for one in named_files() if one not in WRITTEN | BY_OTHERS]
 
 
+@pytest.mark.usefixtures("roots_of_this_process")
 @pytest.mark.parametrize(("command", "parameter"), READ, ids=[f"{c} {p}" for c, p in READ])
 def test_what_is_not_there_is_named(
     command: str, parameter: str, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

@@ -19,7 +19,7 @@ from axon_ps.optim import create, names
 from axon_ps.optim.base import AT_LEAST_0, Range, UpdateRule
 from axon_ps.types import Array, DType, Hyper
 
-TORCH_DTYPE = {DType.F32: torch.float32, DType.BF16: torch.bfloat16, DType.F16: torch.float16}
+TORCH_DTYPE = {DType.BF16: torch.bfloat16, DType.F16: torch.float16}
 
 # Per optimizer, the setting with the most state.
 FULL: dict[str, dict[str, float]] = {
@@ -216,7 +216,8 @@ def arrays(n: int) -> dict[str, Any]:
         ({"hyper": {"lr": 0.1, "amsgrad": 1.0}}, "max_exp_avg_sq"),
         ({"wire": np.zeros(9, np.uint16)}, "wire is"),
         ({"wire": np.zeros(8, np.float16)}, "wire is"),
-        ({"wire": np.zeros(8, np.int64), "wire_dtype": DType.I64}, "I64 does not travel"),
+        ({"wire": np.zeros(8, np.int64), "wire_dtype": DType.I64}, "wire_dtype is I64; a copy is BF16 or F16"),
+        ({"wire": np.zeros(8, np.float32), "wire_dtype": DType.F32}, "what travels as f32 needs none"),
         ({"update": 0}, "counted from 1"),
         ({"digests": np.zeros((2, 3), np.uint64)}, r"digests is uint64\[2, 3\]"),
         ({"digests": np.zeros((2, 4), np.int64)}, r"digests is int64\[2, 4\]"),
