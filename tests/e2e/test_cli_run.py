@@ -217,12 +217,20 @@ def test_a_dead_workers_traceback_is_what_is_seen_last(script: Callable[..., str
     assert "[worker 0]" not in done.stderr
 
 
-def test_of_workers_that_all_fail_the_first_one_is_named_last(script: Callable[..., str], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("fails", "ending"),
+    [
+        ("raise ValueError('rank one is unhappy')", "exited with code 1: ValueError: rank one is unhappy"),
+        ("os.kill(os.getpid(), 9)", "was ended by SIGKILL"),
+    ],
+)
+def test_of_workers_that_all_fail_the_first_one_is_named_last(
+    fails: str, ending: str, script: Callable[..., str], tmp_path: Path
+) -> None:
     os.mkfifo(tmp_path / "pipe")
-    fails_first = script(FAILS_FIRST.replace("FAILS", "raise ValueError('rank one is unhappy')"))
+    fails_first = script(FAILS_FIRST.replace("FAILS", fails))
     done = axon_ps("run", "--nproc-per-node", "2", fails_first, str(tmp_path / "pipe"))
-    assert done.returncode == 1
-    ending = "exited with code 1: ValueError: rank one is unhappy"
+    assert done.returncode == (137 if "kill" in fails else 1)
     assert done.stderr.splitlines()[-1] == f"axon-ps: worker 1 failed first: it {ending}"
 
 

@@ -354,25 +354,24 @@ class _Launcher:
         return 128 + number
 
     async def _await_causes(self) -> None:
-        """Let workers end, for a while, whose error was on the screen before that of one that has ended.
+        """Let workers end, for a while, that have died, or whose error was on the screen before that of one that ended.
 
-        They are about to, and are the cause; one that is signalled before counts as ended by the launcher.
+        They are the cause; one that is signalled before counts as ended by the launcher.
         """
         failed_at = min((p.source.failed_at or 0 for p in self._failed()), default=0)
-        causes = [
-            p for p in self._workers.exhausted() if p.is_running and (p.source.failed_at or failed_at) < failed_at
-        ]
+        running = [p for p in self._workers.exhausted() if p.is_running]
+        causes = [p for p in running if p.child.exit_code is not None or (p.source.failed_at or failed_at) < failed_at]
         if causes:
             await asyncio.wait([asyncio.ensure_future(p.wait()) for p in causes], timeout=WORKER_GRACE_S)
 
     def _failed(self) -> list[Process]:
         """The processes that failed, the one first whose error was on the screen first: it caused the others.
 
-        One that was killed writes none: its end counts. (A worker that was restarted failed by itself, or it would be
-        running.)
+        One that a signal has ended without an error comes before them: nobody's error kills another. (A worker that was
+        restarted failed by itself, or it would be running.)
         """
         failed = [p for p in (*self._services, *self._workers.exhausted()) if p.failed]
-        return sorted(failed, key=lambda p: p.source.failed_at or 0)
+        return sorted(failed, key=lambda p: (not p.was_killed, p.source.failed_at or 0))
 
     def _report(self, culprit: Process) -> None:
         """Print what it wrote, unless it is there already, and then, last of all, who failed and why."""

@@ -77,6 +77,11 @@ class Process:
         return not self.is_running and not self.child.was_signalled and self.exit_code != 0
 
     @property
+    def was_killed(self) -> bool:
+        """Whether it failed by a signal, of another's or the kernel's, and wrote no error."""
+        return self.failed and (self.child.exit_code or 0) < 0 and not self.source.error()
+
+    @property
     def exit_code(self) -> int:
         """Its exit code as a shell gives it: 128 plus the signal that ended it."""
         code = self.child.exit_code or 0
