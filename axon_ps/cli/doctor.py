@@ -126,7 +126,7 @@ def _idle_connections() -> Finding:
 
 
 def _kernel_cache() -> Finding:
-    """Where numba keeps compiled loops: without such a folder every process compiles what it calls."""
+    """The folder of numba's compiled loops; without one every process compiles what it calls."""
     if (place := loop_cache.folder()) is None:
         return Finding("kernel cache", "not writable", "loops are compiled at every start; set NUMBA_CACHE_DIR")
     state = "all loops are compiled" if loop_cache.is_complete() else "`axon-ps run` compiles what is missing"

@@ -28,7 +28,7 @@ from axon_ps.rpc.background_loop import CANCEL_WAIT_S, BackgroundLoop
 T = TypeVar("T")
 
 IDLE_S = 10.0
-"""How long a thread for callbacks stays without one."""
+"""Seconds that a thread for callbacks stays without one."""
 
 _logger = logging.getLogger(__name__)
 

@@ -325,7 +325,7 @@ def files_from_proto(files: Sequence[checkpoint_pb2.SnapshotFile]) -> tuple[Snap
 
 
 def checkpoint_to_proto(info: CheckpointReply) -> checkpoint_pb2.CheckpointReply:
-    """What a checkpoint is, as a message."""
+    """A description of a checkpoint as a message."""
     return checkpoint_pb2.CheckpointReply(
         uri=info.uri,
         version=info.version,
@@ -339,7 +339,7 @@ def checkpoint_to_proto(info: CheckpointReply) -> checkpoint_pb2.CheckpointReply
 
 
 def checkpoint_from_proto(message: checkpoint_pb2.CheckpointReply) -> CheckpointReply:
-    """What a checkpoint is, from a message.
+    """A description of a checkpoint from a message.
 
     Raises:
         InvalidRequest: a name or a hash is malformed.

@@ -27,11 +27,11 @@ _PACKAGE: Final = Path(__file__).parents[1]
 _SOURCES: Final = ("kernels", "optim", "compress", "shard/loops.py")
 """The files that decide which loops there are, and with which types they are called."""
 _CPU: Final = ("vendor_id", "cpu family", "model", "stepping", "flags", "cpu implementer", "cpu part", "features")
-"""What /proc/cpuinfo says of the processor that code is compiled for, and not of its clock."""
+"""The fields of /proc/cpuinfo on the kind of a processor, and not on its clock."""
 
 
 def folder() -> Path | None:
-    """Where numba keeps the loops: in NUMBA_CACHE_DIR, beside the sources, or in the user's cache.
+    """The folder of numba's loops: NUMBA_CACHE_DIR, one beside the sources, or the user's cache.
 
     It is the first of them that can be written. None where none can: then every process compiles what it calls.
     """
@@ -100,7 +100,7 @@ def record_name() -> str:
 
 @functools.cache
 def _compiled_from() -> str:
-    """What code is compiled from, by what, and for which kind of processor."""
+    """The sources, the compiler, and the kind of processor."""
     contents = hashlib.sha256()
     for path in (_PACKAGE / source for source in _SOURCES):
         for file in sorted(path.glob("*.py")) if path.is_dir() else [path]:
@@ -124,7 +124,7 @@ def _can_be_written(place: Path) -> bool:
 
 
 def _processor() -> list[str]:
-    """What kind of processor this is."""
+    """The kind of this processor."""
     try:
         first = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").partition("\n\n")[0]
     except OSError:

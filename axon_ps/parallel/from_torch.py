@@ -76,7 +76,7 @@ class MovedOptimizer(ServerOptimizer):
             self._original.param_groups = groups
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """What `load_state_dict` calls, with new groups."""
+        """Called by `load_state_dict`, with new groups."""
         self.param_groups = state["param_groups"]
         super().__setstate__({key: value for key, value in state.items() if key != "param_groups"})
 

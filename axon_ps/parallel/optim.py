@@ -32,14 +32,14 @@ from axon_ps.types import Hyper, OptimizerSpec, StepResult
 Params: TypeAlias = FullyShardedDataParallel | Iterable[Any]
 
 _WAYS_TO_COMPUTE: Final = ("foreach", "fused", "capturable", "differentiable")
-"""What torch's groups say of how an update is computed, and not of what it is."""
+"""Keys of torch's groups on the way that an update is computed, and not on its result."""
 
 _DECOUPLED_KEY: Final = "decoupled_weight_decay"
 _DECOUPLED: Final = {"adam": False, "adamw": True}
-"""What this key of torch's groups says where it is."""
+"""The value of this key of torch's groups where it is given."""
 
 _SERVERS: Final = "axon_ps"
-"""What state dicts have of the moments that are on the servers: since which version, and at which."""
+"""Keys in state dicts of the moments that are on the servers: the version since which they are, and the present one."""
 
 _add_param_group = uncompiled(inspect.unwrap(torch.optim.Optimizer.add_param_group))
 _zero_grad = uncompiled(inspect.unwrap(torch.optim.Optimizer.zero_grad))

@@ -73,7 +73,7 @@ def load_weights(module: nn.Module, weights: Weights) -> int:
 
 
 def _checked(weights: Weights) -> Weights:
-    """What a subscription gave; the loop `for version, parameters in subscription` leaves half of it."""
+    """One version of a subscription; the loop `for version, parameters in subscription` leaves half of it."""
     if not isinstance(weights, Weights):
         raise InvalidRequest(
             f"weights is of type {type(weights).__name__}; give what the subscription gave, as in `for weights in "

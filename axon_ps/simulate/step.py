@@ -55,7 +55,7 @@ class StepTimes:
 
     @property
     def bottleneck(self) -> str:
-        """What limits a step: what is in use for most of it; in turn with others, if that is not nearly all."""
+        """The bottleneck of a step: the resource in use for most of it, in turn with others if not for nearly all."""
         name, fraction = next(iter(self.in_use.items()))
         return (
             f"{name} ({fraction:.0%} of a step)"

@@ -101,7 +101,7 @@ class Job:
 
     @property
     def sent(self) -> str:
-        """What parameters travel as."""
+        """The wire dtype of parameters."""
         return self.wire or self.compute
 
     @property

@@ -90,7 +90,7 @@ def check_dtype(dtype: DType | None) -> None:
 
 
 def exports_of(manifest: Manifest, dtype: DType | None, prefix: str = "") -> list[Export]:
-    """What a model is exported as: parameters, of several names of a tied one the first, and buffers.
+    """The exported form of a model: parameters, of several names of a tied one the first, and buffers.
 
     Args:
         manifest: the model's section.

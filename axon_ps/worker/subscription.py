@@ -31,7 +31,7 @@ from axon_ps.worker.environment import job_of, security_of, worker_config
 DEFAULT_TIMEOUT_S = 1800.0
 """How long a pull may take, unless something else is asked for."""
 CONNECT_TIMEOUT_S = 60.0
-"""How long a coordinator may take to answer for the first time; an address that is wrong is known after that."""
+"""Seconds until a coordinator must have answered for the first time; an address that is wrong is known after that."""
 
 _DESCRIBE_S = 10.0
 _FILE = "model.safetensors"

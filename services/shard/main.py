@@ -9,7 +9,7 @@ from axon_ps.host import loop_cache
 from axon_ps_cli import main
 
 LOOPS = Path("/opt/loops")
-"""What the image has compiled. Loops of another kind of processor are compiled here, where they are called."""
+"""The image's compiled loops. Those of another kind of processor are compiled when they are called."""
 DEFAULTS = ("shard", "--host", "0.0.0.0", "--port", "7078")
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from axon_ps.host import loop_cache
 from axon_ps_cli import main
 
 LOOPS = Path("/opt/loops")
-"""What the image has compiled. Loops of another kind of processor are compiled here, where they are called."""
+"""The image's compiled loops. Those of another kind of processor are compiled when they are called."""
 DEFAULTS = ("run", "--shards", "0")
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""How long a test waits for what must happen.
+"""Seconds that a test waits for what must happen.
 
 A test's deadline is for a hang, not for speed: it holds on two cores that others use as well, with nothing cached. What
 is promised to be fast is measured where the promise is tested, by a number of its own.

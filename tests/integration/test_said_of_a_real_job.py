@@ -1,4 +1,4 @@
-"""What is said of a job of real processes, beside what its worker has counted."""
+"""Status, page and `top` on a job of real processes, beside the counts of its worker."""
 
 from __future__ import annotations
 

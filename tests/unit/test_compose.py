@@ -36,7 +36,7 @@ def instruction(service: str, name: str) -> list[str]:
 
 
 def caches(service: str) -> list[str]:
-    """Where an image's processes keep compiled loops."""
+    """The folder of an image's compiled loops."""
     return re.findall(r"^ENV .*\bNUMBA_CACHE_DIR=(\S+)", dockerfile(service), flags=re.MULTILINE)
 
 

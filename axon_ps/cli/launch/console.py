@@ -21,7 +21,7 @@ _MAX_LINE = 1 << 16
 _COLOURS = (36, 33, 32, 35, 34, 96, 93, 92, 95, 94)
 _CURSOR = re.compile(r"\x1b\[(?:\?25[lh]|[0-9]*[KAJG])")
 _RANK = re.compile(r"\[rank\d+\]: ")
-"""What torch.distributed writes before each line of a traceback."""
+"""The prefix of torch.distributed before each line of a traceback."""
 _CHAINED = ("During handling of the above", "The above exception was", TRACEBACK)
 
 

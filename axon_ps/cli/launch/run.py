@@ -190,7 +190,7 @@ def _uses_own_authority(settings: Settings, host: str) -> bool:
 
 
 def _resume(launch: Launch, checkpoint_dir: str) -> str:
-    """What the coordinator is to resume from; with `auto`, what that is, is said.
+    """The checkpoint that the coordinator resumes from; the one that `auto` has found is printed.
 
     Raises:
         ConfigurationError: there is no directory to look in.

@@ -24,7 +24,7 @@ _DAY_S: Final = 86400.0
 
 
 def progress_line(report: Report, now: float, *, steps_per_s: float = 0.0, over: bool = False) -> str:
-    """How far the training script is, by its last report, as text.
+    """The training script's progress by its last report, as text.
 
     Args:
         report: the report.

@@ -436,7 +436,7 @@ class ModelStatus:
 
 
 class JobPhase(StrEnum):
-    """What a job is doing; `core.history.phase` says which it is."""
+    """The activity of a job; `core.history.phase` says which it is."""
 
     UNKNOWN = ""  # an older coordinator does not say it
     WAITING = "waiting"  # for members, or for a restore

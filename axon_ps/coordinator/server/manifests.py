@@ -95,7 +95,7 @@ def find(uri: str, specs: Mapping[str, JobSpec], wanted: Sequence[str] = ()) -> 
 
 
 def _attached_to(attached: Mapping[str, Attachment], section: str, name: str) -> dict[str, Attachment]:
-    """What a checkpoint has for a model, `section` in it and `name` in the job, and what is no model's."""
+    """The content of a checkpoint for a model, `section` in it and `name` in the job, and all that is no model's."""
     others = {key: a for key, a in attached.items() if not key.startswith(BUFFERS)}
     buffers = attached.get(f"{BUFFERS}{section}")
     return others if buffers is None else {**others, f"{BUFFERS}{name}": buffers}

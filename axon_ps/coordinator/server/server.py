@@ -203,7 +203,7 @@ def _name_of(address: str) -> str:
 
 
 def _resume(config: CoordinatorConfig) -> str:
-    """What a new job begins with: what it was told to, or the newest checkpoint in its directory, if any.
+    """The checkpoint that a new job begins with: as it was told, or the newest in its directory, if any.
 
     Raises:
         CheckpointNotFound: it was told to begin with what is not there.

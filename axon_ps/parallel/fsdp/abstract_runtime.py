@@ -20,7 +20,7 @@ from axon_ps.worker.checkpoints import CheckpointInfo
 
 
 class AbstractRuntime:
-    """What a runtime must be able to do, beside the order of events."""
+    """The methods of a runtime, beside the order of events."""
 
     sent: SentGradients
 
@@ -64,7 +64,7 @@ class AbstractRuntime:
         raise NotImplementedError
 
     def standing(self) -> Standing:
-        """Where this worker is among those that take part in the next step, once all are there."""
+        """This worker's place among those that take part in the next step, once all are there."""
         raise NotImplementedError
 
     @property

@@ -466,7 +466,7 @@ class FlatUnit:
 
 
 Slot: TypeAlias = tuple[dict[str, nn.Parameter | None], str, nn.Parameter, str]
-"""Where a module has a parameter: its dict, the key in that, the parameter, and its name in the user's module."""
+"""A parameter of a module: the module's dict, the key in that, the parameter, and its name in the user's module."""
 
 
 @dataclass(eq=False)

@@ -59,7 +59,7 @@ class OneThread:
             )
 
     def _doing(self) -> str | None:
-        """What the other thread does with the model, as its stack tells: "forward", "backward" or nothing."""
+        """The other thread's work with the model, as its stack tells: "forward", "backward" or nothing."""
         for frame in _stack(sys._current_frames().get(self._thread)):
             if frame.f_code is _engine_run_backward.__code__:
                 return "backward"

@@ -52,7 +52,7 @@ from axon_ps.worker.world import world_of
 _logger = logging.getLogger(__name__)
 
 MOST_REFUSED = 3
-"""How many steps in a row are aborted because of the votes before that is an error on every worker."""
+"""Steps in a row that are aborted because of the votes until that is an error on every worker."""
 
 
 class ServerRuntime(Runtime):
@@ -166,7 +166,7 @@ class ServerRuntime(Runtime):
         self._pushed.add(flat.index)
 
     def _note_gradients(self, flat: FlatUnit, given: Iterable[bool]) -> None:
-        """Which parameters of a unit have a gradient in this step."""
+        """The parameters of a unit with a gradient in this step."""
         for number, (param, has) in enumerate(zip(flat.params, given, strict=True), self._first_parameter[flat.index]):
             if has or param in self._zeroed:
                 self._applied.append(param)

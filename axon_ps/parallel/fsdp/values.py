@@ -33,7 +33,7 @@ _LONGEST = 2000
 """Characters of an error that the other ranks are told."""
 
 _GROUPS: Final = "axon_ps.param_groups"
-"""What a checkpoint's `extra` calls the optimizer's groups."""
+"""The key of the optimizer's groups in a checkpoint's `extra`."""
 
 
 class ShardedValues(ModuleWrapper):
@@ -221,7 +221,7 @@ class ShardedValues(ModuleWrapper):
     def _fitting(
         self, state_dict: Mapping[str, Any], strict: bool, assign: bool
     ) -> tuple[dict[str, Any], _IncompatibleKeys, dict[str, torch.Tensor]]:
-        """What fits of a state dict, the names that do not, and the values that stay. Sets extra state alone.
+        """The values of a state dict that fit, the names that do not, and the values that stay. Sets extra state alone.
 
         Raises:
             InvalidRequest: as `load_state_dict`.
@@ -245,7 +245,7 @@ class ShardedValues(ModuleWrapper):
         return given, keys, self._staying(partial(_value_in, given))
 
     def _agreed(self, what: str, prepare: Callable[[], T]) -> T:
-        """What `prepare` gives, once every rank has it; collective.
+        """The result of `prepare`, once every rank has it; collective.
 
         Raises:
             Disagreement: another rank has not; the message says why.
@@ -438,7 +438,7 @@ def _set_groups(optimizer: torch.optim.Optimizer, info: CheckpointInfo) -> None:
 
 
 def _of_caller(info: CheckpointInfo) -> CheckpointInfo:
-    """What a caller gets: only what is theirs of `extra`."""
+    """A caller's own part of `extra`."""
     return replace(info, extra={key: value for key, value in info.extra.items() if key != _GROUPS})
 
 

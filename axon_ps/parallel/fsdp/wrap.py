@@ -158,7 +158,7 @@ def refuse_sparse(module: nn.Module, ignored: Collection[nn.Parameter] = ()) -> 
 
 
 def sparse_gradient(name: str, cause: str) -> str:
-    """What is said of a parameter that gets a sparse gradient."""
+    """The message on a parameter that gets a sparse gradient."""
     return (
         f"parameter {name!r} has sparse gradients ({cause}), and gradients are summed as dense ones; use sparse=False, "
         "which gives the same values"

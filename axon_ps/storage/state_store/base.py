@@ -70,7 +70,7 @@ class StateStore(ABC):
 
     @property
     def begin_anew(self) -> str:
-        """How one has the job begin anew, as text for people."""
+        """The way to have the job begin anew, as text for people."""
         return "start its coordinator with another --state"
 
     def leads(self) -> bool:

@@ -23,7 +23,7 @@ SIZES = (1, 2, 3, 4, 7)
 """The group sizes that the suite is usually run on."""
 
 CALL_S = 120.0
-"""How long a call that must succeed may take: it is for a hang, on a machine that others use as well."""
+"""Seconds for a call that must succeed: they are for a hang, on a machine that others use as well."""
 
 SPARES = len(endings.CASES)
 """How many further groups of the same ranks `run_conformance` can use, for the cases that end a group."""

@@ -42,7 +42,7 @@ COMMANDS: Mapping[str, Sequence[str]] = {
     "auth table": (),
     "chaos run": ("x.toml",),
 }
-"""What else each command needs, before the argument that names a file."""
+"""The other arguments of each command, before the one that names a file."""
 
 POSITIONAL = {("simulate", "scenario"), ("checkpoint ls", "uri"), ("checkpoint export", "uri"),
               ("checkpoint verify", "uri"), ("auth show", "file"), ("chaos run", "file"),

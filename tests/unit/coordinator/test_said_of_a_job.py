@@ -40,7 +40,7 @@ def printed(picture: RenderableType) -> str:
 
 @dataclass
 class Said:
-    """What there is to read of a job at a moment.
+    """Everything that there is to read of a job at a moment.
 
     Attributes:
         status: as the coordinator gives it.
@@ -74,7 +74,7 @@ class Said:
 
     @property
     def steps(self) -> set[str]:
-        """How many steps are made, in each place where that is said."""
+        """The number of steps made, in each place where that is said."""
         reported = self.page.get("progress") or {}
         assert isinstance(reported, dict)
         told = self.text.partition("replication")[0] + "\n".join(self.top.split("\n")[:2])
@@ -120,7 +120,7 @@ class Job:
             self.report(steps=STEPS_ALL)
 
     def report(self, **values: object) -> None:
-        """What `World.report` stores when the script gives no step."""
+        """The record of `World.report` when the script gives no step."""
         report = {"step": self.made, "by_version": True, "loss": 0.5, **values}
         value = json.dumps(report).encode()
         self.d.kv(self.workers[0], "put", REPORT_KEY, value)
@@ -144,7 +144,7 @@ class Job:
         self.member_rates += [load.sent_bytes_per_s for load in self.d.everything().members]
 
     def said(self) -> Said:
-        """What is said now."""
+        """All that is said now."""
         status, watched = self.d.state.status(self.d.clock()), WatchedJob()
         feed = self.d.everything()
         feed.status.CopyFrom(status_to_proto(status))

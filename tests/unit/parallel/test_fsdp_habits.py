@@ -1,4 +1,4 @@
-"""What people's scripts do around a wrapped model: torch's values, or a refusal that names what and what to do."""
+"""Habits of scripts around a wrapped model: torch's values, or a refusal that names what and what to do."""
 
 from __future__ import annotations
 

@@ -93,7 +93,7 @@ WRITES: dict[str, Callable[[Any], object]] = {
 def read_and_trained(
     module: Any, optimizer: torch.optim.Optimizer, write: str, steps_before: int, rank: int, world_size: int
 ) -> tuple[list[torch.Tensor], torch.Tensor]:
-    """What is read after a write, in every way there is, and after each step; and the loss after the write."""
+    """The values read after a write, in every way there is, and after each step; and the loss after the write."""
     seen: list[torch.Tensor] = []
     first = torch.zeros(())
     for step in range(STEPS):

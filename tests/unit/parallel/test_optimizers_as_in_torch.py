@@ -1,4 +1,4 @@
-"""What param_groups say at `step()` is applied, and an optimizer begins and ends as torch's, which is the oracle."""
+"""The `param_groups` at `step()` are applied, and an optimizer begins and ends as torch's, which is the oracle."""
 
 from __future__ import annotations
 

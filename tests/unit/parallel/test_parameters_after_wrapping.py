@@ -1,4 +1,4 @@
-"""What a program does to parameters and gradients of a wrapped model: as in torch, or refused by name."""
+"""Changes by a program to parameters and gradients of a wrapped model: as in torch, or refused by name."""
 
 from __future__ import annotations
 

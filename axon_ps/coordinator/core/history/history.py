@@ -32,7 +32,7 @@ from axon_ps.wire.v1 import watch_pb2
 MAX_STEPS: Final = 240
 MAX_EVENTS: Final = 400
 SAMPLE_S: Final = 1.0
-"""How often the curves of rates get a point."""
+"""Seconds between two points of the curves of rates."""
 
 MAX_TEXT: Final = 500
 
@@ -145,7 +145,7 @@ class History:
 
     @property
     def step_s(self) -> float:
-        """How long a step takes, of the model whose steps take longest; 0 = unknown."""
+        """Seconds of a step, of the model whose steps take longest; 0 = unknown."""
         return max((rate.step_s for rate in self._step_rates.values()), default=0.0)
 
     def since_step_s(self, now: float) -> float:

@@ -110,7 +110,7 @@ class Loads:
         self._loads = {place: load for place, load in self._loads.items() if place in members}
 
     def bytes_per_s(self) -> float | None:
-        """What all members send together; None = none reports it."""
+        """Bytes a second that all members send together; None = none reports it."""
         known = [load.message.sent_bytes_per_s for load in self._loads.values() if SENT_BYTES in load.totals]
         return sum(known) if known else None
 

@@ -64,7 +64,7 @@ def _headline(phase: JobPhase, status: Status, since_s: float) -> str:
 
 
 def _flaws(status: Status) -> list[str]:
-    """What is amiss beside the phase."""
+    """Troubles beside the phase."""
     lacking = sum(model.lacking for model in status.models if model.initialized)
     slices = sum(model.slices for model in status.models)
     flaws = [f"{lacking} of {slices} slices lack copies"] if lacking else []

@@ -68,7 +68,7 @@ class StepRate:
 
     @property
     def step_s(self) -> float:
-        """How long the newest steps took; 0 = unknown."""
+        """Seconds of the newest steps; 0 = unknown."""
         if self._step_s is None:
             steps, first_s = self._window(self._made_s[-1])
             self._step_s = (self._made_s[-1] - first_s) / steps if steps else 0.0
@@ -84,7 +84,7 @@ class StepRate:
         return Rhythm(model=self._model, steps=self._steps, since_s=since_s, step_s=step_s)
 
     def _window(self, now: float) -> tuple[int, float]:
-        """How many steps the window has, and when it begins: with a step, and with one more after it."""
+        """The number of steps in the window, and its begin: with a step, and with one more after it."""
         steps, first_s = 0, 0.0
         for before_s in islice(reversed(self._made_s), 1, None):
             steps, first_s = steps + 1, before_s

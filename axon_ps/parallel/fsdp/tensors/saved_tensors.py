@@ -1,4 +1,4 @@
-"""What autograd saves of a unit's parameters: gathered again when backward reads it, not held.
+"""Tensors that autograd saves of a unit's parameters: gathered again when backward reads them, not held.
 
 Note: [Saved parameters]
     While a wrapped module's forward runs, PyTorch's saved tensor hooks are these. A tensor that shares the memory of a
@@ -80,7 +80,7 @@ def pop() -> None:
 
 
 def _parameter(tensor: torch.Tensor) -> SavedParameter | None:
-    """What to save in place of a tensor that shares a unit's memory; None for any other."""
+    """The object to save in place of a tensor that shares a unit's memory; None for any other."""
     try:
         found: Any = getattr(tensor.untyped_storage(), _UNIT, None)
     except (NotImplementedError, RuntimeError):  # sparse: it has no storage
@@ -112,7 +112,7 @@ def _unpack(saved: Any) -> torch.Tensor:
 
 
 class _PackedBelow:
-    """What the hooks below have made of a tensor, and what undoes it."""
+    """The saved form of a tensor, made by the hooks below, and the function that undoes it."""
 
     __slots__ = ("packed", "unpack")
 
