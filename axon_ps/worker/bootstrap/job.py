@@ -7,9 +7,10 @@ over all network cards. A worker that started services stays, when it is done, u
 Note: [Incarnations]
     torchrun starts all workers again, after a failure or when agents come and go, on the same store, with nothing that
     distinguishes the rounds (not even its count of restarts, which each agent has for itself). When the first worker of
-    a round begins, all of the last one are dead. So rank 0 first deletes the keys that are there, and the others store
-    their location again whenever it has been deleted. A location contains the random incarnation of its worker, and
-    rank 0's announcement the incarnations that it is for; a worker ignores one that does not contain its own.
+    a round begins, all of the last one are dead. So rank 0 first overwrites every key with null, and the others store
+    their location again whenever it is another. A location contains the random incarnation of its worker, and rank 0's
+    announcement the incarnations that it is for; a worker ignores one that does not contain its own. No key is deleted:
+    a store's `get` waits for a key that is gone, so a worker between `check` and `get` would wait for ever.
 
 Owns: nothing durable; `FormedJob` holds the services. Refuses: to be reachable from other hosts without TLS, unless
 told to.
@@ -228,8 +229,8 @@ def _start_first(
     """On rank 0: start its services; returns them and the announcement. An error is announced, too."""
     keys = {rank: _location_key(rank) for rank in range(world_size)}
     for key in (_JOB, *keys.values()):  # See Note: [Incarnations].
-        store.delete_key(key)
-    store.set(keys[0], _own_location(env, incarnation))
+        store.set(key, "null")
+    store.set(keys[0], json.dumps(_own_location(env, incarnation)))
     incarnations: dict[int, str] = {}
     try:
         locations = _wait_for_locations(store, keys, incarnations, deadline)
@@ -276,8 +277,8 @@ def _receive_announcement(
     what = f"rank {rank} is waiting for the worker of rank 0 to start the job's services"
     with reminding(_logger, lambda: what):
         for _ in _polls(deadline, lambda: what):
-            if not store.check([key]) or store.get(key).decode() != location:
-                store.set(key, location)
+            if _read(store, key) != location:
+                store.set(key, json.dumps(location))
             announcement: dict[str, Any] | None = _read(store, _JOB)
             if announcement is not None and announcement["incarnations"].get(str(rank)) == incarnation:
                 if "error" in announcement:
@@ -313,8 +314,8 @@ def _location_key(rank: int) -> str:
     return f"location/{rank}"
 
 
-def _own_location(env: Mapping[str, str], incarnation: str) -> str:
-    return json.dumps([_network(), node_of(env), incarnation])
+def _own_location(env: Mapping[str, str], incarnation: str) -> list[str]:
+    return [_network(), node_of(env), incarnation]
 
 
 def _read(store: C10dStore, key: str) -> Any:

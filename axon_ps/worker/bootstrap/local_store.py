@@ -73,10 +73,6 @@ class LocalStore:
         """
         return all("value" in (self._ask({"key": key}) or {}) for key in keys)
 
-    def delete_key(self, key: str) -> bool:
-        """Remove a key, on the worker that holds the values; whether it was there."""
-        return self._values.pop(key, None) is not None
-
     def close(self) -> None:
         """Serve no more. Harmless when repeated."""
         if self._listener is not None:

@@ -32,9 +32,6 @@ class C10dStore(Protocol):
     def get(self, key: str, /) -> bytes:
         """The value of a key that is there."""
 
-    def delete_key(self, key: str, /) -> bool:
-        """Remove a key; whether it was there."""
-
     def check(self, keys: list[str], /) -> bool:
         """Whether all of these keys exist, without waiting."""
 

@@ -48,9 +48,6 @@ class Dict:
     def get(self, key: str) -> bytes:
         return self.values[key].encode()
 
-    def delete_key(self, key: str) -> bool:
-        return self.values.pop(key, None) is not None
-
     def check(self, keys: list[str]) -> bool:
         return all(key in self.values for key in keys)
 
@@ -128,6 +125,37 @@ def test_rank_0_starts_the_coordinator_and_every_node_its_shard_servers(services
 def test_there_is_one_shard_server_a_node_by_default(services: type[Services]) -> None:
     form([{"AXON_PS_NODE": name, "AXON_PS_TOKEN": "t"} for name in "aab"])
     assert sorted(asked["shards"] for asked in services.asked) == [[0], [1]]
+
+
+class Interleaved(Dict):
+    """A store on which rank 0 begins just when rank 1 is about to read its own location."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_read, self.has_begun = threading.Event(), threading.Event()
+
+    def check(self, keys: list[str]) -> bool:
+        is_there = super().check(keys)
+        if is_there and keys == ["location/1"] and not self.is_read.is_set():
+            self.is_read.set()
+            assert self.has_begun.wait(HANG_S)
+        return is_there
+
+    def set(self, key: str, value: str) -> None:
+        super().set(key, value)
+        if key == "location/0":
+            self.has_begun.set()
+
+
+def test_a_rank_that_reads_while_rank_0_begins_is_not_left_waiting(services: type[Services]) -> None:
+    """A real store's `get` would wait for a key that is gone; this one's raises."""
+    store = Interleaved()
+    with ThreadPoolExecutor(1) as pool:
+        other = pool.submit(form_job, store, {}, 1, 2, Deadline(HANG_S))
+        assert store.is_read.wait(HANG_S)
+        _formed.append(form_job(store, {}, 0, 2, Deadline(HANG_S)))
+        _formed.append(other.result())
+    assert {one.config.rank for one in _formed} == {0, 1}
 
 
 def test_an_error_of_rank_0_is_announced_to_all(services: type[Services]) -> None:
