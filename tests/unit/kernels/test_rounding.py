@@ -11,6 +11,7 @@ import pytest
 
 from axon_ps import kernels
 from axon_ps.kernels import optimizer_loops, rounding
+from axon_ps.kernels.arrays import readonly
 
 SOURCES = {path.stem: path.read_text(encoding="utf-8") for path in Path(kernels.__file__).parent.glob("*.py")}
 HARD = (0x0000_0000, 0x0000_8000, 0x0000_8001, 0x3F80_8000, 0x3F81_8000, 0x7F7F_7FFF, 0x7F7F_8000, 0x7F80_0000)
@@ -39,7 +40,7 @@ def test_an_optimizers_wire_copy_is_the_cast_of_its_parameters(sign: int) -> Non
     values = (np.array(HARD, np.uint32) | np.uint32(sign)).view(np.float32)
     for wire_dtype, theirs in ((np.uint16, ml_dtypes.bfloat16), (np.int16, np.float16)):
         param, cast, copy = values.copy(), np.empty(values.size, wire_dtype), np.empty(values.size, wire_dtype)
-        rounding.convert(param, cast)
+        rounding.convert(readonly(param), cast)
         zeros = np.zeros(values.size, np.float32)
         optimizer_loops.sgd(param, zeros, None, copy, None, 1.0, None, 0.0, 0.0, 1.0, None)  # a learning rate of 0
         finite = ~np.isnan(values)
