@@ -6,6 +6,7 @@ process cannot have two of one name: both would be bound to the same parameters.
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ from axon_ps.coordinator.core.events import StepDue
 from axon_ps.coordinator.core.records import FIRST_NAME
 from axon_ps.errors import Misuse
 from axon_ps.observe.metrics.histogram import Histogram
+from axon_ps.observe.reminders import reminding
 from axon_ps.observe.work import process_measures
 from axon_ps.rpc.background_loop import BackgroundLoop
 from axon_ps.shard.client.client import ShardGroup
@@ -22,6 +24,8 @@ from axon_ps.sharding.job import JobSpec
 from axon_ps.types import Decision, Membership
 from axon_ps.worker.job_view import JobView
 from axon_ps.worker.steps.client import StepClient
+
+_logger = logging.getLogger(__name__)
 
 
 class Names:
@@ -162,11 +166,15 @@ class Models:
             This worker's part in its steps, and the coordinator's reply.
 
         Raises:
-            LayoutMismatch: another rank registered something else by that name; the message says where they differ.
+            LayoutMismatch: the job has something else by that name, which the worker of lowest rank has registered; the
+                message says where they differ.
+            Timeout: the worker of lowest rank has registered nothing by that name.
         """
         self._shards.warm_up(spec)
         registering = self._coordinator.register(spec=spec, timeout_s=self._view.timeout_s, name=name)
-        reply = self._loop.run(registering, self._view.timeout_s)
+        first = min((w.rank for w in self._view.membership.workers), default=0)
+        with reminding(_logger, lambda: f"model {name!r} is to be registered, first of all by rank {first}"):
+            reply = self._loop.run(registering)
         client = self.client(reply.model)
         client.registered(spec, reply, name)
         with self._view.changed:

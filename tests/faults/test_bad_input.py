@@ -125,25 +125,34 @@ def test_missing_members_are_counted() -> None:
 # ---------------------------------------------------------------------- layouts
 
 
-def mismatched(numel_of_rank: dict[int, int]) -> str:
+def mismatched(numel_of_rank: dict[int, int], late: int) -> str:
     with World.init(timeout_s=HANG_S) as world:
+        message = ""
+        if world.rank == late:
+            world.kv_wait("others wrap", HANG_S)
+        else:
+            world.kv_put("others wrap", b"")
         try:
             wrapped(world, numel_of_rank[world.rank])
         except errors.LayoutMismatch as error:
-            return str(error)
-        return ""
+            message = str(error)
+        world.barrier("all are told")  # one that was refused stays, and holds nobody up
+        return message
 
 
-def test_a_layout_that_differs_on_one_rank_is_refused_there_by_name() -> None:
+@pytest.mark.parametrize("late", [0, 1])
+@pytest.mark.parametrize("odd", [0, 1])
+def test_a_layout_that_differs_from_that_of_rank_0_is_refused_there_by_name(odd: int, late: int) -> None:
+    numels = {rank: 301 if rank == odd else 300 for rank in range(3)}
     with LocalCluster(shards=1, world_size=3) as running:
-        results = running.run_workers(mismatched, args=({0: 300, 1: 301, 2: 300},))
-    messages = [result.value for result in results]
-    told = [m for m in messages if m]
-    # whoever registered first gives the layout; the odd one out differs from it, or both others do
-    assert len(told) in (1, 2)
-    for message in told:
-        assert "parameter 'weight' has shape" in message
-        assert "in the job" in message
+        results = running.run_workers(mismatched, args=(numels, late))
+    for rank, result in enumerate(results):
+        if numels[rank] == numels[0]:
+            assert not result.value
+        else:
+            shapes = f"parameter 'weight' has shape ({numels[rank]},) here and ({numels[0]},) in the job"
+            assert f"worker {rank} registers another model as 'model 0' than the job has from worker 0" in result.value
+            assert shapes in result.value
 
 
 # ---------------------------------------------------------------------- chunks

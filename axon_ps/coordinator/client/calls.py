@@ -91,6 +91,7 @@ class Calls(ABC):
             LayoutMismatch: the job has another one; the message says where they first differ.
             CheckpointError: the job is to resume from a checkpoint that cannot be read.
             MemberLost: a shard server did not come in time that has to say whether it can hold the model.
+            Timeout: the worker whose layout counts has not registered it; the message names that worker.
 
         After an error: registering again is harmless.
         """
@@ -102,7 +103,13 @@ class Calls(ABC):
             later=later,
         )
         deadline = Deadline(timeout_s)
-        reply = await self._call("Register", lambda: request, deadline, again=(*_RETRY_IDEMPOTENT, MemberLost))
+
+        def register() -> coordinator_pb2.RegisterRequest:
+            request.timeout_s = deadline.remaining()
+            return request
+
+        again = (*_RETRY_IDEMPOTENT, MemberLost)
+        reply = await self._call("Register", register, deadline, again=again, waits=True)
         await self._reached(reply.generation, deadline)
         return Registered(
             first=reply.first,

@@ -58,7 +58,7 @@ class Members:
 
     Attributes:
         on_lost: called with every member that is none any more, and why.
-        on_change: called with the time when the members have changed.
+        on_change: called in turn with the time when the members have changed.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class Members:
         self._now = now
         self._ending = False
         self.on_lost: Callable[[RosterEntry, str], None] = lambda _entry, _reason: None
-        self.on_change: Callable[[float], None] = lambda _now: None
+        self.on_change: list[Callable[[float], None]] = []
 
     def of_sessions(self, sessions: Sequence[int], now: float) -> list[RosterEntry]:
         """The members of sessions; any message on one renews its member's lease."""
@@ -201,7 +201,8 @@ class Members:
         self.watch_barriers(now)
         if not self._ending:
             self._hand_over(now)
-        self.on_change(now)
+        for changed in self.on_change:
+            changed(now)
 
     # ------------------------------------------------------------------ shard servers that come and go
 

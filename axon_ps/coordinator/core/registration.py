@@ -1,18 +1,19 @@
 """The registration of a model: layout, optimizer, and which servers hold the parameters. Pure.
 
-The first worker defines them, every other must agree. The first values come from exactly one worker (the *uploader*),
-that of lowest rank, or from a checkpoint. From then on a shard server holds slices in the incarnation in which it got
-them. When it is lost, the other holders of a slice go on with it (`sharding.placement`). Of a slice that nobody else
-holds it stays the holder: it may come back; another incarnation has nothing, and the job waits until a checkpoint is
-restored.
+The worker of lowest rank defines them, every other must agree. The first values come from exactly one worker (the
+*uploader*), that of lowest rank too, or from a checkpoint. From then on a shard server holds slices in the incarnation
+in which it got them. When it is lost, the other holders of a slice go on with it (`sharding.placement`). Of a slice
+that nobody else holds it stays the holder: it may come back; another incarnation has nothing, and the job waits until a
+checkpoint is restored.
 
 Note: [Whose values are first]
-    Every worker has a module, whose values may differ from the others': one has loaded weights, or seeds differ. Those
-    of the lowest rank count, as in torch's DDP and in FSDP's `sync_module_states`, whichever worker registers first; so
-    a worker that registers before it only waits. If the uploader dies, the generation changes, the others register
-    again, and the lowest rank among them uploads. While it lives no other replaces it, since the servers may have some
-    of its values. In a job that begins again a worker that has trained has no first values any more: there the lowest
-    rank counts among those that wait for them.
+    Every worker has a module, whose layout and values may differ from the others': one is built otherwise or has loaded
+    weights, or seeds differ. Those of the lowest rank count, as in torch's DDP and in FSDP's `sync_module_states`; so
+    until it has registered, the registrations of the others wait. A worker whose layout is refused counts no more, and
+    the others do not wait for it. If the uploader dies, the generation changes, the others register again, and the
+    lowest rank among them uploads. While it lives no other replaces it, since the servers may have some of its values.
+    In a job that begins again a worker that has trained has no first values any more: there the lowest rank counts
+    among those that wait for them.
 
 Note: [A connection that broke]
     A server counts as lost when its connection breaks, since that is how a death is noticed soonest. It may live, and
@@ -69,6 +70,7 @@ class Registration:
         self.parameters = parameters
         self.num_shards = num_shards
         self._copying_since: dict[tuple[int, int], int] = {}  # by slice and server: number of the placement
+        self.given_by: int | None = None  # the rank that gave the layout, if it was since the coordinator's start
         self.waiting: set[str] = set()
         """Incarnations of workers that registered the layout while it had no values, and wait for first ones."""
         self.owners: tuple[int, ...] = ()
@@ -93,18 +95,23 @@ class Registration:
         if spec.model and self.spec.model and spec.model != self.spec.model:
             raise LayoutMismatch(
                 f"worker {rank} registers {spec.described} as {self.name!r}, and that is {self.spec.described} in the "
-                "job; every worker must build the same models, by the same names or in the same order"
+                f"job{self._giver}; every worker must build the same models, by the same names or in the same order"
             )
         if difference := spec.difference(self.spec):
             raise LayoutMismatch(
-                f"worker {rank} registers another model as {self.name!r} than the job has: {difference}; "
+                f"worker {rank} registers another model as {self.name!r} than the job has{self._giver}: {difference}; "
                 "every worker must build the same"
             )
         return False
 
-    def set_spec(self, spec: JobSpec, placement: Placement) -> None:
-        """Set the first spec, and where its slices are to be."""
-        self.spec = spec
+    @property
+    def _giver(self) -> str:
+        """The worker that the job has the layout from, as part of a message; empty where that is not known."""
+        return "" if self.given_by is None else f" from worker {self.given_by}"
+
+    def set_spec(self, spec: JobSpec, placement: Placement, rank: int) -> None:
+        """Set the first spec, which the worker of `rank` gives, and where its slices are to be."""
+        self.spec, self.given_by = spec, rank
         self.place(placement)
 
     def new_placement(self, spec: JobSpec, servers: Sequence[Server], replication: int) -> Placement:
@@ -341,19 +348,41 @@ class Registration:
         """Why no step can be made although all members are there, and what to do, as text; empty when it can."""
         return f"{loss}; {RESTORE_HINT}" if (loss := self.loss(shards)) else ""
 
-    def claim_upload(self, incarnation: str, workers: Sequence[Member]) -> bool:
-        """Whether the caller has to upload the first values; `workers` are all that are there, by rank.
+    @property
+    def _begins_again(self) -> bool:
+        restore = self.parameters.restore
+        return restore is not None and restore.uri == FIRST_VALUES
+
+    @property
+    def _needs_first_values(self) -> bool:
+        p = self.parameters
+        return not p.initialized and (p.epoch == 0 or self._begins_again)
+
+    def comes_before(self, incarnation: str, there: Sequence[str]) -> str:
+        """The worker whose registration comes before that of another; empty = no other's does.
+
+        Args:
+            incarnation: of the other.
+            there: the incarnations of the workers that count, by rank. See Note: [Whose values are first].
+        """
+        if self.spec is not None and (not self._needs_first_values or self._begins_again):
+            return ""
+        if self.parameters.uploader in there:
+            return ""
+        first = there[0] if there else ""
+        return "" if first == incarnation or first in self.waiting else first
+
+    def claim_upload(self, incarnation: str, there: Sequence[str]) -> bool:
+        """Whether the caller has to upload the first values; `there` are the workers that count, by rank.
 
         See Note: [Whose values are first].
         """
         p = self.parameters
-        begins_again = p.restore is not None and p.restore.uri == FIRST_VALUES
-        if p.initialized or (p.epoch > 0 and not begins_again):
+        if not self._needs_first_values:
             return False
-        there = [w.incarnation for w in workers]
         self.waiting.intersection_update(there)
         if p.uploader not in there:
-            p.uploader = next((w for w in there if w in self.waiting or not begins_again), "")
+            p.uploader = next((w for w in there if w in self.waiting or not self._begins_again), "")
         return p.uploader == incarnation
 
     def begin_restore(

@@ -1,5 +1,8 @@
 """Registering and releasing models: what is checked before anything changes, and what follows from it. Pure.
 
+The worker of lowest rank registers a model first, since its layout and its values count: see Note: [Whose values are
+first] of `registration`. The calls of the others wait here until it has, or is no member any more, or was refused.
+
 Note: [Nothing is durable before it can be held]
     What is stored comes back after every restart, so a model that no server can hold would end all of them, for good.
     So a registration is checked in this order: the model itself, what the shard servers know, their memory (see
@@ -16,14 +19,18 @@ from axon_ps.coordinator.core.assembly import Assembly
 from axon_ps.coordinator.core.checkpoints.restores import Restores, Resume
 from axon_ps.coordinator.core.events import JobState, Registered
 from axon_ps.coordinator.core.members import Members
-from axon_ps.coordinator.core.models import Model, Models
+from axon_ps.coordinator.core.models import MAX_MODELS, Model, Models
 from axon_ps.coordinator.core.registration import check_known
 from axon_ps.coordinator.core.roster import RosterEntry
-from axon_ps.errors import InvalidRequest
+from axon_ps.coordinator.core.waiting import Waiting
+from axon_ps.errors import AxonError, InvalidRequest, MemberLost, Timeout
 from axon_ps.sharding.job import JobSpec
 from axon_ps.sharding.placement import Placement
 from axon_ps.storage.state_store.base import Record
 from axon_ps.types import OptimizerSpec, Role
+
+MAX_WAITERS = 1 << 14
+"""Most calls that may wait for other workers' registrations."""
 
 
 class Registrations:
@@ -47,6 +54,10 @@ class Registrations:
         self._restores = restores
         self._out = out
         self._replication = replication
+        self._waiting = Waiting("registrations", MAX_WAITERS)
+        self._calls: dict[int, tuple[str, str]] = {}  # those that wait: incarnation and name of the model
+        self._refused: dict[str, set[str]] = {}  # by incarnation: names of models that the worker was refused
+        members.on_change.append(lambda _now: self.settle())
 
     def register(
         self,
@@ -58,8 +69,104 @@ class Registrations:
         name: str,
         *,
         later: bool = False,
+    ) -> Registered | None:
+        """A worker gives a model its layout or optimizer, or checks its own; see `CoordinatorState.register`.
+
+        Returns:
+            None where another worker comes first.
+        """
+        incarnation = entry.member.incarnation
+        self._refused.get(incarnation, set()).discard(name)
+        if spec is not None and self._first(incarnation, name):
+            return None
+        try:
+            return self._register(entry, spec, optimizer, resume, now, name, later=later)
+        except MemberLost:  # a shard server that is not there yet: it registers again
+            raise
+        except AxonError:
+            if spec is not None and len(refused := self._refused.setdefault(incarnation, set())) < MAX_MODELS:
+                refused.add(name)
+            raise
+
+    def has_to_wait(self, incarnation: str, name: str) -> bool:
+        """Whether another worker's registration of a model comes before this one's."""
+        return bool(self._first(incarnation, name))
+
+    def wait(self, call: int, entry: RosterEntry, name: str, now: float, timeout_s: float) -> None:
+        """Answer a call when no other worker's registration comes before that of its caller.
+
+        Raises:
+            Busy: too many calls wait.
+        """
+        self._waiting.add(call, entry.member.incarnation, now, timeout_s)
+        self._calls[call] = entry.member.incarnation, name
+        self.settle()
+
+    def settle(self) -> None:
+        """Answer the calls that wait for nobody any more."""
+        for call, waiting in list(self._calls.items()):
+            if not self._first(*waiting):
+                self.cancel(call)
+                self._out.reply(call, None)
+
+    def lost(self, incarnation: str, error: AxonError) -> None:
+        """A process is no member any more."""
+        self._refused.pop(incarnation, None)
+        for call in [call for call, (waiting, _) in self._calls.items() if waiting == incarnation]:
+            self.cancel(call)
+            self._out.reply(call, error)
+
+    def cancel(self, call: int) -> None:
+        """The caller does not wait any more."""
+        if self._calls.pop(call, None) is not None:
+            self._waiting.remove(call)
+
+    def tick(self, now: float) -> None:
+        """Answer the calls that have timed out."""
+        for call in self._waiting.late(now):
+            waiting, waited_s = self._calls[call], self._waiting.timeout_s(call)
+            self.cancel(call)
+            self._out.reply(call, Timeout(f"{self._text(*waiting)} after {waited_s:g} s"))
+
+    def next_deadline(self) -> float:
+        """When the next call times out."""
+        return self._waiting.next_deadline()
+
+    def pending(self) -> list[str]:
+        """What registrations wait for, as text."""
+        return sorted({self._text(*waiting) for waiting in self._calls.values()})
+
+    def _first(self, incarnation: str, name: str) -> str:
+        """The worker whose registration of a model comes before that of another; empty = no other's does."""
+        there = self._candidates(name)
+        if (model := self._models.named(name)) is not None:
+            return model.registration.comes_before(incarnation, there)
+        return there[0] if there and there[0] != incarnation else ""
+
+    def _candidates(self, name: str) -> list[str]:
+        """The workers whose layout and values of a model may count, by rank."""
+        there = (entry.member.incarnation for entry in self._assembly.roster.of_role(Role.WORKER))
+        return [incarnation for incarnation in there if name not in self._refused.get(incarnation, ())]
+
+    def _text(self, incarnation: str, name: str) -> str:
+        first = self._assembly.roster.get(self._first(incarnation, name))
+        who = "a worker" if first is None else first.name
+        return (
+            f"model {name!r} still waits for {who}, whose layout and values it begins with, to wrap it (every worker "
+            "must wrap the same models)"
+        )
+
+    def _register(
+        self,
+        entry: RosterEntry,
+        spec: JobSpec | None,
+        optimizer: OptimizerSpec | None,
+        resume: Resume | None,
+        now: float,
+        name: str,
+        *,
+        later: bool,
     ) -> Registered:
-        """A worker gives a model its layout or optimizer, or checks its own; see `CoordinatorState.register`."""
         a, rank = self._assembly, entry.member.rank
         model = self._models.find_or_create(name)
         r = model.registration
@@ -75,7 +182,7 @@ class Registrations:
         is_new = new_spec is not None or new_optimizer is not None
         by_node, with_resume = self._models.by_node, new_spec is not None and resume is not None
         if is_new:
-            self._set(model, name, new_spec, new_optimizer)
+            self._set(model, name, new_spec, new_optimizer, rank)
         upload = spec is not None and not with_resume and self._claim_upload(model, entry)
         self._restores.persist()
         if new_spec is not None and resume is not None:
@@ -99,6 +206,8 @@ class Registrations:
         if model is None or not model.registered:
             return False
         self._models.remove(model)
+        for refused in self._refused.values():
+            refused.discard(model.name)
         self._restores.released(model)
         event = JobState(model=number, name=model.name, released=True)
         self._out.push(self._assembly.roster.sessions(), event)
@@ -117,7 +226,7 @@ class Registrations:
         more_bytes = len(records.optimizer_record(model.number, optimizer).value or b"")
         self._models.check_stored(model, more_bytes, model.name)
 
-    def _set(self, model: Model, name: str, spec: JobSpec | None, optimizer: OptimizerSpec | None) -> None:
+    def _set(self, model: Model, name: str, spec: JobSpec | None, optimizer: OptimizerSpec | None, rank: int) -> None:
         """Set the layout or the optimizer of a model. See Note: [Nothing is durable before it can be held]."""
         a, r = self._assembly, model.registration
         for server in a.roster.of_role(Role.SHARD):
@@ -130,7 +239,7 @@ class Registrations:
         stored_bytes = sum(len(record.value or b"") for record in stored)
         self._models.check_stored(model, stored_bytes, name)
         if spec is not None:
-            r.set_spec(spec, placement)
+            r.set_spec(spec, placement, rank)
             self._models.add(model, name)
             a.stepping.begin_model(model)
             self._out.persist(a.records())
@@ -147,7 +256,7 @@ class Registrations:
         room.check({model.number: (model, placement)}, what, spec, optimizer)
 
     def _claim_upload(self, model: Model, entry: RosterEntry) -> bool:
-        a, r = self._assembly, model.registration
-        if not model.state(a.shards()).initialized:
+        r = model.registration
+        if not model.state(self._assembly.shards()).initialized:
             r.waiting.add(entry.member.incarnation)
-        return r.claim_upload(entry.member.incarnation, [other.member for other in a.roster.of_role(Role.WORKER)])
+        return r.claim_upload(entry.member.incarnation, self._candidates(model.name))

@@ -33,6 +33,7 @@ from axon_ps.coordinator.core.events import (
     JobState,
     JoinRequest,
     Ready,
+    Registered,
     SnapshotReport,
     Status,
     Vote,
@@ -166,6 +167,7 @@ class CoordinatorState:
         """Time has passed: leases, members to be replaced, stragglers, waiting calls."""
         self._members.tick(now)
         self._barriers.tick(now, self._assembly.membership)
+        self._registrations.tick(now)
         self._kv.tick(now)
         self.history.tick(now)
         return self._out.take()
@@ -176,7 +178,8 @@ class CoordinatorState:
 
     def next_deadline(self) -> float:
         """When `tick` has something to do; inf when nothing is waited for."""
-        return min(self._members.next_deadline(), self._barriers.next_deadline(), self._kv.next_deadline())
+        waiting = (self._barriers, self._registrations, self._kv)
+        return min(self._members.next_deadline(), *(calls.next_deadline() for calls in waiting))
 
     # ------------------------------------------------------------------ steps
 
@@ -230,10 +233,11 @@ class CoordinatorState:
 
     # ------------------------------------------------------------------ models
 
-    def wants_resume(self, name: str) -> bool:
-        """Whether the first registration of a model must come with the manifest of `config.resume`."""
+    def wants_resume(self, caller: Caller, name: str) -> bool:
+        """Whether this registration of a model, if it is a layout, must come with the manifest of `config.resume`."""
         known = self._models.named(name)
-        return bool(self.config.resume) and (known is None or not known.registered)
+        is_first = bool(self.config.resume) and (known is None or not known.registered)
+        return is_first and not self._registrations.has_to_wait(caller.incarnation, name)
 
     def register(
         self,
@@ -250,7 +254,8 @@ class CoordinatorState:
         """A worker gives a model its layout or optimizer, or checks its own against the job's.
 
         Args:
-            call: gets a `Registered`.
+            call: gets a `Registered`; or why it is refused; or None: another worker's layout comes first, and so does
+                `await_registration`.
             caller: the worker.
             spec: layout, dtypes and policy.
             optimizer: the optimizer.
@@ -259,18 +264,36 @@ class CoordinatorState:
             name: of the model; a new name adds a model to the job.
             later: whether the optimizer is to take the place of the model's with a step; it is only checked then.
 
-        Raises:
+        It is refused with:
             LayoutMismatch: it differs from what the job has.
             InvalidRequest: it cannot be, or a shard server does not know the optimizer or a compressor.
             Misuse: an optimizer comes before any layout.
             Busy: the job can have no more models, or the shard servers have no memory for it; the message says how much
                 each needs and has. Nothing is durable then.
             MemberLost: a shard server that is to hold some of it is not there.
+
+        Raises:
             GenerationChanged: the caller is no member.
         """
         entry = self.callers.member(caller, Role.WORKER, "registers")
-        registered = self._registrations.register(entry, spec, optimizer, resume, now, name, later=later)
-        self._out.reply(call, registered)
+        answer: Registered | AxonError | None
+        try:
+            answer = self._registrations.register(entry, spec, optimizer, resume, now, name, later=later)
+        except AxonError as error:  # nothing has changed, but that nobody waits for this worker
+            answer = error
+        self._out.reply(call, answer)
+        self._registrations.settle()
+        return self._out.take()
+
+    def await_registration(self, call: int, caller: Caller, name: str, now: float, timeout_s: float) -> list[Action]:
+        """A worker is not the first to register a model's layout; `call` gets None when it is to register again.
+
+        Raises:
+            GenerationChanged: the caller is no member.
+            Busy: too many calls wait.
+        """
+        entry = self.callers.member(caller, Role.WORKER, "registers")
+        self._registrations.wait(call, entry, name, now, timeout_s)
         return self._out.take()
 
     def release(self, call: int, caller: Caller, number: int, name: str) -> list[Action]:
@@ -297,6 +320,7 @@ class CoordinatorState:
         if (entry := self._entry(session, now)) is not None:
             check_role(entry, Role.SHARD, "holds parameters")
             self._restores.initialized(entry, model, version, epoch)
+            self._registrations.settle()
         return self._out.take()
 
     def no_room(self, session: int, number: int, placement: int, error: AxonError, now: float) -> list[Action]:
@@ -476,6 +500,7 @@ class CoordinatorState:
         """The caller does not wait any more."""
         self._kv.cancel(call)
         self._barriers.cancel(call)
+        self._registrations.cancel(call)
         self._snapshots.cancel(call)
         self._restores.cancel(call)
         return self._out.take()
@@ -606,6 +631,7 @@ class CoordinatorState:
             *a.pending(),
             *self._members.pending(),
             *self._barriers.pending(a.membership),
+            *self._registrations.pending(),
             *self._snapshots.pending(),
         )
         status = Status(
@@ -638,8 +664,9 @@ class CoordinatorState:
 
     def _ended(self, entry: RosterEntry, reason: str) -> None:
         """A process is no member any more."""
-        error = GenerationChanged(f"{reason}; who is no member waits for no key", self._assembly.generation)
+        error = GenerationChanged(f"{reason}; who is no member waits for nothing", self._assembly.generation)
         self._kv.lost(entry.member.incarnation, error)
+        self._registrations.lost(entry.member.incarnation, error)
 
     def _entry(self, session: int, now: float) -> RosterEntry | None:
         return next(iter(self._members.of_sessions([session], now)), None)

@@ -340,17 +340,25 @@ class CoordinatorServicer:
         name = codec.name_from_proto(request.name or FIRST_NAME, "the model's name")
         spec = codec.job_spec_from_proto(request.spec) if request.HasField("spec") else None
         optimizer = codec.optimizer_from_proto(request.optimizer) if request.HasField("optimizer") else None
-        state, resume = self._shell.state, None
-        async with self._registering:  # one at a time: reading the manifest takes a while
-            if spec is not None and state.wants_resume(name):
-                specs = {**state.specs, name: spec}
-                resume = await asyncio.to_thread(manifests.begin, state.config.resume, specs, name)
-            reply: Registered = await self._shell.call(
-                lambda call: state.register(
-                    call, caller, spec, optimizer, resume, now=self._shell.now(), name=name, later=request.later
+        state, now = self._shell.state, self._shell.now
+        limit_s = now() + (_timeout(request.timeout_s) if request.HasField("timeout_s") else math.inf)
+        while True:
+            resume = None
+            async with self._registering:  # one at a time: reading the manifest takes a while
+                if spec is not None and state.wants_resume(caller, name):
+                    specs = {**state.specs, name: spec}
+                    resume = await asyncio.to_thread(manifests.begin, state.config.resume, specs, name)
+                reply: Registered | None = await self._shell.call(
+                    lambda call, resume=resume: state.register(  # type: ignore[misc]
+                        call, caller, spec, optimizer, resume, now=now(), name=name, later=request.later
+                    )
                 )
+            if reply is not None:
+                break
+            await self._shell.call(
+                lambda call: state.await_registration(call, caller, name, now(), max(0.0, limit_s - now()))
             )
-            self.has_registered = True
+        self.has_registered = True
         return coordinator_pb2.RegisterReply(
             first=reply.first,
             initialized=reply.initialized,

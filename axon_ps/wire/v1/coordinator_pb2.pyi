@@ -82,18 +82,20 @@ class KVReply(_message.Message):
     def __init__(self, found: bool = ..., value: _Optional[bytes] = ..., sum: _Optional[int] = ...) -> None: ...
 
 class RegisterRequest(_message.Message):
-    __slots__ = ("context", "spec", "optimizer", "name", "later")
+    __slots__ = ("context", "spec", "optimizer", "name", "later", "timeout_s")
     CONTEXT_FIELD_NUMBER: _ClassVar[int]
     SPEC_FIELD_NUMBER: _ClassVar[int]
     OPTIMIZER_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     LATER_FIELD_NUMBER: _ClassVar[int]
+    TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
     context: _common_pb2.CallContext
     spec: _common_pb2.JobSpec
     optimizer: _common_pb2.OptimizerSpec
     name: str
     later: bool
-    def __init__(self, context: _Optional[_Union[_common_pb2.CallContext, _Mapping]] = ..., spec: _Optional[_Union[_common_pb2.JobSpec, _Mapping]] = ..., optimizer: _Optional[_Union[_common_pb2.OptimizerSpec, _Mapping]] = ..., name: _Optional[str] = ..., later: bool = ...) -> None: ...
+    timeout_s: float
+    def __init__(self, context: _Optional[_Union[_common_pb2.CallContext, _Mapping]] = ..., spec: _Optional[_Union[_common_pb2.JobSpec, _Mapping]] = ..., optimizer: _Optional[_Union[_common_pb2.OptimizerSpec, _Mapping]] = ..., name: _Optional[str] = ..., later: bool = ..., timeout_s: _Optional[float] = ...) -> None: ...
 
 class RegisterReply(_message.Message):
     __slots__ = ("first", "initialized", "version", "upload", "generation", "model")

@@ -23,6 +23,7 @@ from axon_ps.coordinator.core.events import (
     Welcome,
 )
 from axon_ps.coordinator.core.state import CoordinatorState
+from axon_ps.errors import AxonError
 from axon_ps.sharding.job import JobSpec
 from axon_ps.sharding.layout import Layout, build_unit
 from axon_ps.sharding.placement import Placement
@@ -211,9 +212,23 @@ class Driver:
         resume: Any = None,
         name: str = records.FIRST_NAME,
     ) -> Any:
-        return self.call(
+        """The answer to a registration; None where another worker's comes first.
+
+        Raises:
+            AxonError: it is refused.
+        """
+        answer = self.call(
             lambda call: self.state.register(call, peer.caller, spec, optimizer, resume, now=self.clock(), name=name)
         )
+        if isinstance(answer, AxonError):
+            raise answer
+        return answer
+
+    def await_registration(self, peer: Peer, timeout_s: float = 1000.0, name: str = records.FIRST_NAME) -> int:
+        """A call that waits until a worker is to register again; `replies` get its answer."""
+        call = self._number + 1
+        self.call(lambda _: self.state.await_registration(call, peer.caller, name, self.clock(), timeout_s))
+        return call
 
     def call(self, event: Any) -> Any:
         """Make a call and return its answer, or its number while there is none."""

@@ -1,14 +1,23 @@
-"""First values are those of the worker of lowest rank, whichever registers first, and of exactly one worker."""
+"""Layout and first values are those of the worker of lowest rank, whichever comes first, and of exactly one worker."""
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from typing import Any
 
 import pytest
 
+from axon_ps.coordinator.core.checkpoints.restores import Resume
 from axon_ps.coordinator.core.events import FIRST_VALUES, RestoreOrder
-from coordinator_driver import Driver, Peer
+from axon_ps.errors import Busy, GenerationChanged, InvalidRequest, LayoutMismatch, Timeout
+from axon_ps.sharding.job import JobSpec
+from axon_ps.sharding.layout import Layout
+from coordinator_driver import SPEC, Driver, Peer
+
+OTHER = dataclasses.replace(SPEC, model="Other")
+OURS = dataclasses.replace(SPEC, model="Ours")
+EMPTY = JobSpec(layout=Layout(units=()))
 
 
 def joined() -> tuple[Driver, Any, list[Peer]]:
@@ -20,8 +29,11 @@ def joined() -> tuple[Driver, Any, list[Peer]]:
 @pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
 def test_rank_0_uploads_in_every_order_of_registration(order: tuple[int, ...]) -> None:
     d, shard, workers = joined()
-    for rank in order:
-        assert d.register(workers[rank]).upload == (rank == 0)
+    early = order[: order.index(0)]
+    waiting = [d.await_registration(workers[rank]) for rank in early if d.register(workers[rank]) is None]
+    assert (len(waiting), d.state.specs) == (len(early), {})
+    assert d.register(workers[0]).upload
+    assert [d.replies[call] for call in waiting] == [None] * len(waiting)
     for rank in order:
         assert d.register(workers[rank]).upload == (rank == 0), "also when it registers again"
     shard.initialized()
@@ -34,13 +46,16 @@ def test_when_rank_0_dies_before_it_has_uploaded_the_next_lowest_does(
     registered_before: bool, order: tuple[int, int]
 ) -> None:
     d, shard, workers = joined()
-    for rank in order:
-        assert not d.register(workers[rank]).upload
+    waiting = [d.await_registration(workers[rank]) for rank in order if d.register(workers[rank]) is None]
+    assert len(waiting) == 2
     if registered_before:
         assert d.register(workers[0]).upload
+        assert not any(d.register(workers[rank]).upload for rank in order)
     workers[0].lose()
-    for rank in order:
-        assert d.register(workers[rank]).upload == (rank == 1)
+    replies = [d.register(workers[rank]) for rank in order]
+    assert [reply is not None and reply.upload for reply in replies] == [rank == 1 for rank in order]
+    assert not d.register(workers[2]).upload
+    assert all(call in d.replies for call in waiting)
     shard.initialized()
     assert d.register(workers[1]).initialized
 
@@ -74,7 +89,7 @@ def test_another_model_has_an_uploader_of_its_own() -> None:
     for w in workers:
         d.register(w)
     shard.initialized()
-    assert not d.register(workers[2], name="second").upload
+    assert d.register(workers[2], name="second") is None
     assert d.register(workers[0], name="second").upload
 
 
@@ -94,3 +109,97 @@ def test_in_a_job_that_begins_again_the_lowest_rank_counts_of_those_that_wait() 
     assert d.register(b).upload
     shard.initialized(version=0, epoch=1)
     assert not d.register(trained).upload
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
+def test_the_layout_of_rank_0_counts_and_nobody_waits_for_one_that_was_refused(order: tuple[int, ...]) -> None:
+    d, shard, workers = joined()
+    specs, waiting = (OURS, OTHER, OURS), {}
+    told: dict[int, str] = {}
+
+    def register(rank: int) -> None:
+        try:
+            if d.register(workers[rank], specs[rank]) is None:
+                waiting[rank] = d.await_registration(workers[rank])
+        except LayoutMismatch as error:
+            told[rank] = str(error)
+
+    for rank in order:
+        register(rank)
+    for rank, call in list(waiting.items()):
+        assert d.replies[call] is None
+        register(rank)
+    assert list(told) == [1], "the one that differs"
+    assert "worker 1 registers Other" in told[1]
+    assert "from worker 0" in told[1]
+    workers[0].lose()  # before it has uploaded
+    assert d.register(workers[2], OURS).upload, "rank 1 was refused"
+    shard.initialized()
+
+
+def test_one_that_is_refused_when_others_wait_for_its_values_lets_them_go_on() -> None:
+    d, _, workers = joined()
+    assert d.register(workers[0], OURS).upload
+    workers[0].lose()
+    assert d.register(workers[2], OURS) is None
+    call = d.await_registration(workers[2])
+    assert call not in d.replies, "rank 1 may have the right layout"
+    with pytest.raises(LayoutMismatch):
+        d.register(workers[1], OTHER)
+    assert d.replies[call] is None
+    assert d.register(workers[2], OURS).upload
+    assert not d.register(workers[1], OURS).upload, "it has mended its module"
+
+
+def test_one_that_cannot_register_counts_no_more() -> None:
+    d, _, workers = joined()
+    assert d.register(workers[1]) is None
+    call = d.await_registration(workers[1])
+    with pytest.raises(InvalidRequest, match="a layout without units"):
+        d.register(workers[0], EMPTY, None)
+    assert d.replies[call] is None
+    assert d.register(workers[1]).upload
+
+
+@pytest.mark.parametrize("way", ["it is lost", "it is late", "it gives up", "the first one leaves"])
+def test_a_registration_that_waits_for_rank_0_ends(way: str) -> None:
+    d, _, workers = joined()
+    assert d.register(workers[1]) is None
+    assert d.state.status().pending == (), "nobody waits yet"
+    call = d.await_registration(workers[1], timeout_s=3.0)
+    assert d.state.status().pending[0].startswith("model 'model 0' still waits for worker 0 (node a)")
+    if way == "it is lost":
+        workers[1].lose()
+        assert isinstance(d.replies[call], GenerationChanged)
+    elif way == "it is late":
+        for worker in workers:
+            worker.beat()
+        d.advance(3.0)
+        assert isinstance(d.replies[call], Timeout)
+        assert "waits for worker 0 (node a), whose layout and values it begins with" in str(d.replies[call])
+        assert str(d.replies[call]).endswith("after 3 s")
+    elif way == "it gives up":
+        d.perform(d.state.cancel(call))
+    else:
+        workers[0].lose()
+        assert d.replies[call] is None
+    d.state.next_deadline()
+    assert not any("still waits" in text for text in d.state.status().pending)
+
+
+def test_the_first_to_register_resumes_and_the_others_wait_for_no_values() -> None:
+    d = Driver(world_size=3, resume="/ckpt")
+    d.shard()
+    a, b, _ = (d.worker() for _ in range(3))
+    assert d.register(b) is None
+    call = d.await_registration(b)
+    d.register(a, resume=Resume(uri="/ckpt", version=9))
+    assert d.replies[call] is None
+    assert d.register(b).version == 9
+
+
+def test_too_many_that_wait_are_refused() -> None:
+    d, _, workers = joined()
+    with pytest.raises(Busy, match="of this process wait for registrations already"):
+        for number in range(1000):
+            d.await_registration(workers[1], name=f"model {number}")

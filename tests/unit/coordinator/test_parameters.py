@@ -83,7 +83,8 @@ def test_another_model_is_refused_naming_rank_and_difference(spec: JobSpec, diff
     a, b = d.worker(), d.worker()
     d.register(a)
     with pytest.raises(
-        LayoutMismatch, match=f"worker 1 registers another model as 'model 0' than the job has: {difference}"
+        LayoutMismatch,
+        match=f"worker 1 registers another model as 'model 0' than the job has from worker 0: {difference}",
     ):
         d.register(b, spec)
 
@@ -474,11 +475,11 @@ def test_a_job_without_its_servers_says_how_to_begin_anew() -> None:
 def test_a_job_that_resumes_is_restored_by_its_first_registration() -> None:
     d = Driver(resume="/ckpt")
     shard, a, b = d.shard(), d.worker(), d.worker()
-    assert d.state.wants_resume("model 0")
+    assert [d.state.wants_resume(w.caller, "model 0") for w in (a, b)] == [True, False]
     reply = d.register(a, resume=Resume(uri="/ckpt/v9", version=9))
     assert (reply.first, reply.upload, reply.initialized, reply.version) == (True, False, False, 9)
     assert reply.generation == a.membership.generation
-    assert not d.state.wants_resume("model 0")
+    assert not d.state.wants_resume(a.caller, "model 0")
     assert shard.last(RestoreOrder) == RestoreOrder(epoch=1, uri="/ckpt/v9", version=9)
     assert shard.last(JobState).spec == SPEC
     assert not d.register(b).upload

@@ -450,8 +450,8 @@ def test_a_restarted_coordinator_goes_on_draining() -> None:
 
 def test_what_cannot_be_drained_is_refused() -> None:
     d = Driver(num_shards=2)
-    d.shard(), d.shard(), d.worker()
-    worker = d.worker()
+    d.shard(), d.shard()
+    worker, _ = d.worker(), d.worker()
     d.register(worker)
     with pytest.raises(Misuse, match="parameters are being set or restored"):
         drain(d, 0)

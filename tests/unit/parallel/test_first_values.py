@@ -31,18 +31,15 @@ def module(value: float, **where: Any) -> nn.Module:
     return made
 
 
-def rank_0_comes_last(world: World, others_registered: threading.Barrier) -> None:
-    """Rank 0 registers when all others have, and have been told that they are not first."""
+def rank_0_comes_last(world: World, others_register: threading.Barrier) -> None:
+    """Rank 0 registers when all others do."""
     register = world.models.register
 
     def late(*args: Any) -> Any:
         world.models.register = register  # type: ignore[method-assign]
-        if world.rank == 0:
-            others_registered.wait(LIMIT_S)
-            return register(*args)
+        others_register.wait(LIMIT_S)
         reply = register(*args)
-        assert not reply[1].upload
-        others_registered.wait(LIMIT_S)
+        assert reply[1].upload == (world.rank == 0)
         return reply
 
     world.models.register = late  # type: ignore[method-assign]

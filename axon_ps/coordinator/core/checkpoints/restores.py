@@ -87,7 +87,7 @@ class Restores:
         self._out = out
         self._call = -1
         self._together: frozenset[int] = frozenset()  # the models of the newest order
-        members.on_change = self._order_again
+        members.on_change.append(self._order_again)
         self._stored = {m.number: records.parameters_record(m.number, m.registration.parameters) for m in models}
 
     def order(self, resumes: Sequence[Resume], now: float, call: int = -1) -> None:
