@@ -1,10 +1,11 @@
-"""Small things of workers that belong to a checkpoint, in the job's key-value store: a model's buffers.
+"""Small things of workers that belong to a model, in the job's key-value store: its buffers.
 
 Owns how one is stored there: compressed, cut into values that the store takes, and a header that says which values and
 what their content hashes to. Two *slots* are used in turn, and the header is written last, so a reader has the old or
 the new content, and nothing half-written. Pure.
 
-A checkpoint has what is there when it is ordered, whoever orders it; see `core.kv` for what the store bounds.
+A checkpoint has what is there when it is ordered, whoever orders it, but for what begins with `UNSAVED`; see `core.kv`
+for what the store bounds.
 """
 
 from __future__ import annotations
@@ -21,6 +22,9 @@ from axon_ps.types import BUFFERS
 
 PREFIX = "axon_ps/attached/"
 """The beginning of every key of them."""
+
+UNSAVED = "unsaved/"
+"""The beginning of the keys of what is of this run of the workers, and in no checkpoint."""
 
 MAX_BYTES = 24 << 20
 """Most compressed bytes of one."""
@@ -39,7 +43,7 @@ class Header:
     Attributes:
         slot: which values have the content, 0 or 1.
         blocks: how many they are; 0 = there is no content.
-        sha256: of the content.
+        sha256: of the content; empty = there is none. With no blocks, it was too large.
         epoch: of the model, if the content came with a restore that began it; -1 = a worker attached it.
         source: the checkpoint that it came from; empty = none.
     """
@@ -109,6 +113,11 @@ class Attachment:
         sha256 = hashlib.sha256(content).hexdigest()
         return cls(header=Header(blocks=len(blocks), sha256=sha256, source=source), blocks=blocks)
 
+    @classmethod
+    def digest(cls, content: bytes) -> Attachment:
+        """Content of which nothing but the hash is stored."""
+        return cls(header=Header(sha256=hashlib.sha256(content).hexdigest()), blocks=())
+
     def content(self) -> bytes:
         """What was stored.
 
@@ -146,15 +155,24 @@ class Store(Protocol):
     def put_own(self, key: str, value: bytes) -> None:
         """Store a value of the coordinator's."""
 
+    def remove(self, key: str) -> bool:
+        """Remove a key."""
+
 
 def stored(store: Store) -> dict[str, Attachment]:
     """By key, all that a store has."""
     found = {}
     for name in store.names(PREFIX):
         key, header = name.removeprefix(PREFIX), Header.of(store.peek(name))
-        if header.blocks:
+        if header.blocks and not key.startswith(UNSAVED):
             found[key] = Attachment(header=header, blocks=[store.peek(k) or b"" for k in block_keys(key, header)])
     return found
+
+
+def begin_run(store: Store) -> None:
+    """Forget what was of the workers' run before."""
+    for name in store.names(f"{PREFIX}{UNSAVED}"):
+        store.remove(name)
 
 
 def restored(store: Store, model: str, epoch: int, uri: str, attached: Mapping[str, Attachment] | None) -> None:

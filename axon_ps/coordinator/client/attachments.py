@@ -65,13 +65,15 @@ class Attachments:
         for name, value in attachment.beside(present).values(key):
             await put(name, value, timeout_s=self._timeout_s)
 
-    def attach(self, key: str, content: bytes) -> None:
+    def attach(self, key: str, content: bytes | Attachment) -> None:
         """Store content, and return when the next checkpoint has it.
 
         Raises:
             InvalidRequest: it is too large.
+            Busy: there is too much.
         """
-        self._loop.run(self.store(key, Attachment.made(key, content)), self._timeout_s)
+        attachment = Attachment.made(key, content) if isinstance(content, bytes) else content
+        self._loop.run(self.store(key, attachment), self._timeout_s)
 
     def offer(self, key: str, content: bytes) -> Any:
         """Store content in the background; the future."""

@@ -131,6 +131,7 @@ class CoordinatorState:
         self._members.join(session, role, request, now)
         if was_over and not self.membership.is_over:
             self._kv.remove(REPORT_KEY)  # it is of the run before
+            attachments.begin_run(self._kv)
         return self._out.take()
 
     def heartbeat(self, session: int, metrics: Mapping[str, float], now: float) -> list[Action]:

@@ -1,15 +1,21 @@
-"""The persistent buffers of a wrapped module in checkpoints: running statistics, counters, constants.
+"""The buffers of a wrapped module, first ones and those in checkpoints: running statistics, counters, constants.
 
-Shard servers have parameters, so buffers are each worker's own. A checkpoint has those of the worker of lowest rank, as
-torch's DDP broadcasts rank 0's, as a safetensors file by the names that state dicts have. After a restore every worker
-takes them, whoever ordered it.
+Shard servers have parameters, so buffers are each worker's own once training has begun. It begins with those of the
+worker of lowest rank, non-persistent ones too, as under torch's DDP and with FSDP's `sync_module_states`. A checkpoint
+has the persistent ones of that worker, as a safetensors file by the names that state dicts have. After a restore every
+worker takes them, whoever ordered it.
 
 Note: [Between a worker and a checkpoint]
     With servers the coordinator writes the file, from what workers have attached in the job's key-value store
     (`coordinator.client.attachments`). The worker of lowest rank attaches its buffers when it orders a checkpoint. For
     those that nobody orders it does so after a committed step, at most every `CADENCE_S`: an automatic checkpoint may
     have buffers that are so much older than its parameters. A restore puts the buffers there too, with the epoch that
-    it begins; a worker compares that with the epoch which it computes with. A worker that joins takes what is there.
+    it begins; a worker compares that with the epoch which it computes with.
+
+    The worker that gives a model its first values attaches its buffers before them, so others find them when the model
+    has values. Those that are not persistent are attached where no checkpoint has them. In a job that resumes nobody
+    gives first values, so the worker of lowest rank attaches them before it registers the model: the others register
+    later. A worker that joins takes what is there.
 """
 
 from __future__ import annotations
@@ -17,7 +23,7 @@ from __future__ import annotations
 import logging
 import time
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from typing import Any, Final
 
@@ -26,7 +32,10 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import nn
 
-from axon_ps.errors import AxonError, CheckpointCorrupt, InvalidRequest
+from axon_ps.collectives.process_group import ProcessGroup
+from axon_ps.coordinator.attachments import UNSAVED, Attachment
+from axon_ps.errors import AxonError, Busy, CheckpointCorrupt, InvalidRequest
+from axon_ps.parallel.ddp import replicas
 from axon_ps.parallel.fsdp.wrap import name_in_states
 from axon_ps.types import BUFFERS
 from axon_ps.worker.steps.view import ModelView
@@ -42,7 +51,7 @@ _logger = logging.getLogger(__name__)
 
 
 class ModuleBuffers:
-    """The persistent buffers of a module.
+    """The buffers of a module; the persistent ones where nothing else is said.
 
     Args:
         module: the user's module.
@@ -53,18 +62,35 @@ class ModuleBuffers:
         self._module = module
         self._dtypes = dtypes
 
-    def named(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """By the names that state dicts have."""
+    def named(self, *, persistent: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
+        """By the names that state dicts have. Of those that are not `persistent`, the ones that can be sent."""
         for prefix, child in self._module.named_modules(remove_duplicate=False):
             for name, buffer in child._buffers.items():
-                if buffer is not None and name not in child._non_persistent_buffers_set:
+                if buffer is None or (name not in child._non_persistent_buffers_set) != persistent:
+                    continue
+                if persistent or _can_be_sent(buffer):
                     yield name_in_states(f"{prefix}.{name}" if prefix else name), buffer
+
+    def described(self) -> list[str]:
+        """A line for each that can be sent."""
+        return [f"{name}: {b.dtype}{list(b.shape)}, a buffer" for name, b in self._all()]
+
+    def broadcast(self, group: ProcessGroup) -> list[str]:
+        """Take the first rank's of a group, persistent or not; collective. Returns the names of those that differed."""
+        own = self._all()
+        values = [buffer.detach().clone(memory_format=torch.contiguous_format) for _, buffer in own]
+        replicas.broadcast(group, values)
+        return _set((name, buffer, value) for (name, buffer), value in zip(own, values, strict=True))
+
+    def _all(self) -> list[tuple[str, torch.Tensor]]:
+        found = ((name, b) for kind in (True, False) for name, b in self.named(persistent=kind) if _can_be_sent(b))
+        return list({id(b): (name, b) for name, b in found}.values())
 
     def state(self) -> tuple[tuple[int, int], ...]:
         """Changes when a buffer does, as far as torch counts."""
         return tuple((id(buffer), buffer._version) for _, buffer in self.named() if not buffer.is_inference())
 
-    def encoded(self) -> bytes | None:
+    def encoded(self, *, persistent: bool = True) -> bytes | None:
         """A safetensors file of them; None where there are none.
 
         Raises:
@@ -72,7 +98,7 @@ class ModuleBuffers:
         """
         tensors = {
             name: buffer.detach().to("cpu", self._dtypes.get(name, buffer.dtype), copy=True).contiguous()
-            for name, buffer in self.named()
+            for name, buffer in self.named(persistent=persistent)
         }
         try:
             return save(tensors) if tensors else None
@@ -82,22 +108,26 @@ class ModuleBuffers:
                 f"buffers of {kinds} cannot be saved ({error}); register what need not be with persistent=False"
             ) from error
 
-    def load(self, content: bytes | None, source: str) -> None:
+    def load(self, content: bytes | None, source: str, *, persistent: bool = True) -> list[str]:
         """Take the values of a safetensors file; the names that one side lacks are logged.
 
         Args:
             content: the file; None = there is none, since it was written before buffers were, or the module had none.
             source: where it comes from, for messages.
+            persistent: which ones it has.
+
+        Returns:
+            The names of those that had other values.
 
         Raises:
             CheckpointCorrupt: it is no safetensors file.
             InvalidRequest: a buffer has another shape; none is changed then.
         """
-        own = dict(self.named())
+        own = dict(self.named(persistent=persistent))
         if content is None:
             if own:
                 _logger.warning("%s has no buffers: %s stay as they are", source, _listed(own))
-            return
+            return []
         try:
             given = load(content)
         except (SafetensorError, ValueError) as error:
@@ -108,14 +138,12 @@ class ModuleBuffers:
                     f"buffer {name!r} has shape {list(given[name].shape)} in {source} and {list(buffer.shape)} in the "
                     "model"
                 )
-        with torch.no_grad():
-            for name, buffer in own.items():
-                if name in given:
-                    buffer.copy_(given[name])
+        differ = _set((name, buffer, given[name]) for name, buffer in own.items() if name in given)
         if missing := [name for name in own if name not in given]:
             _logger.warning("%s lacks buffers: %s stay as they are", source, _listed(missing))
         if unknown := [name for name in given if name not in own]:
             _logger.warning("%s has buffers that the model lacks: %s", source, _listed(unknown))
+        return differ
 
 
 class ServedBuffers:
@@ -123,28 +151,72 @@ class ServedBuffers:
 
     Args:
         world: the worker.
-        view: the model.
+        name: of the model in the job.
         buffers: its buffers.
     """
 
-    def __init__(self, world: World, view: ModelView, buffers: ModuleBuffers) -> None:
+    def __init__(self, world: World, name: str, buffers: ModuleBuffers) -> None:
         self._world = world
-        self._view = view
+        self._name = name
+        self._view: ModelView | None = None
         self._buffers = buffers
-        self._key = f"{BUFFERS}{view.name}"
+        self._key = f"{BUFFERS}{name}"
+        self._unsaved_key = f"{UNSAVED}{self._key}"
         self._epoch = 0  # that the buffers are of
         self._state: Any = None  # what was attached last
         self._attached_s = -CADENCE_S
         self._attaching: Future[None] | None = None
-        own = weakref.ref(self)
-        world.attachments.register(self._key, lambda: None if (found := own()) is None else found._buffers.encoded())
-        if view.latest > (0, 0):
-            self._take(joined=True)
+        self._first: dict[str, Attachment] = {}  # this worker's own, by key
+
+    def prepare(self) -> None:
+        """Before this worker registers the model: the job has non-persistent buffers, if it is to have this one's.
+
+        Raises:
+            InvalidRequest: the persistent ones cannot be saved; on every worker, since each is asked.
+        """
+        if (content := self._buffers.encoded()) is not None:
+            self._first[self._key] = Attachment.made(self._key, content)
+        if (content := self._buffers.encoded(persistent=False)) is not None:
+            self._first[self._unsaved_key] = Attachment.digest(content)
+            if self._world.is_main_process and not self._world.attachments.header(self._unsaved_key).sha256:
+                self._attach_unsaved(content)
+
+    def give(self) -> None:
+        """Before this worker gives the model first values: attach its buffers."""
+        if (content := self._buffers.encoded(persistent=False)) is not None:
+            self._attach_unsaved(content)
+        if self._key in self._first:
+            self._world.attachments.attach(self._key, self._first[self._key])
+
+    def begin(self, view: ModelView, *, given: bool) -> list[str]:
+        """From now on they are those of a registered model that has values.
+
+        Args:
+            view: the model.
+            given: whether this worker has given them.
+
+        Returns:
+            The names of those that differed from the values that the model begins with, and are no more.
+
+        Raises:
+            InvalidRequest: some differ that are too large to be sent, or in shape.
+        """
+        self._view, weak = view, weakref.ref(self)
+        self._world.attachments.register(
+            self._key, lambda: None if (found := weak()) is None else found._buffers.encoded()
+        )
+        own, self._first = self._first, {}
+        if given:
+            self._epoch = view.epoch
+            return []
+        begins = view.latest == (0, 0)
+        differ = self._take(view, own.get(self._key))
+        return [*(differ if begins else ()), *self._take_unsaved(own.get(self._unsaved_key), begins=begins)]
 
     def follow(self) -> None:
         """After a restore, take the buffers that came with it."""
-        if self._view.epoch != self._epoch:
-            self._take()
+        if self._view is not None and self._view.epoch != self._epoch:
+            self._take(self._view)
 
     def offer(self) -> None:
         """After a committed step: attach what has changed, in the background."""
@@ -154,9 +226,7 @@ class ServedBuffers:
             if not attaching.done():
                 return
             if isinstance(error := attaching.exception(), AxonError):
-                _logger.warning(
-                    "the buffers of %r were not stored for automatic checkpoints: %s", self._view.name, error
-                )
+                _logger.warning("the buffers of %r were not stored for automatic checkpoints: %s", self._name, error)
         self._attached_s = time.monotonic()
         if (state := self._buffers.state()) != self._state and (content := self._buffers.encoded()) is not None:
             self._state, self._attaching = state, self._world.attachments.offer(self._key, content)
@@ -164,16 +234,67 @@ class ServedBuffers:
     def release(self) -> None:
         """The model is given up: later checkpoints do not have them."""
         self._world.attachments.forget(self._key)
-        self._world.attachments.remove(self._key)
+        for key in (self._key, self._unsaved_key):
+            self._world.attachments.remove(key)
 
-    def _take(self, *, joined: bool = False) -> None:
-        epoch = self._view.epoch
-        header = self._world.attachments.header(self._key)
-        if header.epoch == epoch and epoch:  # else the parameters were replaced, by load_state_dict, say
-            self._buffers.load(self._world.attachments.read(self._key), f"the checkpoint at {header.source}")
-        elif joined and header.blocks:
-            self._buffers.load(self._world.attachments.read(self._key), "the job")
+    def _take(self, view: ModelView, joins_with: Attachment | None = None) -> list[str]:
+        epoch, attachments = view.epoch, self._world.attachments
+        header = attachments.header(self._key)
         self._epoch = epoch
+        if header.epoch == epoch and epoch:  # else the parameters were replaced, by load_state_dict, say
+            return self._buffers.load(attachments.read(self._key), f"the checkpoint at {header.source}")
+        if joins_with is not None and header.blocks and header.sha256 != joins_with.header.sha256:
+            return self._buffers.load(attachments.read(self._key), "the job")
+        return []
+
+    def _attach_unsaved(self, content: bytes) -> None:
+        """Attach those that are not persistent; where they are too large for the store, their hash."""
+        try:
+            self._world.attachments.attach(self._unsaved_key, content)
+        except (InvalidRequest, Busy):
+            self._world.attachments.attach(self._unsaved_key, Attachment.digest(content))
+
+    def _take_unsaved(self, own: Attachment | None, *, begins: bool) -> list[str]:
+        header = self._world.attachments.header(self._unsaved_key)
+        if own is None or header.sha256 in ("", own.header.sha256):
+            return []
+        try:
+            if not header.blocks:
+                names = _listed(name for name, _ in self._buffers.named(persistent=False))
+                raise InvalidRequest(
+                    f"the buffers {names} of model {self._name!r} differ between this rank and the lowest, and are "
+                    "too large to be sent to the others; give them the same values on every rank"
+                )
+            content = self._world.attachments.read(self._unsaved_key)
+            return self._buffers.load(content, "the job", persistent=False)
+        except InvalidRequest as error:
+            if begins:
+                raise
+            _logger.warning("%s: this worker's own stay as they are", error)  # the program was changed meanwhile
+            return []
+
+
+def _can_be_sent(buffer: torch.Tensor) -> bool:
+    """Whether it is a plain dense tensor of a dtype that safetensors has."""
+    if type(buffer) is not torch.Tensor or buffer.layout != torch.strided or buffer.is_quantized:
+        return False
+    return not (buffer.is_conj() or buffer.is_neg()) and buffer.dtype not in (torch.complex32, torch.complex128)
+
+
+@torch.no_grad()
+def _set(values: Iterable[tuple[str, torch.Tensor, torch.Tensor]]) -> list[str]:
+    """Give buffers values; returns the names of those whose bits were others. One that has them is not touched."""
+    differ = []
+    for name, buffer, value in values:
+        given = value.to(buffer.device, buffer.dtype)
+        if not torch.equal(_bits(buffer), _bits(given)):
+            differ.append(name)
+            buffer.copy_(given)
+    return differ
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
 def _listed(names: Any) -> str:

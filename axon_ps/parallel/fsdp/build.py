@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from axon_ps.host import fork
+from axon_ps.parallel.checkpoints.buffers import ModuleBuffers
 from axon_ps.parallel.ddp import replicas
 from axon_ps.parallel.dtypes import TORCH_DTYPES
 from axon_ps.parallel.fsdp import materialize, wrap
@@ -35,15 +36,18 @@ Init: TypeAlias = Callable[[nn.Module], None] | None
 
 
 def broadcast_values(
-    wrapping: Wrapping, module: nn.Module, wrapped_units: WrappedUnits, init: Init
+    wrapping: Wrapping, module: nn.Module, wrapped_units: WrappedUnits, init: Init, buffers: ModuleBuffers
 ) -> list[torch.Tensor]:
     """The first worker's values of every unit, f32, once all are found to have the same layout (NO_SHARD).
+
+    The buffers become that worker's.
 
     Raises:
         LayoutMismatch: a worker wraps another model.
     """
     group = wrapping.group
-    replicas.check_same(group, [f"{w.unit.name}: {p}" for w in wrapped_units for p in w.unit.parameters])
+    parameters = [f"{w.unit.name}: {p}" for w in wrapped_units for p in w.unit.parameters]
+    replicas.check_same(group, [*parameters, *buffers.described()])
     values = [
         materialize.values_of(module, w, init)
         if group.rank == 0
@@ -51,6 +55,14 @@ def broadcast_values(
         for w in wrapped_units
     ]
     replicas.broadcast(group, values)
+    others = any(
+        not param.is_meta and not torch.equal(value[p.offset : p.end].view(p.shape).to(param), param)
+        for value, w in zip(values, wrapped_units, strict=True)
+        for p, param in zip(w.unit.parameters, w.params, strict=True)
+    )
+    first = group.ranks[0]
+    differ = [*(["parameters"] if others else ()), *buffers.broadcast(group)]
+    materialize.warn(group.ranks[group.rank], wrapping.name or wrapping.spec.model, differ, first)
     return values
 
 

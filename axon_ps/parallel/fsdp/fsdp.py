@@ -56,9 +56,9 @@ class FullyShardedDataParallel(ShardedValues):
     local.
 
     Args:
-        module: the user's module, on the CPU, a GPU or the meta device. First values are those of the worker of lowest
-            rank (in a job that resumes, those of the checkpoint); the others' are dropped, with a warning if they
-            differ.
+        module: the user's module, on the CPU, a GPU or the meta device. First values and buffers are those of the
+            worker of lowest rank (in a job that resumes, those of the checkpoint); the others' are dropped, with a
+            warning if they differ.
         group: the workers that train it: a world, or its default group; None = the current world. Under NO_SHARD it may
             be any group of the world.
         sharding_strategy: what stays in a worker's memory between uses. Its name and torch's `ShardingStrategy` are
@@ -178,14 +178,18 @@ class FullyShardedDataParallel(ShardedValues):
         """Register the model or join its broadcast, and wrap the user's module."""
         wrapping = self._wrapping
         values: list[torch.Tensor] = []
-        if wrapping.replicated:
-            values = build.broadcast_values(wrapping, module, wrapped_units, init)
-        else:
-            world = world_of(self.process_group)
-            self._steps = materialize.register(world, self.spec, self.name, module, wrapped_units, init)
         materialize.make_buffers(module, init, wrapping.device)
         self._buffer_dtypes = materialize.cast_buffers(module, wrapping.precision.buffer_dtype)
         module_buffers = buffers.ModuleBuffers(module, self._buffer_dtypes)
+        if wrapping.replicated:
+            values = build.broadcast_values(wrapping, module, wrapped_units, init, module_buffers)
+        else:
+            world = world_of(self.process_group)
+            if any(True for _ in module.buffers()):
+                self._served_buffers = buffers.ServedBuffers(world, self.name, module_buffers)
+            self._steps = materialize.register(
+                world, self.spec, self.name, module, wrapped_units, init, self._served_buffers
+            )
         wrapped_units = materialize.replace_meta(module, wrapped_units)
         self._wrap(module)
         self._runtime = (
@@ -194,8 +198,7 @@ class FullyShardedDataParallel(ShardedValues):
             else build.server_runtime(wrapping, module, wrapped_units, self._steps, self)
         )
         self._runtime.buffers = module_buffers
-        if not wrapping.replicated and any(module_buffers.named()):
-            self._served_buffers = buffers.ServedBuffers(world, self._steps.view, module_buffers)
+        if self._served_buffers is not None:
             self._runtime.on_commit = self._served_buffers.offer
         register("fsdp", self, model=self.name or "")
         self._tag_parameters()

@@ -1,7 +1,8 @@
 """First values: from the user's module to the shard servers, one unit at a time, also when it is on the meta device.
 
-Those of the worker of lowest rank count, and the others' are dropped. A worker whose own differed says so: it compares
-a digest of its values with that of the worker that uploaded, which is in the job's key-value store.
+Those of the worker of lowest rank count, and the others' are dropped; so it is with buffers (`checkpoints.buffers`). A
+worker whose own differed says so: it compares a digest of its values with that of the worker that uploaded, which is in
+the job's key-value store.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import torch
 from torch import nn
 
 from axon_ps.errors import InvalidRequest
+from axon_ps.parallel.checkpoints.buffers import ServedBuffers
 from axon_ps.parallel.fsdp.wrap import WrappedUnit, module_of, name_in_states
 from axon_ps.sharding.job import JobSpec
 from axon_ps.types import Array
@@ -27,6 +29,9 @@ _KEY = "axon_ps/first_values/{}"
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """By the bytes of an element, the integers that its bits are added up as."""
 
+_NAMED = 5
+"""How many names a message has."""
+
 _logger = logging.getLogger(__name__)
 
 
@@ -37,6 +42,7 @@ def register(
     module: nn.Module,
     wrapped_units: tuple[WrappedUnit, ...],
     init: Callable[[nn.Module], None] | None,
+    buffers: ServedBuffers | None = None,
 ) -> StepClient:
     """Give the job a model's layout, and the servers first values if this worker is to upload them.
 
@@ -45,6 +51,7 @@ def register(
         spec: the layout.
         name: of the model in the job.
         module, wrapped_units, init: as for `upload`.
+        buffers: the model's; None = each worker has its own.
 
     Returns:
         This worker's part in the model's steps.
@@ -55,16 +62,26 @@ def register(
     """
     initialized = uploaded = False
     while not initialized:
+        if buffers is not None:
+            buffers.prepare()
         steps, registered = world.models.register(spec, name)
         if registered.upload:
             uploaded = True
             if world.world_size > 1:
                 own = {"rank": world.rank, "digest": digest(wrapped_units)}
                 world.kv_put(_KEY.format(steps.view.model), json.dumps(own).encode())
+            if buffers is not None:
+                buffers.give()
             upload(module, wrapped_units, steps, init)
         initialized = steps.view.wait_initialized(registered)
+    differ = [] if buffers is None else buffers.begin(steps.view, given=uploaded)
+    rank = 0
     if not uploaded and world.world_size > 1 and steps.view.latest == (0, 0):
-        _compare(world.rank, name, digest(wrapped_units), world.kv_get(_KEY.format(steps.view.model)))
+        given = json.loads(world.kv_get(_KEY.format(steps.view.model)) or b"{}")
+        rank, own_digest = given.get("rank", 0), digest(wrapped_units)
+        if own_digest and given.get("digest", "") not in ("", own_digest):
+            differ.insert(0, "parameters")
+    warn(world.rank, name, differ, rank)
     return steps
 
 
@@ -80,16 +97,17 @@ def digest(wrapped_units: Sequence[WrappedUnit]) -> str:
     return total.hexdigest()
 
 
-def _compare(rank: int, name: str, own: str, stored: bytes | None) -> None:
-    """Warn if this worker's own values are others than those that the model begins with."""
-    uploaded = json.loads(stored or b"{}")
-    if own and uploaded.get("digest") and own != uploaded["digest"]:
+def warn(rank: int, name: str, differ: Sequence[str], first: int) -> None:
+    """Warn if some of this worker's own values were others than those of rank `first`."""
+    if differ:
+        more = f" and {len(differ) - _NAMED} more" if len(differ) > _NAMED else ""
         _logger.warning(
-            "the values that rank %d has given model %r are not used: they differ from those of rank %s, which every "
-            "model begins with; load weights on that rank, or seed every rank alike",
+            "the values that rank %d has given model %r are not used (%s): they differ from those of rank %d, which "
+            "every model begins with; load weights on that rank, or seed every rank alike",
             rank,
             name,
-            uploaded["rank"],
+            ", ".join(differ[:_NAMED]) + more,
+            first,
         )
 
 

@@ -263,6 +263,8 @@ class FakeAttachments:
     def header(self, key: str) -> Header:
         return Header()
 
+    def attach(self, key: str, content: object) -> None: ...
+
     def offer(self, key: str, content: bytes) -> Future[None]:
         done: Future[None] = Future()
         done.set_result(None)

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from axon_ps import World
-from axon_ps.coordinator.attachments import Header
+from axon_ps.coordinator.attachments import UNSAVED, Header
 from axon_ps.errors import CheckpointCorrupt, InvalidRequest
 from axon_ps.parallel import FSDP, SGD, MixedPrecision, ShardingStrategy
 from axon_ps.parallel.checkpoints import buffers as buffers_module
@@ -265,14 +265,22 @@ def test_shapes_names_and_damage_are_told() -> None:
     assert ModuleBuffers(nn.Linear(1, 1), {}).encoded() is None
 
 
-@pytest.mark.parametrize(("latest", "taken"), [((0, 0), False), ((0, 7), True)])
-def test_a_worker_that_joins_takes_what_is_there(latest: tuple[int, int], taken: bool) -> None:
-    content = ModuleBuffers(Net(1.0), {}).encoded()
+@pytest.mark.parametrize("given", [False, True])
+@pytest.mark.parametrize("latest", [(0, 0), (0, 7)])
+def test_all_but_the_one_that_gave_them_take_what_is_there(latest: tuple[int, int], given: bool) -> None:
+    theirs = ModuleBuffers(Net(1.0), {})
+    content = {key: theirs.encoded(persistent=not key.startswith(UNSAVED)) for key in ("buffers/m", "unsaved/buffers/m")}
     attached = SimpleNamespace(
-        register=lambda key, source: None, header=lambda key: Header(blocks=1), read=lambda key: content
+        register=lambda key, source: None,
+        header=lambda key: Header(blocks=1, sha256="theirs"),
+        read=content.__getitem__,
     )
     world: Any = SimpleNamespace(attachments=attached, is_main_process=False)
-    view: Any = SimpleNamespace(name="m", latest=latest, epoch=latest[0])
+    view: Any = SimpleNamespace(latest=latest, epoch=latest[0])
     module = Net()
-    ServedBuffers(world, view, ModuleBuffers(module, {}))
-    assert bool(module.flags.all()) == taken  # type: ignore[operator, union-attr]
+    served = ServedBuffers(world, "m", ModuleBuffers(module, {}))
+    served.prepare()
+    differ = served.begin(view, given=given)
+    assert bool(module.flags.all()) == bool(module.cache.all()) == (not given)  # type: ignore[operator, union-attr]
+    expected = ["flags", "small", "low", "cache"] if latest == (0, 0) else ["cache"]
+    assert differ == ([] if given else expected), "those of a job that has trained differ by nature"
