@@ -269,7 +269,9 @@ def test_shapes_names_and_damage_are_told() -> None:
 @pytest.mark.parametrize("latest", [(0, 0), (0, 7)])
 def test_all_but_the_one_that_gave_them_take_what_is_there(latest: tuple[int, int], given: bool) -> None:
     theirs = ModuleBuffers(Net(1.0), {})
-    content = {key: theirs.encoded(persistent=not key.startswith(UNSAVED)) for key in ("buffers/m", "unsaved/buffers/m")}
+    content = {
+        key: theirs.encoded(persistent=not key.startswith(UNSAVED)) for key in ("buffers/m", "unsaved/buffers/m")
+    }
     attached = SimpleNamespace(
         register=lambda key, source: None,
         header=lambda key: Header(blocks=1, sha256="theirs"),

@@ -1,4 +1,4 @@
-"""A model begins with values and buffers of the worker of lowest rank, as torch's DDP does; others' that differ are told."""
+"""A model begins with values and buffers of the lowest rank, as torch's DDP does; one whose differ says so."""
 
 from __future__ import annotations
 
@@ -161,7 +161,9 @@ def test_buffers_that_are_too_large_to_be_sent_must_be_equal(monkeypatch: pytest
 
     first, second = run_threads(worker, 2, timeout_s=LIMIT_S)
     assert not first
-    assert "the buffers 'noise' of model 'different' differ between this rank and the lowest, and are too large" in second
+    assert (
+        "the buffers 'noise' of model 'different' differ between this rank and the lowest, and are too large" in second
+    )
 
 
 def test_a_model_that_resumes_takes_saved_buffers_of_the_checkpoint_and_others_of_rank_0(tmp_path: Path) -> None:
