@@ -293,6 +293,22 @@ class Assembly:
         """Whether the job has not begun, and would lack workers even if another one joined."""
         return not self.was_complete and self.roster.count(Role.WORKER) + 1 < self.needed_workers
 
+    @property
+    def lost_parameters(self) -> str:
+        """Why parameters must be restored although every shard server is there, as text; empty when they need not."""
+        shards = self.shards()
+        if len(shards) < self.needed_shards:
+            return ""
+        losses = ((self._models.message_prefix(model), model.registration.loss(shards)) for model in self._models)
+        return " and ".join(prefix + loss for prefix, loss in losses if loss)
+
+    @property
+    def lost_everything(self) -> bool:
+        """Whether no shard server has parameters of any model any more."""
+        shards, models = self.shards(), [model.registration for model in self._models.registered]
+        there = any(r.is_loaded(shard) for r in models for shard in shards)
+        return bool(self.lost_parameters) and not there
+
     def job_record(self) -> Record:
         """The name of the job and how many members it starts with, for the store."""
         return records.job_record(self.state_id, self._config.job, self.world_size, self._config.num_shards)

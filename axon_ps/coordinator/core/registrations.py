@@ -61,6 +61,7 @@ class Registrations:
 
     def register(
         self,
+        call: int,
         entry: RosterEntry,
         spec: JobSpec | None,
         optimizer: OptimizerSpec | None,
@@ -69,28 +70,27 @@ class Registrations:
         name: str,
         *,
         later: bool = False,
-    ) -> Registered | None:
-        """A worker gives a model its layout or optimizer, or checks its own; see `CoordinatorState.register`.
-
-        Returns:
-            None where another worker comes first.
-        """
+    ) -> None:
+        """A worker gives a model its layout or optimizer, or checks its own; see `CoordinatorState.register`."""
         incarnation = entry.member.incarnation
         self._refused.get(incarnation, set()).discard(name)
-        if spec is not None and self._first(incarnation, name):
-            return None
+        answer: Registered | AxonError | None = None
         try:
-            return self._register(entry, spec, optimizer, resume, now, name, later=later)
-        except MemberLost:  # a shard server that is not there yet: it registers again
-            raise
-        except AxonError:
-            if spec is not None and len(refused := self._refused.setdefault(incarnation, set())) < MAX_MODELS:
+            if spec is None or not self._first(incarnation, name):
+                answer = self._register(entry, spec, optimizer, resume, now, name, later=later)
+        except AxonError as error:  # nothing has changed
+            answer = error
+            registers_again = isinstance(error, MemberLost)  # a shard server is not there yet
+            refused = self._refused.setdefault(incarnation, set())
+            if spec is not None and not registers_again and len(refused) < MAX_MODELS:
                 refused.add(name)
-            raise
+        self._out.reply(call, answer)
+        self.settle()
 
-    def has_to_wait(self, incarnation: str, name: str) -> bool:
-        """Whether another worker's registration of a model comes before this one's."""
-        return bool(self._first(incarnation, name))
+    def gives_layout(self, incarnation: str, name: str) -> bool:
+        """Whether a worker's registration would give a model its layout."""
+        known = self._models.named(name)
+        return (known is None or not known.registered) and not self._first(incarnation, name)
 
     def wait(self, call: int, entry: RosterEntry, name: str, now: float, timeout_s: float) -> None:
         """Answer a call when no other worker's registration comes before that of its caller.

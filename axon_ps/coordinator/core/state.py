@@ -33,7 +33,6 @@ from axon_ps.coordinator.core.events import (
     JobState,
     JoinRequest,
     Ready,
-    Registered,
     SnapshotReport,
     Status,
     Vote,
@@ -236,9 +235,7 @@ class CoordinatorState:
 
     def wants_resume(self, caller: Caller, name: str) -> bool:
         """Whether this registration of a model, if it is a layout, must come with the manifest of `config.resume`."""
-        known = self._models.named(name)
-        is_first = bool(self.config.resume) and (known is None or not known.registered)
-        return is_first and not self._registrations.has_to_wait(caller.incarnation, name)
+        return bool(self.config.resume) and self._registrations.gives_layout(caller.incarnation, name)
 
     def register(
         self,
@@ -277,13 +274,7 @@ class CoordinatorState:
             GenerationChanged: the caller is no member.
         """
         entry = self.callers.member(caller, Role.WORKER, "registers")
-        answer: Registered | AxonError | None
-        try:
-            answer = self._registrations.register(entry, spec, optimizer, resume, now, name, later=later)
-        except AxonError as error:  # nothing has changed, but that nobody waits for this worker
-            answer = error
-        self._out.reply(call, answer)
-        self._registrations.settle()
+        self._registrations.register(call, entry, spec, optimizer, resume, now, name, later=later)
         return self._out.take()
 
     def await_registration(self, call: int, caller: Caller, name: str, now: float, timeout_s: float) -> list[Action]:
@@ -499,11 +490,8 @@ class CoordinatorState:
 
     def cancel(self, call: int) -> list[Action]:
         """The caller does not wait any more."""
-        self._kv.cancel(call)
-        self._barriers.cancel(call)
-        self._registrations.cancel(call)
-        self._snapshots.cancel(call)
-        self._restores.cancel(call)
+        for waiting in (self._kv, self._barriers, self._registrations, self._snapshots, self._restores):
+            waiting.cancel(call)
         return self._out.take()
 
     # ------------------------------------------------------------------ queries
@@ -521,11 +509,7 @@ class CoordinatorState:
     @property
     def lost_parameters(self) -> str:
         """Why parameters must be restored although every shard server is there, as text; empty when they need not."""
-        shards = self._assembly.shards()
-        if len(shards) < self._assembly.needed_shards:
-            return ""
-        losses = ((self._models.message_prefix(model), model.registration.loss(shards)) for model in self._models)
-        return " and ".join(prefix + loss for prefix, loss in losses if loss)
+        return self._assembly.lost_parameters
 
     @property
     def has_values(self) -> bool:
@@ -535,9 +519,7 @@ class CoordinatorState:
     @property
     def lost_everything(self) -> bool:
         """Whether no shard server has parameters of any model any more."""
-        shards, models = self._assembly.shards(), [model.registration for model in self._models.registered]
-        there = any(r.is_loaded(shard) for r in models for shard in shards)
-        return bool(self.lost_parameters) and not there
+        return self._assembly.lost_everything
 
     @property
     def values_replaced(self) -> bool:

@@ -20,7 +20,6 @@ from axon_ps.coordinator.core.events import (
     UPLOADED,
     CheckpointReply,
     JoinRequest,
-    Registered,
     RevokeReply,
     SnapshotFile,
 )
@@ -45,6 +44,7 @@ from axon_ps.coordinator.messages import (
 from axon_ps.coordinator.server import manifests
 from axon_ps.coordinator.server.audit import AuditLog, audited, recording, refused
 from axon_ps.coordinator.server.feed import MAX_READERS, TICK_S, Feed
+from axon_ps.coordinator.server.registering import Registering
 from axon_ps.coordinator.server.shared_calls import SharedCalls
 from axon_ps.coordinator.server.shell import Session, Shell
 from axon_ps.coordinator.server.trace_calls import TraceCalls
@@ -110,7 +110,7 @@ class CoordinatorServicer:
         self._revocations.set(shell.state.revocations.reasons)
         self.feed = feed
         self.has_registered = False
-        self._registering = asyncio.Lock()
+        self._registering = Registering(shell)
         self._saves = SharedCalls[CheckpointReply]()
         self._log_readers = 0
         self._traces = TraceCalls(shell)
@@ -340,24 +340,10 @@ class CoordinatorServicer:
         name = codec.name_from_proto(request.name or FIRST_NAME, "the model's name")
         spec = codec.job_spec_from_proto(request.spec) if request.HasField("spec") else None
         optimizer = codec.optimizer_from_proto(request.optimizer) if request.HasField("optimizer") else None
-        state, now = self._shell.state, self._shell.now
-        limit_s = now() + (_timeout(request.timeout_s) if request.HasField("timeout_s") else math.inf)
-        while True:
-            resume = None
-            async with self._registering:  # one at a time: reading the manifest takes a while
-                if spec is not None and state.wants_resume(caller, name):
-                    specs = {**state.specs, name: spec}
-                    resume = await asyncio.to_thread(manifests.begin, state.config.resume, specs, name)
-                reply: Registered | None = await self._shell.call(
-                    lambda call, resume=resume: state.register(  # type: ignore[misc]
-                        call, caller, spec, optimizer, resume, now=now(), name=name, later=request.later
-                    )
-                )
-            if reply is not None:
-                break
-            await self._shell.call(
-                lambda call: state.await_registration(call, caller, name, now(), max(0.0, limit_s - now()))
-            )
+        timeout_s = _timeout(request.timeout_s) if request.HasField("timeout_s") else math.inf
+        reply = await self._registering.register(
+            caller, spec, optimizer, name=name, later=request.later, timeout_s=timeout_s
+        )
         self.has_registered = True
         return coordinator_pb2.RegisterReply(
             first=reply.first,

@@ -1,0 +1,70 @@
+"""Registrations of models: the first one of a job that resumes comes with the manifest of its checkpoint."""
+
+from __future__ import annotations
+
+import asyncio
+
+from axon_ps.coordinator.core.access.callers import Caller
+from axon_ps.coordinator.core.actions import Action
+from axon_ps.coordinator.core.events import Registered
+from axon_ps.coordinator.server import manifests
+from axon_ps.coordinator.server.shell import Shell
+from axon_ps.sharding.job import JobSpec
+from axon_ps.types import OptimizerSpec
+
+
+class Registering:
+    """The registrations of a coordinator.
+
+    Args:
+        shell: performs them.
+    """
+
+    def __init__(self, shell: Shell) -> None:
+        self._shell = shell
+        self._one = asyncio.Lock()
+
+    async def register(
+        self,
+        caller: Caller,
+        spec: JobSpec | None,
+        optimizer: OptimizerSpec | None,
+        *,
+        name: str,
+        later: bool,
+        timeout_s: float,
+    ) -> Registered:
+        """Register a layout or an optimizer; a layout when no other worker's comes first.
+
+        Args:
+            caller, spec, optimizer, name, later: as of `CoordinatorState.register`.
+            timeout_s: how long to wait for the other worker, in seconds.
+
+        Raises:
+            Timeout: it has not registered the model.
+            AxonError: why it is refused.
+        """
+        state, now = self._shell.state, self._shell.now
+        limit_s = now() + timeout_s
+
+        def wait(call: int) -> list[Action]:
+            return state.await_registration(call, caller, name, now(), max(0.0, limit_s - now()))
+
+        while (reply := await self._register(caller, spec, optimizer, name, later=later)) is None:
+            await self._shell.call(wait)
+        return reply
+
+    async def _register(
+        self, caller: Caller, spec: JobSpec | None, optimizer: OptimizerSpec | None, name: str, *, later: bool
+    ) -> Registered | None:
+        state, resume = self._shell.state, None
+        async with self._one:  # reading the manifest takes a while
+            if spec is not None and state.wants_resume(caller, name):
+                specs = {**state.specs, name: spec}
+                resume = await asyncio.to_thread(manifests.begin, state.config.resume, specs, name)
+            reply: Registered | None = await self._shell.call(
+                lambda call: state.register(
+                    call, caller, spec, optimizer, resume, now=self._shell.now(), name=name, later=later
+                )
+            )
+        return reply
