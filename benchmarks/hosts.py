@@ -214,9 +214,13 @@ class Hosts:
     async def register(self) -> None:
         """Register a model; the servers have its values."""
         spec, optimizer = model_of(len(self.servers.shards))
-        first = self.hosts[0]
+        known = self.hosts[0].known[0]
+        assert known is not None
+        lowest = known.workers[0].incarnation  # the others' registrations wait for this one's
+        first = next(host for host in self.hosts if lowest in host.incarnations)
+        context = first.context(first.incarnations.index(lowest))
         for part in ({"spec": codec.job_spec_to_proto(spec)}, {"optimizer": codec.optimizer_to_proto(optimizer)}):
-            request = coordinator_pb2.RegisterRequest(context=first.context(0), **part)
+            request = coordinator_pb2.RegisterRequest(context=context, **part)
             await first.call("Register", request.SerializeToString())
         for shard in self.servers.shards:
             shard.initialized(version=0, epoch=0)
