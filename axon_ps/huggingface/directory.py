@@ -22,7 +22,6 @@ from axon_ps.parallel.dtypes import dtype_from_torch
 from axon_ps.parallel.fsdp.fsdp import FullyShardedDataParallel
 from axon_ps.storage.files import open_store
 from axon_ps.storage.hf_directory import INDEX, MAX_FILE_BYTES, SINGLE, export_directory, set_config_dtype
-from axon_ps.worker.world import world_of
 
 
 def pretrained(model: nn.Module, directory: str | os.PathLike[str]) -> Callable[[nn.Module], None]:
@@ -89,7 +88,10 @@ def save_pretrained(
     beside = target.with_name(f".{target.name}.checkpoint")
     as_dtype = None if dtype is None else dtype_from_torch(dtype, "dtype")
     written = model.save_checkpoint(str(beside))
-    if written is not None:
+
+    def export() -> None:
+        if written is None:
+            return
         try:
             export_directory(str(beside), str(target), as_dtype, model=model.name, max_file_bytes=max_file_bytes)
         finally:
@@ -104,7 +106,8 @@ def save_pretrained(
         )
         if tokenizer is not None:
             tokenizer.save_pretrained(target)
-    world_of(model.process_group).barrier("axon_ps/save_pretrained")
+
+    model.runtime.together("the directory was not written, since that failed", export)
 
 
 def _files(directory: Path) -> dict[str, Path]:

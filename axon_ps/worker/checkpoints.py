@@ -15,6 +15,7 @@ from axon_ps.errors import Broken, InvalidRequest
 from axon_ps.rpc.background_loop import BackgroundLoop
 from axon_ps.rpc.deadlines import Deadline
 from axon_ps.storage.checkpoint import FileEntry
+from axon_ps.storage.files import absolute
 from axon_ps.types import Array, Hyper
 from axon_ps.worker.job_view import JobView
 from axon_ps.worker.models import Models
@@ -127,7 +128,7 @@ class Checkpoints:
                 await self._attachments.store(key, attachment)
             return info_of(
                 await self._coordinator.save_checkpoint(
-                    uri, extra_json, timeout_s=timeout_s, states=files, background=background
+                    absolute(uri), extra_json, timeout_s=timeout_s, states=files, background=background
                 )
             )
 
@@ -137,7 +138,7 @@ class Checkpoints:
         """See `World.restore_checkpoint`."""
         deadline = Deadline(timeout_s)
         before = self._epochs(models)
-        restoring = self._coordinator.restore_checkpoint(uri, timeout_s=deadline.remaining(), models=models)
+        restoring = self._coordinator.restore_checkpoint(absolute(uri), timeout_s=deadline.remaining(), models=models)
         info = self._loop.run(restoring)
         for model, epoch in before:
             model.wait_epoch(epoch + 1, deadline.remaining())

@@ -5,18 +5,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Self
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Final, Self
 
 import torch
 
+from axon_ps import errors
 from axon_ps.data.elastic import Place
+from axon_ps.errors import AxonError, Disagreement, InvalidRequest
 from axon_ps.parallel.fsdp.flat_unit import FlatUnit
 from axon_ps.parallel.fsdp.steps import Position, Standing
 from axon_ps.parallel.fsdp.tensors.sent_gradients import SentGradients
 from axon_ps.storage.checkpoint import FileEntry
 from axon_ps.types import Hyper, OptimizerSpec, StepResult
 from axon_ps.worker.checkpoints import CheckpointInfo
+
+LOAD_FAILED: Final = "the checkpoint was not loaded, since that failed"
+
+_LONGEST: Final = 2000
+"""Characters of an error that the other workers are told."""
 
 
 class AbstractRuntime:
@@ -97,6 +104,34 @@ class AbstractRuntime:
         """A small value of every worker that has the model, in rank order; collective."""
         raise NotImplementedError
 
+    def together(self, failed: str, perform: Callable[[], Any]) -> list[Any]:
+        """A small value that `perform` gives on every worker, in rank order, once it has ended on all; collective.
+
+        Args:
+            failed: how the message begins that the others get if it fails on one.
+            perform: what each worker does by itself.
+
+        Raises:
+            Exception: what `perform` raised here.
+            Disagreement: what it raised on another worker blames what was given there.
+            AxonError: it failed on another worker by an error of this class.
+        """
+        value, problem = None, None
+        try:
+            value = perform()
+        except Exception as error:
+            problem = error
+        kind, text = ("", "") if problem is None else (type(problem).__name__, str(problem)[:_LONGEST])
+        try:
+            answers = self.gather({"value": value, "error": kind, "text": text})
+        finally:
+            if problem is not None:
+                raise problem
+        if told := [(answer["error"], rank, answer["text"]) for rank, answer in enumerate(answers) if answer["error"]]:
+            names = "; ".join(f"rank {rank}: {name}: {why}" for name, rank, why in told)
+            raise _error_of_another(told[0][0])(f"{failed} on {names}")
+        return [answer["value"] for answer in answers]
+
     def save(
         self,
         uri: str,
@@ -105,7 +140,10 @@ class AbstractRuntime:
         states: Mapping[int, FileEntry],
         version: int | None,
     ) -> CheckpointInfo | None:
-        """See `FullyShardedDataParallel.save_checkpoint`; `states` are the files that workers have written, by rank."""
+        """Write on the worker that writes; None on the others, which do not wait for it.
+
+        `states` are the files that workers have written, by rank; see `FullyShardedDataParallel.save_checkpoint`.
+        """
         raise NotImplementedError
 
     def load(self, uri: str, optimizer: torch.optim.Optimizer | None) -> CheckpointInfo:
@@ -134,3 +172,10 @@ class AbstractRuntime:
     def optimizer_bytes(self) -> int | None:
         """Memory of the state of our optimizer on this worker; None = there is none here."""
         return None
+
+
+def _error_of_another(name: str) -> type[AxonError]:
+    """The class of error for a worker on whose fellow an error of this name was raised."""
+    kind = getattr(errors, name, None)
+    known = isinstance(kind, type) and issubclass(kind, AxonError)
+    return kind if known and not issubclass(kind, InvalidRequest) else Disagreement

@@ -34,6 +34,7 @@ from axon_ps.data.elastic import Place
 from axon_ps.errors import InvalidRequest, Misuse, StepAborted
 from axon_ps.observe.moments import Moment, reached
 from axon_ps.parallel.dtypes import TORCH_DTYPES
+from axon_ps.parallel.fsdp.abstract_runtime import LOAD_FAILED
 from axon_ps.parallel.fsdp.flat_unit import FlatUnit, ModuleUnit
 from axon_ps.parallel.fsdp.memory import BufferPool
 from axon_ps.parallel.fsdp.one_thread import in_reentrant_checkpoint
@@ -445,9 +446,7 @@ class ServerRuntime(Runtime):
     ) -> CheckpointInfo | None:
         """See `Runtime.save`; the state of the optimizer is the servers'."""
         world = world_of(self._wrapping.group)
-        info = world.save_checkpoint(uri, extra=extra, states=states) if world.is_main_process else None
-        world.barrier("axon_ps/save_checkpoint")
-        return info
+        return world.save_checkpoint(uri, extra=extra, states=states) if world.is_main_process else None
 
     def load(self, uri: str, optimizer: torch.optim.Optimizer | None) -> CheckpointInfo:
         """See `Runtime.load`.
@@ -464,10 +463,12 @@ class ServerRuntime(Runtime):
             )
         before = view.epoch
         world.gather_json(None, name="axon_ps/begin_load")  # a barrier would wait for a server that lost its parameters
-        restored: dict[str, Any] | None = None
-        if world.is_main_process:
-            restored = info_to_json(world.restore_checkpoint(uri, models=[self._wrapping.name]))
-        restored = next(r for r in world.gather_json(restored, name="axon_ps/load_checkpoint") if r is not None)
+
+        def restore() -> dict[str, Any] | None:
+            first = world.is_main_process
+            return info_to_json(world.restore_checkpoint(uri, models=[self._wrapping.name])) if first else None
+
+        restored = next(r for r in self.together(LOAD_FAILED, restore) if r is not None)
         view.wait_epoch(before + 1)
         if optimizer is not None:
             self.retain_moments()

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
 
-from axon_ps.errors import Disagreement, InvalidRequest, Misuse, StepAborted
+from axon_ps.errors import InvalidRequest, Misuse, StepAborted
 from axon_ps.parallel.checkpoints import own_state
 from axon_ps.parallel.checkpoints.buffers import ServedBuffers
 from axon_ps.parallel.counterpart import as_in_torch
@@ -28,9 +28,6 @@ from axon_ps.sharding.layout import Parameter
 from axon_ps.worker.checkpoints import CheckpointInfo
 
 T = TypeVar("T")
-
-_LONGEST = 2000
-"""Characters of an error that the other ranks are told."""
 
 _GROUPS: Final = "axon_ps.param_groups"
 """The key of the optimizer's groups in a checkpoint's `extra`."""
@@ -251,22 +248,15 @@ class ShardedValues(ModuleWrapper):
             Disagreement: another rank has not; the message says why.
             Exception: what `prepare` raised here.
         """
-        problem: Exception | None = None
-        try:
+        prepared: list[T] = []
+
+        def perform() -> None:
             self._check_idle(what)
             self._runtime.reset()
-            prepared = prepare()
-        except Exception as error:
-            problem = error
-        try:
-            mine = "" if problem is None else f"{type(problem).__name__}: {problem}"
-            reported = self._runtime.gather(mine[:_LONGEST])
-        finally:
-            if problem is not None:
-                raise problem
-        if refused := [f"rank {rank}: {text}" for rank, text in enumerate(reported) if text]:
-            raise Disagreement(f"{what}() changed nothing, since it failed on {'; '.join(refused)}")
-        return prepared
+            prepared.append(prepare())
+
+        self._runtime.together(f"{what}() changed nothing, since it failed", perform)
+        return prepared[0]
 
     def _staying(self, value_of: Callable[[Parameter], torch.Tensor | None]) -> dict[str, torch.Tensor]:
         """The values of all parameters, if some have no other: the servers drop what they have."""
@@ -372,15 +362,21 @@ class ShardedValues(ModuleWrapper):
             What was written; None on workers that did not write.
 
         Raises:
-            CheckpointError: it could not be written. Nothing half-written counts as a checkpoint.
-            InvalidRequest: a value of `state` has no safe form, or a worker's own state has more than 64 MiB.
+            CheckpointError: it could not be written, on every worker. Nothing half-written counts as a checkpoint.
+            InvalidRequest: a value of `state` has no safe form, one of `extra` is no JSON, or a worker's own state has
+                more than 64 MiB.
         """
         given = dict(extra or {})
         if optimizer is not None:
             given[_GROUPS] = own_state.plain(optimizer.state_dict()["param_groups"])
         states = own_state.save(uri, self._wrapping.group, state, rank_state)
-        info = self._runtime.save(uri, optimizer, given, states, version)
-        return None if info is None else _of_caller(info)
+        written: list[CheckpointInfo | None] = []
+
+        def write() -> None:
+            written.append(self._runtime.save(uri, optimizer, given, states, version))
+
+        self._runtime.together("the checkpoint was not written, since that failed", write)
+        return None if written[0] is None else _of_caller(written[0])
 
     def load_checkpoint(
         self,
@@ -404,8 +400,8 @@ class ShardedValues(ModuleWrapper):
                 those that had none stay as they are, with a warning; the state of ranks that are gone is not loaded.
 
         Raises:
-            CheckpointError: it cannot be read.
-            InvalidRequest: it was saved from another model, or lacks some of `state`.
+            CheckpointError: it cannot be read, on every worker.
+            InvalidRequest: it was saved from another model, on every worker; or it lacks some of `state`.
         """
         info = self._runtime.load(uri, optimizer)
         self._follow_restores()

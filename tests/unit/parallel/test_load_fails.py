@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,8 @@ import pytest
 import torch
 from torch import nn
 
-from axon_ps.errors import Disagreement, InvalidRequest
+from axon_ps.coordinator.client.session import CoordinatorClient
+from axon_ps.errors import CheckpointError, CheckpointNotFound, Disagreement, InvalidRequest
 from axon_ps.parallel import FSDP, SGD, ShardingStrategy
 from axon_ps.testing import run_threads
 from axon_ps.worker.world import World
@@ -60,6 +62,47 @@ def test_every_rank_is_told_and_nothing_has_changed(strategy: ShardingStrategy) 
         assert model.state_dict()["0.bias"].tolist() == [8.0, 9.0]
 
     run_threads(body, 2)
+
+
+@pytest.mark.parametrize(
+    "strategy", [ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_SHARD, ShardingStrategy.NO_SHARD]
+)
+def test_a_checkpoint_that_fails_on_the_worker_that_writes_it_fails_on_all(
+    strategy: ShardingStrategy, tmp_path: Path
+) -> None:
+    nowhere = tmp_path / "file"
+    nowhere.write_text("no directory", encoding="utf-8")
+
+    def body(world: World) -> None:
+        model = FSDP(make(), world.default_group, sharding_strategy=strategy)
+        optimizer = SGD(model.parameters(), lr=0.1)
+        told = "file|JSON" if world.rank == 0 else "failed on rank 0: "
+        with pytest.raises(CheckpointError, match=told):
+            model.save_checkpoint(str(nowhere), optimizer)
+        with pytest.raises(InvalidRequest, match=told):
+            model.save_checkpoint(str(tmp_path / "extra"), optimizer, extra={"no JSON": object()})
+        with pytest.raises(CheckpointNotFound):
+            model.load_checkpoint(str(tmp_path / "none"), optimizer)
+        model(torch.ones(3, 4)).square().sum().backward()
+        assert optimizer.step().committed
+
+    run_threads(body, 2, timeout_s=240.0)  # for a hang
+
+
+def test_a_relative_path_is_of_the_workers_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    save = CoordinatorClient.save_checkpoint
+
+    async def saving(client: CoordinatorClient, uri: str, *args: Any, **options: Any) -> Any:
+        asked.append(uri)
+        return await save(client, uri, *args, **options)
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(CoordinatorClient, "save_checkpoint", saving)
+    with World.mock():
+        written = FSDP(make()).save_checkpoint("here")
+    assert written is not None
+    assert asked == [written.uri] == [str(tmp_path / "here")], "servers may have another one"
 
 
 def test_a_first_worker_that_fails_midway_tells_the_others() -> None:

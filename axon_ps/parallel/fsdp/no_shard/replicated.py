@@ -28,6 +28,7 @@ from axon_ps.errors import InvalidRequest, Misuse
 from axon_ps.optim.registry import create
 from axon_ps.parallel.ddp import replicas
 from axon_ps.parallel.dtypes import TORCH_DTYPES
+from axon_ps.parallel.fsdp.abstract_runtime import LOAD_FAILED
 from axon_ps.parallel.fsdp.flat_unit import FlatUnit, ModuleUnit, UnitState
 from axon_ps.parallel.fsdp.memory import BufferPool
 from axon_ps.parallel.fsdp.runtime import Runtime
@@ -38,7 +39,7 @@ from axon_ps.parallel.fsdp.wrap import WrappedUnit, Wrapping
 from axon_ps.parallel.rounds import Round
 from axon_ps.storage.checkpoint import FileEntry
 from axon_ps.types import Array, DType, Hyper, OptimizerChange, OptimizerSpec, StepResult
-from axon_ps.worker.checkpoints import CheckpointInfo
+from axon_ps.worker.checkpoints import CheckpointInfo, info_from_json, info_to_json
 
 _ALWAYS: Position = (0, 0)
 """What the values of a unit are of that is always current."""
@@ -406,17 +407,19 @@ class ReplicatedRuntime(Runtime):
             info = local_checkpoint.save(
                 uri, self._wrapping.spec, self._flats, moments, extra, version, states, self.buffers
             )
-        self._group.barrier()
         return info
 
     def load(self, uri: str, optimizer: torch.optim.Optimizer | None) -> CheckpointInfo:
         """See `Runtime.load`."""
         from axon_ps.parallel.fsdp.no_shard import local_checkpoint
 
-        moments = local_checkpoint.Moments(self._ours_or(optimizer), self._flats)
-        info = local_checkpoint.load(uri, self._wrapping.spec, self._flats, moments, self._wrapping.name, self.buffers)
+        def read() -> dict[str, Any]:
+            moments = local_checkpoint.Moments(self._ours_or(optimizer), self._flats)
+            spec, name = self._wrapping.spec, self._wrapping.name
+            return info_to_json(local_checkpoint.load(uri, spec, self._flats, moments, name, self.buffers))
+
+        info = info_from_json(self.together(LOAD_FAILED, read)[self._group.rank])
         self._version = self.moments_of = info.version
-        self._group.barrier()
         return info
 
     def _ours_or(self, optimizer: torch.optim.Optimizer | None) -> LocalOptimizer | torch.optim.Optimizer | None:
