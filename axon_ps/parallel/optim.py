@@ -68,6 +68,7 @@ class ServerOptimizer(torch.optim.Optimizer):
     def __init__(self, params: Params, name: str, **hyper: Any) -> None:
         self._runtime: Runtime | None = None
         self._rules = create(name)
+        self._ungrouped: list[torch.Tensor] = []  # trainable parameters in no group
         defaults = as_in_torch(self._rules.defaults) | dict.fromkeys(_WAYS_TO_COMPUTE)
         if unknown := sorted(hyper.keys() - defaults.keys() - self._rules.defaults.keys()):
             raise InvalidRequest(
@@ -134,7 +135,7 @@ class ServerOptimizer(torch.optim.Optimizer):
         Raises:
             Misuse: under NO_SHARD, some were on their way to the other workers when backward was broken off.
         """
-        if self._runtime is None or self._runtime.zero_grad(set_to_none=set_to_none):
+        if self._runtime is None or self._runtime.zero_grad(set_to_none=set_to_none, leaving=self._ungrouped):
             _zero_grad(self, set_to_none)
 
     def step(  # type: ignore[override]
@@ -282,11 +283,20 @@ class ServerOptimizer(torch.optim.Optimizer):
     def _group_of(self, owner: FullyShardedDataParallel) -> tuple[int, ...]:
         """The group of each parameter of the layout; -1 for those in none, which are left alone, as in torch."""
         group_of = {param: i for i, group in enumerate(self.param_groups) for param in group["params"]}
-        result = []
+        result, ungrouped = [], []
         for flat in owner.runtime.flats:
-            for param in flat.params:
-                result.append(group_of.get(param, -1) if flat.trainable else -1)
-                group_of.pop(param, None)
+            for spec, param in zip(flat.unit.parameters, flat.params, strict=True):
+                group = group_of.pop(param, -1)
+                result.append(group if flat.trainable else -1)
+                if group < 0 and flat.trainable:
+                    ungrouped.append(param)
+                elif group >= 0 and param in owner.runtime.left:
+                    raise Misuse(
+                        f"parameter {spec.name!r} was in no group of the optimizer before, and got gradients that its "
+                        "zero_grad() left: torch would apply their sum with the next step, and the shard servers have "
+                        "forgotten them. Call model.zero_grad() before its group is added, which drops them there, "
+                        "too; or let it require no gradient until then"
+                    )
         if ignored := [name for name, param in owner.named_parameters() if param in group_of]:
             raise InvalidRequest(
                 f"parameter {ignored[0]!r} is one of the model's ignored_parameters, which it does not move: "
@@ -297,6 +307,7 @@ class ServerOptimizer(torch.optim.Optimizer):
                 f"{len(group_of)} parameters of the optimizer's groups are not of the wrapped model; make the groups "
                 "from model.parameters() after wrapping, and for another model another optimizer"
             )
+        self._ungrouped = ungrouped
         return tuple(result)
 
 

@@ -107,6 +107,7 @@ class Runtime(AbstractRuntime):
         on_abort: called when a step was aborted, before anything is waited for; it may raise.
         buffers: those of the module, which checkpoints have.
         on_commit: called when a step has committed.
+        left: parameters in no group whose gradients were forgotten here, and not in torch.
         last_reason: why the last step did not commit, in words.
     """
 
@@ -132,6 +133,7 @@ class Runtime(AbstractRuntime):
         self.has_gradients = False
         self._pushed: set[int] = set()  # units whose gradients have left for this step
         self._zeroed: set[nn.Parameter] = set()  # their gradients are zeros, where torch's would be
+        self.left: set[nn.Parameter] = set()
         self._finished: list[ModuleUnit] = []  # with which backward seems to be done
         self._broken = False  # the last backward was, and `zero_grad` was not called since
         self._makes_graph = False  # of the backward under way
@@ -530,13 +532,14 @@ class Runtime(AbstractRuntime):
         self.sent.add(flat.index, len(flat.params))
         self.grad_meter.add(flat.staged_bytes - before)
 
-    def zero_grad(self, *, set_to_none: bool) -> bool:
+    def zero_grad(self, *, set_to_none: bool, leaving: Iterable[nn.Parameter] = ()) -> bool:
         """Forget the gradients that there are, unless they are of a batch that an `ElasticLoader` has cut.
 
         Those that were sent for the step under way are withdrawn: the step is aborted, for all workers.
 
         Args:
             set_to_none: as of `torch.optim.Optimizer.zero_grad`: if not, they count as zeros in the steps to come.
+            leaving: parameters whose gradients torch would leave as they are, to be added to.
 
         Returns:
             Whether they are forgotten.
@@ -548,6 +551,7 @@ class Runtime(AbstractRuntime):
         if self._sums_batches:
             return False
         zeroed = self._zeroed if set_to_none else self._with_gradients()
+        self.left = {p for p in leaving if p.grad is not None or p in self.left}
         if self._pushed:
             self._withdraw()
         for flat in self.flats:

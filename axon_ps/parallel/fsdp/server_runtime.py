@@ -103,6 +103,7 @@ class ServerRuntime(Runtime):
         self._first_parameter = dict(zip((flat.index for flat in self.flats), numbers, strict=False))
         self._untouched: list[int] = []  # numbers of the parameters that have no gradient in this step
         self._applied: list[nn.Parameter] = []  # those that have
+        self._withdrawn: StepResult | None = None  # of the step that ended so, until the next forward
 
     @property
     def now(self) -> Position:
@@ -122,6 +123,7 @@ class ServerRuntime(Runtime):
         """A step begins where the one before ended, or anew if this worker itself asked for other parameters since."""
         if self._began is None or self._began[0] < self._read[0] == self._steps.view.asked_epoch:
             self._began = self._read
+        self._withdrawn = None
         self._extend_prefetch(self._client.parameters.in_flight_bytes)
 
     # ------------------------------------------------------------------ gradients
@@ -264,7 +266,11 @@ class ServerRuntime(Runtime):
         )
 
     def step(self, hyper: Sequence[Hyper], commit: Mapping[str, str]) -> StepResult:
-        """Send what was not sent, vote, wait for the decision, and start gathering for the next step."""
+        """Send what was not sent, vote, wait for the decision, and start gathering for the next step.
+
+        Without a forward since gradients were withdrawn this is the step that the withdrawal has ended already: others
+        make no further one.
+        """
         if self.accumulating:
             assert self.batch is not None
             self.sent.decided(None)
@@ -275,6 +281,10 @@ class ServerRuntime(Runtime):
             raise InvalidRequest(f"the loader commits {min(taken)!r} with this step; give your value another name")
         together = {**commit, **of_loader}
         self.check_backward()
+        withdrawn, self._withdrawn = self._withdrawn, None
+        if withdrawn is not None and not self._zeroed:
+            return withdrawn
+        self.sent.check_none_retained()
         began = time.perf_counter()
         max_norm, decision = self.sent.checked_max_norm(), None
         try:
@@ -358,7 +368,7 @@ class ServerRuntime(Runtime):
             self._settle_speculative(None)
             self._end_step(decision)
             self.counters.step_wait_s += time.perf_counter() - began
-        self._decided(decision, 0.0)
+        self._withdrawn = self._decided(decision, 0.0)
 
     def _send_again(self, before: Ticket, ticket: Ticket) -> list[Pending]:
         """Send what was retained, for another attempt at the step; see Note: [Sending again]."""

@@ -11,10 +11,12 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from axon_ps import World
 from axon_ps.errors import InvalidRequest, Misuse
 from axon_ps.parallel import FSDP, SGD, CPUOffload, FSDPMemoryStats, GradScaler, MixedPrecision, ShardingStrategy
 from axon_ps.sharding.partitions import even_options
 from axon_ps.sharding.plan import PlanOptions
+from axon_ps.testing import run_threads
 from parallel_fakes import FakeGroup, FakeSteps
 
 ALL = list(ShardingStrategy)
@@ -175,19 +177,39 @@ def test_no_shard_names_a_unit_whose_gradient_comes_twice_in_a_backward() -> Non
         model(batch().requires_grad_()).sum().backward()
 
 
-def test_no_shard_refuses_to_average_what_a_broken_off_backward_has_begun() -> None:
+def break_off(model: Any) -> None:
     def fail(grad: torch.Tensor) -> None:
         raise ValueError("broken off")
 
-    model, _, _ = make(Model(), sharding_strategy=ShardingStrategy.NO_SHARD)
-    hook = model.module.blocks[1].up.weight.register_hook(fail)  # type: ignore[index,union-attr]
+    hook = model.module.blocks[1].up.weight.register_hook(fail)
     with pytest.raises(ValueError, match="broken off"):
         model(batch()).sum().backward()
     hook.remove()
+
+
+def test_no_shard_of_one_worker_drops_a_backward_that_was_broken_off() -> None:
+    plain = Model()
+    model, optimizer, _ = make(copy.deepcopy(plain), sharding_strategy=ShardingStrategy.NO_SHARD)
+    break_off(model)
     with pytest.raises(Misuse, match="broken off by an error"):
         model(batch()).sum().backward()
-    with pytest.raises(Misuse, match="build the model again"):
-        model.zero_grad()
+    for _ in range(2):
+        plain(batch())  # running statistics move before backward fails
+    optimizer.zero_grad()
+    train(model, optimizer)
+    train(plain, torch.optim.SGD(plain.parameters(), lr=0.1))
+    assert_equal(model, plain)
+    assert model.statistics()["grad_buffer_bytes"] == 0
+
+
+def test_no_shard_of_several_refuses_to_average_what_a_broken_off_backward_has_begun() -> None:
+    def worker(world: World) -> None:
+        model = FSDP(Model(), unit_types={Block}, sharding_strategy=ShardingStrategy.NO_SHARD)
+        break_off(model)
+        with pytest.raises(Misuse, match="build the model again"):
+            model.zero_grad()
+
+    run_threads(worker, 2)
 
 
 def test_no_shard_skips_what_is_not_finite() -> None:

@@ -237,6 +237,23 @@ def test_an_optimizer_lives_as_in_torch(life: Make, strategy: ShardingStrategy) 
 
 
 @ON_SERVERS
+def test_gradients_that_torch_would_have_added_up_are_refused(strategy: ShardingStrategy) -> None:
+    with World.mock():
+        made = FSDP(module(), sharding_strategy=strategy, unit_types={nn.Linear})
+        optimizer = ours.AdamW(made[0].parameters(), lr=0.01)
+        backward(made, 0)
+        optimizer.step()
+        optimizer.zero_grad()  # in torch, not of parameters that it has not
+        with pytest.raises(Misuse, match=r"'2\.weight' was in no group.*model\.zero_grad\(\)"):
+            optimizer.add_param_group({"params": made[2].parameters()})
+        assert len(optimizer.param_groups) == 1
+        made.zero_grad()
+        optimizer.add_param_group({"params": made[2].parameters()})
+        backward(made, 1)
+        assert optimizer.step().committed
+
+
+@ON_SERVERS
 @pytest.mark.parametrize("life", [another_type, momentum_later, added])
 def test_two_workers_change_optimizers_together(life: Make, strategy: ShardingStrategy) -> None:
     def train(world: World) -> dict[str, Any]:

@@ -14,13 +14,14 @@ Invariant: after a backward outside `no_sync()`, `param.grad` is the average ove
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
 from typing import Any, Self
 
 import numpy as np
 import torch
+from torch import nn
 
 from axon_ps.collectives.objects import all_gather_object
 from axon_ps.collectives.work import Work
@@ -237,21 +238,24 @@ class ReplicatedRuntime(Runtime):
         """Whether a parameter has a gradient."""
         return any(flat.has_grads for flat in self._trained)
 
-    def zero_grad(self, *, set_to_none: bool) -> bool:
+    def zero_grad(self, *, set_to_none: bool, leaving: Iterable[nn.Parameter] = ()) -> bool:
         """See `Runtime.zero_grad`; gradients are in `param.grad`, where torch drops them."""
         self._settle_backward()
         if self._sums_batches:
             return False
-        if self._broken:
+        if self._broken and self._group.size > 1:
             raise Misuse(
                 "the last backward was broken off by an error while gradients were on their way to the other workers, "
                 "and under NO_SHARD they cannot be withdrawn: build the model again, on every worker"
             )
+        if self._broken:
+            finished, self._round = self._round, self._new_round()
+            self.grad_meter.add(-sum(buffer.nbytes for buffer in finished.results()))
         for flat in self.flats:
             self.grad_meter.add(-flat.staged_bytes)
             flat.drop_staged()
             self.sent.drop(flat.index)
-        self.has_gradients = self._averaged = False
+        self._broken = self.has_gradients = self._averaged = False
         return True
 
     @property

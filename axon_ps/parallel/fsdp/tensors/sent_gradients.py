@@ -100,6 +100,19 @@ class SentGradients:
                 "it; the shard servers have applied it and forgotten it. Call optimizer.zero_grad() in each step"
             )
 
+    def check_none_retained(self) -> None:
+        """A step is to be made.
+
+        Raises:
+            Misuse: torch would apply gradients of a step before once more.
+        """
+        if self._retained:
+            name = min(home.name for home in self._retained)
+            raise Misuse(
+                f"the gradient of {name!r} from the step before was not dropped, and torch would apply it again with "
+                "this step; the shard servers have applied it and forgotten it. Call optimizer.zero_grad() in each step"
+            )
+
     @property
     def count(self) -> int:
         """Parameters whose gradients have left."""
