@@ -99,6 +99,8 @@ class DistributedDataParallel(nn.Module):
             check_dtype(param.dtype, f"parameter {name}")
         if not named:
             raise InvalidRequest("no parameter of the module requires a gradient; there is nothing to average")
+        self._trained = {param for _, param in named}
+        self._slots = list(wrap.slots(module, self._trained))
         replicas.check_same(self._group, _described(module))
         self.sync_parameters()
         register("ddp", self)
@@ -117,13 +119,14 @@ class DistributedDataParallel(nn.Module):
         """Run the module.
 
         Raises:
-            Misuse: the last backward was broken off, or this process is a fork of a worker.
+            Misuse: the last backward was broken off, a parameter was replaced, or this process is a fork of a worker.
             AxonError: what broadcasting the buffers failed with.
         """
         if not torch.is_grad_enabled():
             return self.module(*args, **kwargs)
         fork.check()
         self._reducer.check_idle()
+        self._check_parameters()
         if self.training and self._reducer.syncing:
             root = self._announce(True) if self._joining else 0
             if self._broadcast_buffers:
@@ -131,6 +134,18 @@ class DistributedDataParallel(nn.Module):
         output = self.module(*args, **kwargs)
         self._reducer.watch(list(tensors_of(output)))
         return output
+
+    def _check_parameters(self) -> None:
+        if not any(slot.is_empty for slot in self._slots):
+            return
+        there = set(self.module.parameters())  # pruning and parametrizations give one another place
+        if gone := [slot.name for slot in self._slots if slot.param not in there]:
+            raise Misuse(
+                f"parameter {gone[0]!r} was replaced since the module was wrapped (an assignment, "
+                "load_state_dict(assign=True)): the gradient of the new one would not be averaged. Copy values into "
+                "it, or wrap the module again"
+            )
+        self._slots = list(wrap.slots(self.module, self._trained))
 
     @property
     def process_group(self) -> ProcessGroup:

@@ -143,11 +143,8 @@ def _module_units(module: nn.Module, wrapped_units: WrappedUnits, flats: Sequenc
             units[wrapped.owner] = ModuleUnit(number=len(units), name=wrapped.owner, module=child, flats=[])
         units[wrapped.owner].flats.append(flat)
     owners = {param: unit for unit in units.values() for flat in unit.flats for param in flat.params}
-    for prefix, holder in module.named_modules():
-        for key, param in holder._parameters.items():
-            if param in owners:
-                name = f"{prefix}.{key}" if prefix else key
-                owners[param].slots.append((holder._parameters, key, param, name))
+    for slot in wrap.slots(module, owners):
+        owners[slot.param].slots.append(slot)
     for unit in units.values():
         unit.expected = 0 if unit.trainable is None else len(unit.trainable.params)
     return list(units.values())

@@ -46,7 +46,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -59,7 +59,7 @@ from axon_ps.parallel.fsdp.sources import ParameterSource, PendingGather
 from axon_ps.parallel.fsdp.steps import Mapped, Position
 from axon_ps.parallel.fsdp.tensors import saved_tensors
 from axon_ps.parallel.fsdp.tensors.sharded_parameter import become, own_grad, set_own_data, set_own_grad, states_of
-from axon_ps.parallel.fsdp.wrap import WrappedUnit, Wrapping, sparse_gradient
+from axon_ps.parallel.fsdp.wrap import Slot, WrappedUnit, Wrapping, sparse_gradient
 from axon_ps.types import Hyper
 from axon_ps.worker.steps.ticket import Ticket
 
@@ -465,10 +465,6 @@ class FlatUnit:
                 become(param, classes[readable])
 
 
-Slot: TypeAlias = tuple[dict[str, nn.Parameter | None], str, nn.Parameter, str]
-"""A parameter of a module: the module's dict, the key in that, the parameter, and its name in the user's module."""
-
-
 @dataclass(eq=False)
 class ModuleUnit:
     """A module whose parameters are gathered together: its trainable and its frozen flat unit.
@@ -479,8 +475,7 @@ class ModuleUnit:
         module: the module.
         flats: one or two flat units.
         slots: where its parameters are.
-        grad_ready: what is called when the gradient of a parameter is there.
-        grad_hooks: what calls it, by parameter.
+        grad_hooks: by parameter, what calls `Runtime.grad_ready` when its gradient is there.
     """
 
     number: int
@@ -494,12 +489,10 @@ class ModuleUnit:
     pushes: list[tuple[int, bool]] = field(default_factory=list)  # its forwards under way: thread, whether hooks began
     held: bool = False  # a graph of a gradient reads its memory without hooks
     slots: list[Slot] = field(default_factory=list)
-    grad_ready: Callable[[nn.Parameter], object] = lambda param: None
     grad_hooks: dict[nn.Parameter, RemovableHandle] = field(default_factory=dict)
 
     def watch_gradients(self, grad_ready: Callable[[nn.Parameter], object]) -> None:
         """Call `grad_ready` when autograd has made the gradient of a trainable parameter."""
-        self.grad_ready = grad_ready
         for param in () if self.trainable is None else self.trainable.params:
             self.grad_hooks[param] = param.register_post_accumulate_grad_hook(grad_ready)  # type: ignore[no-untyped-call]
 
@@ -511,23 +504,23 @@ class ModuleUnit:
     def check_parameters(self) -> None:
         """Before a forward: refuse what was done to the parameters since the model was wrapped that has no effect.
 
-        Hooks that the user has registered since are moved before `grad_ready`, which may send the gradient.
+        Hooks that the user has registered since are moved before ours, which may send the gradient.
 
         Raises:
             Misuse: one was replaced or removed, or one that was frozen then requires a gradient now.
         """
-        for holder, key, param, name in self.slots:
-            if holder.get(key) is not param:
+        for slot in self.slots:
+            if slot.is_empty:
                 raise Misuse(
-                    f"parameter {name!r} was replaced since the model was wrapped (an assignment, "
+                    f"parameter {slot.name!r} was replaced since the model was wrapped (an assignment, "
                     "load_state_dict(assign=True), functional_call, a parametrization), and the shard servers train "
                     "the one before. Change its values with load_state_dict() of the wrapped model; replace it before "
                     "wrapping"
                 )
         for param, hook in self.grad_hooks.items():
-            if next(reversed(param._post_accumulate_grad_hooks)) != hook.id:
-                hook.remove()
-                self.grad_hooks[param] = param.register_post_accumulate_grad_hook(self.grad_ready)  # type: ignore[no-untyped-call]
+            others = param._post_accumulate_grad_hooks
+            if next(reversed(others)) != hook.id:
+                others[hook.id] = others.pop(hook.id)  # registering it again needs a parameter that requires a gradient
         self.expected = 0
         for flat in self.flats:
             requiring = [p.name for p, own in zip(flat.unit.parameters, flat.params, strict=True) if own.requires_grad]

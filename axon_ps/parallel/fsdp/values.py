@@ -159,6 +159,9 @@ class ShardedValues(ModuleWrapper):
             assert isinstance(module, ShardedValues)
             del keys.missing_keys[module._missing :]  # torch went into the user's module, and found nothing there
 
+        if not self._wrapping.replicated:
+            for place, child in self.module.named_modules():
+                child.register_load_state_dict_pre_hook(partial(_refuse_loading, name_in_states(place)))  # type: ignore[no-untyped-call]
         self.module.register_state_dict_post_hook(fill)  # type: ignore[no-untyped-call]
         self.register_load_state_dict_post_hook(end_of_loading)  # type: ignore[no-untyped-call]
 
@@ -436,6 +439,22 @@ def _set_groups(optimizer: torch.optim.Optimizer, info: CheckpointInfo) -> None:
 def _of_caller(info: CheckpointInfo) -> CheckpointInfo:
     """A caller's own part of `extra`."""
     return replace(info, extra={key: value for key, value in info.extra.items() if key != _GROUPS})
+
+
+def _refuse_loading(place: str, module: nn.Module, state_dict: Mapping[str, Any], prefix: str, *_: Any) -> None:
+    """Before torch loads values into a part of a wrapped model; what the wrapper loads has been taken out.
+
+    Raises:
+        Misuse: it would, into sharded parameters.
+    """
+    names = [n for n, p in module._parameters.items() if hasattr(p, "_axon_home") and prefix + n in state_dict]
+    if names:
+        full = f"{place}.{names[0]}" if place else names[0]
+        raise Misuse(
+            f"load_state_dict() was called on a module inside the wrapped model, and the values of {full!r} are on the "
+            "shard servers. Every worker calls load_state_dict() of the wrapped model, for some of its parameters with "
+            f"strict=False and the names that they have there: model.load_state_dict({{{full!r}: ...}}, strict=False)"
+        )
 
 
 def _value_in(given: Mapping[str, Any], parameter: Parameter) -> torch.Tensor | None:

@@ -11,7 +11,7 @@ sharded is refused here, before any other process hears of the model: `partition
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -110,6 +110,36 @@ class Wrapping:
 def name_in_states(name: str) -> str:
     """The name that a parameter, a buffer or a module has in state dicts."""
     return ".".join(step for step in name.split(".") if step != _CHECKPOINT_WRAPPED)
+
+
+@dataclass(frozen=True, eq=False)
+class Slot:
+    """A parameter of a module, and where that has it.
+
+    Attributes:
+        holder: the dict of the module that has it.
+        key: in that.
+        param: the parameter.
+        name: in the user's module.
+    """
+
+    holder: Mapping[str, nn.Parameter | None]
+    key: str
+    param: nn.Parameter
+    name: str
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether something else is there now."""
+        return self.holder.get(self.key) is not self.param
+
+
+def slots(module: nn.Module, params: Collection[nn.Parameter]) -> Iterator[Slot]:
+    """These parameters, as a module and its children have them."""
+    for prefix, child in module.named_modules():
+        for key, param in child._parameters.items():
+            if param is not None and param in params:
+                yield Slot(child._parameters, key, param, f"{prefix}.{key}" if prefix else key)
 
 
 def module_of(root: nn.Module, name: str) -> nn.Module:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
 
 from axon_ps.collectives.process_group import ProcessGroup
@@ -57,6 +58,18 @@ def test_parameters_without_a_gradient_are_named() -> None:
         again = DDP(model.module, group)
         again(torch.ones(1, 4)).sum().backward()
         assert (again.statistics()["rounds"], model.statistics()["rounds"]) == (1, 0)
+
+    on_ranks(1, body)
+
+
+def test_a_parameter_that_is_replaced_is_named_and_one_that_is_moved_is_found() -> None:
+    def body(group: ProcessGroup) -> None:
+        model: Any = DDP(two_layers(), group)
+        prune.identity(model.module[0], "weight")
+        model(torch.ones(1, 4)).sum().backward()
+        model.module[1].bias = nn.Parameter(torch.ones_like(model.module[1].bias))
+        with pytest.raises(Misuse, match=r"'1\.bias' was replaced since the module was wrapped"):
+            model(torch.ones(1, 4))
 
     on_ranks(1, body)
 

@@ -142,8 +142,8 @@ def test_a_parameter_that_is_replaced_after_wrapping_is_refused(
     strategy: ShardingStrategy, replace: Callable[[Any], None]
 ) -> None:
     model, _, _ = make(build(), strategy)
-    replace(model)
-    with pytest.raises(Misuse, match="was replaced since the model was wrapped"):
+    with pytest.raises(Misuse, match="was replaced since the model was wrapped|on a module inside the wrapped model"):
+        replace(model)
         backward(model)
 
 
@@ -188,6 +188,11 @@ def test_hooks_of_the_user_see_the_gradient_before_it_leaves_whenever_they_are_r
     backward(model)
     optimizer.step()
     assert_equal(model, plain)
+    optimizer.zero_grad()
+    inner: Any = model.module
+    inner[0][0].weight.register_post_accumulate_grad_hook(halve)
+    inner[0].requires_grad_(False)
+    backward(model)  # torch registers no hook any more
 
 
 @pytest.mark.parametrize("strategy", SERVED)
@@ -249,6 +254,41 @@ def test_a_gradient_that_was_sent_is_withdrawn_by_zero_grad(strategy: ShardingSt
         backward(trained)
         stepper.step()
     assert_equal(model, plain)
+
+
+@pytest.mark.parametrize("strategy", SERVED)
+def test_a_step_behind_a_withdrawal_is_the_one_that_was_withdrawn(strategy: ShardingStrategy) -> None:
+    model, optimizer, steps = make(build(), strategy)
+    backward(model)
+    optimizer.zero_grad()
+    votes = len(steps.units("vote"))
+    result = optimizer.step()
+    assert not result.committed
+    assert len(steps.units("vote")) == votes, "the others make one step"
+    backward(model)
+    assert optimizer.step().committed
+
+
+@pytest.mark.parametrize("strategy", SERVED)
+def test_a_gradient_that_torch_would_apply_again_is_refused(strategy: ShardingStrategy) -> None:
+    model, optimizer, _ = make(build(), strategy)
+    backward(model)
+    optimizer.step()
+    with pytest.raises(Misuse, match=r"torch would apply it again.*zero_grad"):
+        optimizer.step()
+    optimizer.zero_grad()
+    backward(model)
+    assert optimizer.step().committed
+
+
+@pytest.mark.parametrize("strategy", SERVED)
+def test_values_are_not_loaded_into_a_part_of_a_model(strategy: ShardingStrategy) -> None:
+    model, _, _ = make(build(), strategy)
+    head: Any = model.module[2]  # type: ignore[index]
+    with pytest.raises(Misuse, match=r"model\.load_state_dict\(\{'2\.weight': \.\.\.\}, strict=False\)"):
+        head.load_state_dict({"weight": torch.ones(1, 4), "bias": torch.ones(1)})
+    model.load_state_dict({"2.weight": torch.ones(1, 4)}, strict=False)
+    assert bool((model.state_dict()["2.weight"] == 1.0).all())
 
 
 @pytest.mark.parametrize("strategy", ALL)
