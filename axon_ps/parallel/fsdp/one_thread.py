@@ -2,8 +2,8 @@
 
 Note: [One thread]
     Units are gathered and resharded for one forward or backward at a time, so a second thread inside one is refused. A
-    forward or a backward that raised leaves the runtime as if it were still under way. So where something seems to be
-    under way and the thread is another one, the stack of the thread that began the last forward decides.
+    forward or a backward that raised leaves the runtime as if it were still under way, and one that has just begun does
+    not show there yet. So where the thread is another one, the stack of the thread that began the last forward decides.
 """
 
 from __future__ import annotations
@@ -30,11 +30,13 @@ class OneThread:
     def __init__(self, runtime: object) -> None:
         self._runtime = weakref.ref(runtime)
         self._thread = threading.get_ident()  # that began the last forward
+        self._beginning = threading.Lock()
 
     def begin(self, what: str, *, busy: bool) -> None:
         """This thread begins a forward; as `check`."""
-        self.check(what, ("forward", "backward"), busy=busy)
-        self._thread = threading.get_ident()
+        with self._beginning:
+            self.check(what, ("forward", "backward"), busy=busy)
+            self._thread = threading.get_ident()
 
     def check(self, what: str, during: Collection[str], *, busy: bool) -> None:
         """Refuse a second thread.
@@ -42,14 +44,14 @@ class OneThread:
         Args:
             what: what this thread is about to do.
             during: what the other thread must not be in the midst of, of "forward" and "backward".
-            busy: whether a forward or a backward seems to be under way.
+            busy: whether a forward or a backward seems to be under way. A backward without it is another model's.
 
         Raises:
             Misuse: the other thread is in the midst of one of these.
         """
-        if self._thread == threading.get_ident() or not busy:
+        if self._thread == threading.get_ident():
             return
-        if (doing := self._doing()) in during:
+        if (doing := self._doing(busy=busy)) in during:
             other = next((t.name for t in threading.enumerate() if t.ident == self._thread), str(self._thread))
             raise Misuse(
                 f"{what} in thread {threading.current_thread().name!r} while thread {other!r} is inside the model's "
@@ -58,10 +60,10 @@ class OneThread:
                 "model.state_dict()"
             )
 
-    def _doing(self) -> str | None:
+    def _doing(self, *, busy: bool) -> str | None:
         """The other thread's work with the model, as its stack tells: "forward", "backward" or nothing."""
         for frame in _stack(sys._current_frames().get(self._thread)):
-            if frame.f_code is _engine_run_backward.__code__:
+            if busy and frame.f_code is _engine_run_backward.__code__:
                 return "backward"
             if "_run_once" in frame.f_code.co_name and frame.f_locals.get("runtime") is self._runtime():
                 return "forward"

@@ -538,6 +538,24 @@ def test_a_second_thread_is_refused_and_the_first_goes_on(strategy: ShardingStra
     check_same(model, reference)
 
 
+@every_strategy
+def test_a_second_thread_is_refused_from_the_first_thing_on_that_a_forward_does(
+    strategy: ShardingStrategy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    net = Waiting("nowhere")
+    model = wrapped(net, strategy)
+    monkeypatch.setattr(model.runtime, "agree", net.wait)  # as with the workers of a node
+    with futures.ThreadPoolExecutor(1, thread_name_prefix="trainer") as pool:
+        under_way = pool.submit(model, inputs(0))
+        assert net.inside.wait(60)
+        try:
+            with torch.no_grad(), pytest.raises(Misuse, match="while thread 'trainer_0' is inside the model's forward"):
+                model(inputs(1))
+        finally:
+            net.go_on.set()
+        assert under_way.result(60).shape == inputs(0).shape
+
+
 def test_a_backward_is_refused_while_another_thread_evaluates() -> None:
     net = Waiting("nowhere")
     model = wrapped(net)
