@@ -35,7 +35,17 @@ WRONG, UNSAID, MISLEADING, HANGS = "silently different", "refused, and no page s
 
 WHERE_WRITTEN = "where it is written"
 """In place of a pattern: an argument that cannot be is refused by the call that has it, and no page needs to say so."""
-PAGES = ("fsdp.md", "ddp.md", "models.md", "asynchrony.md", "integrations.md", "data.md", "limits.md", "torch_names.md")
+PAGES = (
+    "fsdp.md",
+    "ddp.md",
+    "models.md",
+    "asynchrony.md",
+    "integrations.md",
+    "data.md",
+    "limits.md",
+    "torch_names.md",
+    "optimizers.md",
+)
 
 Script = Callable[[Side], Values]
 
@@ -55,6 +65,7 @@ class Case:
         workers: the numbers of workers to which it applies.
         says: a pattern; a line of the documentation that has it says that this is refused. Or `WHERE_WRITTEN`.
         tolerance: of a value, ||a - b|| / ||b||.
+        timeout_s: how long a worker waits for others. What it waits for in vain then is refused so.
     """
 
     name: str
@@ -63,6 +74,7 @@ class Case:
     workers: Sequence[int] = WORKERS
     says: str = ""
     tolerance: float = 2e-5
+    timeout_s: float = 300.0
 
     @property
     def family(self) -> str:
@@ -220,6 +232,7 @@ def run_case(chosen: Case, how: Configuration, shared: SharedWorkers) -> Outcome
                 args=(chosen.name, how.wrapper, uri),
                 workers=how.workers,
                 mapped=how.mapped,
+                wait_s=chosen.timeout_s,
                 per_node=how.workers if how.wrapper == "HYBRID_SHARD" else 1,
             )
         )
@@ -231,7 +244,7 @@ def compare(chosen: Case, wanted: list[Ended] | str, got: Sequence[Ended | Faile
     if hung := [g.text for g in got if isinstance(g, Failed) and g.hung]:
         return Outcome(HANGS, hung[0])
     ended = [g for g in got if isinstance(g, Ended)]
-    if failed := next((e for e in ended if e.error), None):
+    if failed := min((e for e in ended if e.error), key=lambda e: "MemberLost" in e.kinds, default=None):
         return _of_error(chosen, failed, wanted)
     if len(ended) < len(got):
         return Outcome(MISLEADING, next(g.text for g in got if isinstance(g, Failed)))
@@ -255,7 +268,8 @@ def _of_error(chosen: Case, failed: Ended, wanted: list[Ended] | str) -> Outcome
         return Outcome(WRONG, failed.error)
     if chosen.says == WHERE_WRITTEN and ("InvalidRequest" in failed.kinds or "unexpected keyword" in failed.error):
         return Outcome(REFUSED, f"{WHERE_WRITTEN}: {said[:160]}")
-    if not set(REFUSALS) & set(failed.kinds):
+    waits = chosen.timeout_s < Case.timeout_s
+    if not set((*REFUSALS, "Timeout") if waits else REFUSALS) & set(failed.kinds):
         if isinstance(wanted, str) and "AxonError" not in failed.kinds:
             return Outcome(REFUSED, f"as torch does: {said[:160]}")
         return Outcome(MISLEADING, f"{said[:400]}\n{failed.where}")

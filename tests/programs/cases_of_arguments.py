@@ -277,8 +277,8 @@ for _name, _script, _says, _for in (
     ("blocks first, then the root", blocks_first, r"wrapped (first|already|before)|wrap(ped)? twice", SHARDED),
     ("wrapped twice", wrapped_twice, r"wrapped (already|twice)|wrap(ped)? twice", WRAPPERS),
     ("a part of the model alone", a_part_alone, "", WRAPPERS),
-    ("DDP around it", ddp_around, r"DDP around|DistributedDataParallel around", SHARDED),
-    ("around DDP", around_ddp, r"around DDP|DistributedDataParallel inside", SHARDED),
+    ("DDP around it", ddp_around, r"DDP in FSDP or around it", SHARDED),
+    ("around DDP", around_ddp, r"DDP in FSDP or around it", SHARDED),
     ("DataParallel around it", data_parallel_around, r"DataParallel", SHARDED),
     ("a teacher and a student", lambda side: trained(side, TeacherAndStudent), "", WRAPPERS),
     (

@@ -67,6 +67,7 @@ def _only_balance(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.T
 add(
     "modules: a loss from attributes beside the output's",
     lambda side: trained(side, Experts, lambda m, x, y: mse(m, x, y) + _balance(m), units=(Routed,)),
+    says=r"whose loss comes from an attribute",
 )
 add(
     "modules: a loss from attributes alone",
@@ -206,6 +207,7 @@ add(
         prepare=lambda m: m[0].requires_grad_(False),
         each=_at(2, lambda m: m[0].requires_grad_(True)),
     ),
+    says=r"frozen when wrapped and trained later",
 )
 add(
     "modules: frozen from the third step on",
@@ -296,7 +298,11 @@ class Reentrant(nn.Module):
         return self.head(h)
 
 
-add("modules: a block used twice inside reentrant checkpointing", lambda side: trained(side, Reentrant, units=(Again,)))
+add(
+    "modules: a block used twice inside reentrant checkpointing",
+    lambda side: trained(side, Reentrant, units=(Again,)),
+    says=r"a unit used more than once inside `checkpoint",
+)
 
 
 class Detached(nn.Module):
@@ -548,6 +554,7 @@ for _dtype, _near in ((torch.float64, 2e-5), (torch.bfloat16, 0.03), (torch.floa
 add(
     "modules: blocks in bfloat16, the root's norm in float32",
     lambda side: trained(side, Mixed, optimizer="SGD", hyper={"lr": 0.1}),
+    says=r"several dtypes in one unit",
     tolerance=0.03,
 )
 
@@ -574,5 +581,5 @@ for _what, _value, _frozen, _used in (
         lambda side, v=_value, f=_frozen, u=_used: trained(
             side, lambda: Extra(v.clone(), frozen=f, use=u), optimizer="SGD", hyper={"lr": 0.1}
         ),
-        says=DTYPES_SAID if _value.dtype != torch.float32 else "",
+        says=r"parameters without elements" if not _value.numel() else DTYPES_SAID,
     )

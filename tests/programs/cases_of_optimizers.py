@@ -183,6 +183,15 @@ def added(side: Side, model: Any) -> Iterator[Any]:
     yield made
 
 
+def added_anew(side: Side, model: Any) -> Iterator[Any]:
+    inner = side.inner(model)
+    made = side.optimizer("AdamW", inner[0].parameters(), lr=0.01)
+    yield made
+    model.zero_grad()
+    made.add_param_group({"params": inner[2].parameters()})
+    yield made
+
+
 def step_hook(side: Side, model: Any) -> Iterator[Any]:
     made = side.optimizer("AdamW", model.parameters(), lr=0.01)
     made.register_step_pre_hook(lambda o, _, __: o.param_groups[0].update(lr=0.05))
@@ -233,6 +242,7 @@ for _name, _life, _says in (
     ("its own state loaded", round_trip, ""),
     ("a new one with the old one's state", carried, ""),
     ("a group added later", added, r"add_param_group"),
+    ("a group added later, its gradients dropped", added_anew, ""),
     ("a hook before each step", step_hook, ""),
     ("two of one model", both, r"two optimizers"),
     ("momentum from 0 to 0.9", momentum_later, ""),

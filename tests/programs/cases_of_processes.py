@@ -195,7 +195,8 @@ class _default_group:
     def __enter__(self) -> None:
         import torch.distributed as dist
 
-        dist.init_process_group("axon", rank=self._side.rank, world_size=self._side.workers)
+        store = dist.FileStore(f"{self._side.uri}/store", self._side.workers)
+        dist.init_process_group("axon", store=store, rank=self._side.rank, world_size=self._side.workers)
 
     def __exit__(self, *_: object) -> None:
         import torch.distributed as dist

@@ -40,6 +40,7 @@ class Task:
         shards: shard servers.
         mapped: whether workers and servers see that they are on one host, so that parameters are mapped.
         per_node: workers of a node, where they are not mapped.
+        wait_s: how long each waits for others at most.
     """
 
     function: str
@@ -48,6 +49,7 @@ class Task:
     shards: int = 1
     mapped: bool = False
     per_node: int = 1
+    wait_s: float = 300.0
 
 
 @dataclass(frozen=True)
@@ -193,7 +195,7 @@ def _perform(task: Task, coordinator: str, rank: int) -> Any:
     )
     module, _, name = task.function.partition(":")
     try:
-        with axon_ps.World.init(config, timeout_s=300.0, join_timeout_s=JOIN_S) as world:
+        with axon_ps.World.init(config, timeout_s=task.wait_s, join_timeout_s=JOIN_S) as world:
             result = getattr(importlib.import_module(module), name)(world, *task.args)
             if not _ended_early(result):
                 world.barrier("done")

@@ -211,7 +211,7 @@ class Wrapped:
     def __init__(self, world: Any, strategy: str, uri: str, *, torchs: bool = False) -> None:
         self.rank, self.workers = world.rank, world.world_size
         self.world, self.strategy = world, strategy
-        self._uri, self._saves = uri, 0
+        self.uri, self._saves = uri, 0
         self._torchs = torchs or strategy == "DDP"
 
     def wrap(self, module: nn.Module, **options: Any) -> nn.Module:
@@ -246,11 +246,11 @@ class Wrapped:
     def save(self, model: Any, optimizer: torch.optim.Optimizer) -> None:
         """See `Side`."""
         self._saves += 1
-        model.save_checkpoint(f"{self._uri}/{self._saves}", optimizer)
+        model.save_checkpoint(f"{self.uri}/{self._saves}", optimizer)
 
     def load(self, model: Any, optimizer: torch.optim.Optimizer) -> None:
         """See `Side`."""
-        model.load_checkpoint(f"{self._uri}/{self._saves}", optimizer)
+        model.load_checkpoint(f"{self.uri}/{self._saves}", optimizer)
 
     def values(self, model: nn.Module) -> Values:
         """See `Side`."""
