@@ -57,7 +57,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("words", nargs="*", help="parts of the names of cases")
     parser.add_argument("--only", nargs="+", default=(), help="wrappers")
-    parser.add_argument("--sample", type=int, default=0, help="every such case, in one configuration; 2 in `make test`")
+    parser.add_argument("--sample", type=int, default=0, help="every such case, in one configuration; 3 in `make test`")
     parser.add_argument("--minutes", type=float, default=0.0, help="stop after so many, having taken cases at random")
     options = parser.parse_args()
     began, rows, wrong = time.monotonic(), list[Row](), 0
