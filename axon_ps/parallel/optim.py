@@ -68,7 +68,7 @@ class ServerOptimizer(torch.optim.Optimizer):
     def __init__(self, params: Params, name: str, **hyper: Any) -> None:
         self._runtime: Runtime | None = None
         self._rules = create(name)
-        self._ungrouped: list[torch.Tensor] = []  # trainable parameters in no group
+        self._ungrouped: list[torch.nn.Parameter] = []  # trainable parameters in no group
         defaults = as_in_torch(self._rules.defaults) | dict.fromkeys(_WAYS_TO_COMPUTE)
         if unknown := sorted(hyper.keys() - defaults.keys() - self._rules.defaults.keys()):
             raise InvalidRequest(

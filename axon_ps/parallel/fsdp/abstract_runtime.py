@@ -177,5 +177,6 @@ class AbstractRuntime:
 def _error_of_another(name: str) -> type[AxonError]:
     """The class of error for a worker on whose fellow an error of this name was raised."""
     kind = getattr(errors, name, None)
-    known = isinstance(kind, type) and issubclass(kind, AxonError)
-    return kind if known and not issubclass(kind, InvalidRequest) else Disagreement
+    if isinstance(kind, type) and issubclass(kind, AxonError) and not issubclass(kind, InvalidRequest):
+        return kind
+    return Disagreement

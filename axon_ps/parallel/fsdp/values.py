@@ -161,7 +161,7 @@ class ShardedValues(ModuleWrapper):
 
         if not self._wrapping.replicated:
             for place, child in self.module.named_modules():
-                child.register_load_state_dict_pre_hook(partial(_refuse_loading, name_in_states(place)))  # type: ignore[no-untyped-call]
+                child.register_load_state_dict_pre_hook(partial(_refuse_loading, name_in_states(place)))
         self.module.register_state_dict_post_hook(fill)  # type: ignore[no-untyped-call]
         self.register_load_state_dict_post_hook(end_of_loading)  # type: ignore[no-untyped-call]
 
