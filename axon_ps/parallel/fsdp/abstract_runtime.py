@@ -127,9 +127,9 @@ class AbstractRuntime:
         finally:
             if problem is not None:
                 raise problem
-        if told := [(answer["error"], rank, answer["text"]) for rank, answer in enumerate(answers) if answer["error"]]:
-            names = "; ".join(f"rank {rank}: {name}: {why}" for name, rank, why in told)
-            raise _error_of_another(told[0][0])(f"{failed} on {names}")
+        if failures := {rank: answer for rank, answer in enumerate(answers) if answer["error"]}:
+            names = "; ".join(f"rank {rank}: {a['error']}: {a['text']}" for rank, a in failures.items())
+            raise _error_of_another(next(iter(failures.values()))["error"])(f"{failed} on {names}")
         return [answer["value"] for answer in answers]
 
     def save(
