@@ -54,34 +54,46 @@ class ShardedValues(ModuleWrapper):
     # ------------------------------------------------------------------ unsharded parameters
 
     @contextmanager
-    def summon_full_params(self) -> Iterator[None]:
-        """Inside, every parameter has its current value, in compute dtype. They are to be read, not changed.
+    def summon_full_params(self, *, writeback: bool = False) -> Iterator[None]:
+        """Inside, every parameter has its current value, in compute dtype.
+
+        Args:
+            writeback: whether what is changed in place becomes the values on the servers, as by `load_state_dict()`;
+                every worker calls it then, and what the worker of lowest rank has changed counts. If not, parameters
+                are to be read, not changed. Under NO_SHARD changes are this worker's own in either case.
 
         Raises:
-            Misuse: a forward or backward is under way; or, at the end, parameters were changed in place, which has no
-                effect
-                (what is done to `param.data` is not noticed).
+            Misuse: a forward or backward is under way; or, at the end, parameters were changed in place, and that has
+                no effect.
             StepAborted: at the end: the job went on without this worker, so what was read may be of several versions.
         """
         self._check_idle("summon_full_params")
+        new: dict[str, torch.Tensor] = {}
         try:
             self._runtime.gather_all()
-            params = [p for flat in self._runtime.flats if flat.sharded for p in flat.params]
-            before = [param._version for param in params]
+            flats = [flat for flat in self._runtime.flats if flat.sharded]
+            named = [(p.name, t) for flat in flats for p, t in zip(flat.unit.parameters, flat.params, strict=True)]
+            before = [param._version for _, param in named]
             yield
-            changed = sum(param._version != version for param, version in zip(params, before, strict=True))
+            changed = [(n, p) for (n, p), version in zip(named, before, strict=True) if p._version != version]
+            new = {name: param.detach().clone() for name, param in changed} if writeback else {}
             torn = self._runtime.torn
         finally:
             self._runtime.reset()
         if changed:
             for flat in self._runtime.flats:
                 flat.free_storage()  # also where the strategy would retain what was changed
-            raise Misuse(
-                f"{changed} parameters were changed inside summon_full_params(), and the shard servers still have the "
-                "old values; give them others with load_state_dict() or update_shards()"
-            )
+            if not writeback:
+                raise Misuse(
+                    f"{len(changed)} parameters were changed inside summon_full_params(), and the shard servers still "
+                    "have the old values; pass writeback=True, on every worker, or give them others with "
+                    "load_state_dict() or update_shards()"
+                )
         if torn:
             raise StepAborted(TORN)
+        if writeback and named and any(self._runtime.gather(len(new))):
+            value_of = partial(_value_in, new)
+            self._runtime.replace(self._new_values(value_of, self._staying(value_of)))
 
     def sharded_parameters(self) -> Iterator[nn.Parameter]:
         """The parameters that the strategy shards: all but `ignored_parameters`, tied ones once."""

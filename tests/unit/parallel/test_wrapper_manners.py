@@ -263,6 +263,21 @@ def test_gradients_are_clipped_by_torchs_names(strategy: ShardingStrategy, make_
 
 
 @pytest.mark.parametrize("strategy", SERVED)
+def test_what_is_changed_with_writeback_is_trained_on(strategy: ShardingStrategy) -> None:
+    model, plain = wrap(strategy), Net()
+    with model.summon_full_params(writeback=True), torch.no_grad():
+        next(model.parameters()).mul_(2.0)
+        list(model.parameters())[-1].data.add_(1.0)
+    with torch.no_grad():
+        next(plain.parameters()).mul_(2.0)
+        list(plain.parameters())[-1].add_(1.0)
+    for name, value in plain.state_dict().items():
+        torch.testing.assert_close(model.state_dict()[name], value)
+    with model.summon_full_params(writeback=True):  # nothing is changed
+        assert torch.equal(next(model.parameters()), next(plain.parameters()))
+
+
+@pytest.mark.parametrize("strategy", SERVED)
 def test_what_torch_would_do_to_the_wrong_values_is_refused(strategy: ShardingStrategy) -> None:
     model = wrap(strategy)
     with pytest.raises(Misuse, match="summon_full_params"):
