@@ -356,6 +356,10 @@ class OptimizerChange:
     retains_moments: bool = False
 
 
+NO_GRADIENTS: Final = "no worker has a gradient of any parameter: no backward reached one"
+"""The reason of a step that torch's optimizers would not have made either."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class StepResult:
     """What `optimizer.step()` returns.

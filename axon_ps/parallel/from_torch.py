@@ -21,7 +21,7 @@ from axon_ps.errors import StepAborted
 from axon_ps.parallel.counterpart import counterpart
 from axon_ps.parallel.fsdp.fsdp import FullyShardedDataParallel
 from axon_ps.parallel.optim import ServerOptimizer, owner_of
-from axon_ps.types import StepResult
+from axon_ps.types import NO_GRADIENTS, StepResult
 from axon_ps.worker.world import World
 
 RESENDS: Final = 8
@@ -55,6 +55,7 @@ class MovedOptimizer(ServerOptimizer):
         name, _ = counterpart(original, "train under torch's DistributedDataParallel over the backend 'axon'")
         self._original: torch.optim.Optimizer | None = None
         super().__init__([dict(group) for group in original.param_groups], name)
+        self.defaults.update(original.defaults)  # what a group has that is added later, and schedules begin from
         self._original = original
         assert self._runtime is not None
         self._runtime.resends, self._runtime.on_abort = RESENDS, self._check_workers
@@ -93,6 +94,8 @@ class MovedOptimizer(ServerOptimizer):
     ) -> StepResult:
         """As `ServerOptimizer.step`; an abort is an error here, since nobody would see it.
 
+        Where no worker has a gradient nothing happens, as in torch.
+
         Raises:
             StepAborted: a worker has left; or the parameters were replaced meanwhile (all that had a slice died, and
                 the servers went on from a checkpoint); or attempt after attempt was aborted.
@@ -104,7 +107,7 @@ class MovedOptimizer(ServerOptimizer):
             with torch.enable_grad():
                 closure()
         result = super().step(commit={**self.commits(), **(commit or {})})
-        if not result.committed and math.isfinite(result.grad_norm):
+        if not result.committed and result.reason != NO_GRADIENTS and math.isfinite(result.grad_norm):
             raise StepAborted(
                 f"the step was aborted, also when its gradients were sent again: {result.reason}. The batch is lost to "
                 "this loop; start the script again, it goes on where the servers are"

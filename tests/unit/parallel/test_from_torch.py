@@ -56,6 +56,38 @@ def test_a_moved_optimizer_and_its_scheduler_do_what_torchs_do() -> None:
             torch.testing.assert_close(model.state_dict()[name], value, msg=name)
 
 
+def test_a_group_that_is_added_has_the_defaults_of_torchs() -> None:
+    expected = net()
+    with World.mock() as world:
+        ours = FSDP(net(), world.default_group)
+        both_trained(expected, ours)
+        for name, value in expected.state_dict().items():
+            torch.testing.assert_close(ours.state_dict()[name], value, msg=name)
+
+
+def both_trained(*models: nn.Module) -> None:
+    for model in models:
+        first, *others = model.parameters()
+        optimizer = moved(torch.optim.SGD([{"params": [first], "lr": 0.01}], lr=0.5, momentum=0.9))
+        optimizer.add_param_group({"params": others})
+        assert [group["lr"] for group in optimizer.param_groups] == [0.01, 0.5]
+        assert optimizer.defaults["lr"] == 0.5
+        x = torch.randn(8, 4, generator=torch.Generator().manual_seed(0))
+        for _ in range(2):
+            model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def test_a_step_without_any_gradient_does_nothing() -> None:
+    with World.mock():
+        model = FSDP(net())
+        optimizer = moved(torch.optim.AdamW(model.parameters()))
+        before = model.state_dict()
+        assert not optimizer.step().committed  # type: ignore[attr-defined]
+        assert all(torch.equal(model.state_dict()[name], value) for name, value in before.items())
+
+
 def in_sequence(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
     warm_up = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=2)
     after = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 4)

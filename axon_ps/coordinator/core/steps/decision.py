@@ -21,7 +21,7 @@ from axon_ps.coordinator.core.events import Ready, Vote
 from axon_ps.errors import AxonError
 from axon_ps.optim.clipping import clip_factor, global_norm
 from axon_ps.optim.registry import create
-from axon_ps.types import Decision, Hyper, OptimizerSpec, Outcome
+from axon_ps.types import NO_GRADIENTS, Decision, Hyper, OptimizerSpec, Outcome
 
 _MAX_RANKS = 8
 
@@ -180,7 +180,7 @@ class Tally:
         trainable = {n for n, group in enumerate(optimizer.group_of) if group >= 0} if optimizer is not None else set()
         untouched = trainable.intersection(*(v.untouched for v in self.votes.values()))
         if untouched and untouched == trainable:
-            skipped = ended(Outcome.SKIP, reason="no worker has a gradient of any parameter: no backward reached one")
+            skipped = ended(Outcome.SKIP, reason=NO_GRADIENTS)
             return dataclasses.replace(skipped, commit=vote.commit)
         weights = [v.weight for v in self.votes.values() if v.weight is not None]
         weight = math.fsum(weights)
