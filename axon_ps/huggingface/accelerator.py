@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -174,6 +174,12 @@ class Accelerator(accelerate.Accelerator):
         """After how many steps this process has found a model on the servers; 0 once it has made one, or loaded."""
         found = self._found.get(model, 0)
         return found if model.version == found else 0
+
+    @contextmanager
+    def no_sync(self, model: nn.Module) -> Iterator[None]:
+        """Accumulate: gradients stay here. Accelerate's does nothing for one process, whose gradients are sent, too."""
+        with getattr(model, "no_sync", nullcontext)():
+            yield
 
     def unwrap_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
         """The user's module."""
