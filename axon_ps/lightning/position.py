@@ -16,6 +16,7 @@ NAME: Final = "lightning"
 
 _BATCHES: Final = "epoch_loop.batch_progress"
 _OPTIMIZERS: Final = "epoch_loop.automatic_optimization.optim_progress"
+_MANUAL: Final = "epoch_loop.manual_optimization.optim_step_progress"
 _KINDS: Final = ("total", "current")
 _LOOPS: Final = ("epoch_progress", "state_dict", "epoch_loop.state_dict", "epoch_loop.scheduler_progress")
 
@@ -26,13 +27,15 @@ def after_step(fit_loop: Mapping[str, Any]) -> dict[str, Any]:
     Args:
         fit_loop: `trainer.fit_loop.state_dict()`, inside `optimizer.step()`.
     """
-    position = {key: copy.deepcopy(fit_loop[key]) for key in (*_LOOPS, _BATCHES, _OPTIMIZERS) if key in fit_loop}
+    position = {
+        key: copy.deepcopy(fit_loop[key]) for key in (*_LOOPS, _BATCHES, _OPTIMIZERS, _MANUAL) if key in fit_loop
+    }
     optimizer = position[_OPTIMIZERS]["optimizer"]
     for kind in _KINDS:
         batches = position[_BATCHES][kind]
         batches["started"] = batches["processed"] = batches["ready"]
         batches["completed"] = batches["ready"] - 1
-        for progress in (optimizer["step"], optimizer["zero_grad"]):
+        for progress in (optimizer["step"], optimizer["zero_grad"], position[_MANUAL]):
             progress[kind] = dict.fromkeys(progress[kind], progress[kind]["ready"])
     return position
 
@@ -44,8 +47,9 @@ def batches_used(position: Mapping[str, Any]) -> int:
 
 
 def steps_made(position: Mapping[str, Any]) -> int:
-    """How many steps were made, in all epochs."""
-    return int(position[_OPTIMIZERS]["optimizer"]["step"]["total"]["completed"])
+    """How many steps were made, in all epochs, by Lightning or by the module itself."""
+    automatic, manual = position[_OPTIMIZERS]["optimizer"]["step"], position[_MANUAL]
+    return int(automatic["total"]["completed"] + manual["total"]["completed"])
 
 
 def epochs_made(position: Mapping[str, Any]) -> int:

@@ -26,6 +26,7 @@ from torch import nn
 
 from axon_ps.errors import InvalidRequest
 from axon_ps.lightning import position as positions
+from axon_ps.lightning.callbacks import needs_all_trained, surrounded
 from axon_ps.lightning.over_backend import DDPOverAxon
 from axon_ps.parallel.dtypes import MixedPrecision
 from axon_ps.parallel.from_torch import MovedOptimizer, load_buffers, load_servers, moved, save_servers
@@ -85,7 +86,8 @@ class AxonStrategy(DDPOverAxon):
         self._wrappers: WeakKeyDictionary[nn.Module, FullyShardedDataParallel] = WeakKeyDictionary()
         self._position: Mapping[str, Any] | None = None  # of a fit that goes on where the servers are
         self._skip = 0  # batches of its epoch that were used
-        self._servers_checkpoint = Path()  # beside the one of Lightning's that is being loaded
+        self._loaded: dict[str, Any] | None = None  # Lightning's part of a checkpoint, until the servers' is loaded
+        self._servers_checkpoint = Path()  # beside it
 
     # ------------------------------------------------------------------ setup
 
@@ -98,6 +100,7 @@ class AxonStrategy(DDPOverAxon):
                 "use 'bf16-mixed'"
             )
         if not fits and self.lightning_module not in self._wrappers:
+            self._loaded = None
             super().setup(trainer)
             return
         assert self.accelerator is not None
@@ -105,11 +108,14 @@ class AxonStrategy(DDPOverAxon):
         self.accelerator.setup(trainer)
         if self.lightning_module not in self._wrappers:
             self.precision_plugin.convert_module(self.lightning_module)
-            self._wrappers[self.lightning_module] = self._wrapped(self.lightning_module)
+            with _all_trained(self.lightning_module if needs_all_trained(trainer.callbacks) else nn.Module()):
+                self._wrappers[self.lightning_module] = self._wrapped(self.lightning_module)
         self.model = self._wrappers[self.lightning_module]
         if fits:
+            trainer.callbacks = surrounded(trainer.callbacks, self._fsdp)
             self.setup_optimizers(trainer)
             self._go_on(trainer)
+        self._load_servers()
         self.setup_precision_plugin()
 
     def _wrapped(self, module: LightningModule) -> FullyShardedDataParallel:
@@ -122,6 +128,12 @@ class AxonStrategy(DDPOverAxon):
     def setup_optimizers(self, trainer: Trainer) -> None:
         """Move the optimizers that `configure_optimizers` has made to the servers."""
         super().setup_optimizers(trainer)
+        if len(self.optimizers) > 1:
+            raise InvalidRequest(
+                f"configure_optimizers() returned {len(self.optimizers)} optimizers, and a model on the shard servers "
+                "has one, which moves all of it: return one with several groups, or use strategy='axon_ddp', which "
+                "trains on the workers"
+            )
         now = {optimizer: moved(optimizer) for optimizer in self.optimizers}
         for config in self.lr_scheduler_configs:
             config.scheduler.optimizer = now.get(config.scheduler.optimizer, config.scheduler.optimizer)
@@ -144,6 +156,12 @@ class AxonStrategy(DDPOverAxon):
             made = positions.steps_made if config.interval == "step" else positions.epochs_made
             for _ in range(made(position) // config.frequency):
                 config.scheduler.step()
+        if self._loaded is not None:
+            _logger.warning("%s is not loaded: the job is further", self._servers_checkpoint)
+            self._loaded["loops"] = {**self._loaded.get("loops", {}), "fit_loop": dict(position)}
+            self._loaded["lr_schedulers"] = [config.scheduler.state_dict() for config in self.lr_scheduler_configs]
+            self._loaded["optimizer_states"] = [optimizer.state_dict() for optimizer in self.optimizers]
+            self._loaded = None
 
     def process_dataloader(self, dataloader: object) -> object:
         """The loader; of the training that goes on in the middle of an epoch, without the batches that were used."""
@@ -168,11 +186,6 @@ class AxonStrategy(DDPOverAxon):
 
     # ------------------------------------------------------------------ checkpoints
 
-    @property
-    def restore_checkpoint_after_setup(self) -> bool:
-        """The servers need the model's layout before they restore it."""
-        return True
-
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Every parameter and buffer, on the first process; only buffers where the servers' part has the parameters."""
         if not self.is_global_zero:
@@ -188,29 +201,29 @@ class AxonStrategy(DDPOverAxon):
             save_servers(self._fsdp, f"{filepath}{SUFFIX}")
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Lightning's part; with the values on the servers where these are further."""
+        """Lightning's part; that of the servers when the model is wrapped, unless these are further."""
         checkpoint: dict[str, Any] = super().load_checkpoint(checkpoint_path, weights_only)
         self._servers_checkpoint = Path(f"{checkpoint_path}{SUFFIX}")
-        if self._position is not None:
-            _logger.warning("%s is not loaded: the job is further", checkpoint_path)
-            checkpoint["loops"] = {**checkpoint.get("loops", {}), "fit_loop": dict(self._position)}
-            checkpoint["lr_schedulers"] = [config.scheduler.state_dict() for config in self.lr_scheduler_configs]
-            checkpoint["optimizer_states"] = [optimizer.state_dict() for optimizer in self.optimizers]
+        self._loaded = checkpoint
         return checkpoint
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """The servers' part, or, of a checkpoint that has none, Lightning's parameters."""
+        """Lightning's parameters into the module; nothing yet where it is wrapped."""
         if self.lightning_module not in self._wrappers:
-            super().load_model_state_dict(checkpoint, strict)
-            return
-        if self._position is not None:
+            super().load_model_state_dict(checkpoint, strict and not self._servers_checkpoint.is_dir())
+
+    def _load_servers(self) -> None:
+        """The servers' part of a checkpoint, or, of one that has none, Lightning's parameters."""
+        checkpoint, self._loaded = self._loaded, None
+        if checkpoint is None:
             return
         if self._servers_checkpoint.is_dir():
             load_servers(self._fsdp, self._servers_checkpoint)
             load_buffers(self._fsdp, checkpoint["state_dict"])
             return
         _logger.warning("%s is not there: the optimizer's state begins anew", self._servers_checkpoint)
-        self._fsdp.load_state_dict(checkpoint["state_dict"], strict=strict)
+        assert self.lightning_module is not None
+        self._fsdp.load_state_dict(checkpoint["state_dict"], strict=self.lightning_module.strict_loading)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """The hyperparameters; the moments came with the servers' part."""
@@ -234,6 +247,19 @@ class AxonStrategy(DDPOverAxon):
         self.precision_plugin.teardown()
         self.accelerator.teardown()
         self.checkpoint_io.teardown()
+
+
+@contextmanager
+def _all_trained(module: nn.Module) -> Iterator[None]:
+    """Inside, no parameter of a module is frozen."""
+    frozen = [param for param in module.parameters() if not param.requires_grad]
+    for param in frozen:
+        param.requires_grad_(param.is_floating_point())
+    try:
+        yield
+    finally:
+        for param in frozen:
+            param.requires_grad_(False)
 
 
 class Redirection(_ForwardRedirection):
