@@ -100,9 +100,14 @@ def own_handlers(side: Any, model: Any, step: Callable[[], None]) -> None:
 
 
 def alarm(side: Any, model: Any, step: Callable[[], None]) -> None:
-    """An alarm that raises, outside of a step, is the user's own error."""
+    """An alarm that raises, outside of a step, is the user's own error.
+
+    It rings again if that is lost: Python drops what a handler raises inside of a destructor or a future's callback.
+    """
+    lost = []
 
     def ring(_: int, __: Any) -> None:
+        lost.append(True)
         raise TimeoutError("the user's alarm")
 
     old = signal.signal(signal.SIGALRM, ring)
@@ -111,6 +116,9 @@ def alarm(side: Any, model: Any, step: Callable[[], None]) -> None:
         ends = time.monotonic() + 5.0
         while time.monotonic() < ends:
             model.state_dict()
+            if lost:
+                lost.clear()
+                signal.setitimer(signal.ITIMER_REAL, 0.05)
         raise Wrong("the alarm did not ring")
     except TimeoutError as error:
         if "the user's alarm" not in str(error):
