@@ -201,10 +201,16 @@ def _ended(call: Callable[[], Values]) -> Ended:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            return Ended({name: torch.as_tensor(value).detach().clone() for name, value in call().items()})
+            return Ended({name: _sendable(torch.as_tensor(value)) for name, value in call().items()})
         except Exception as error:
             kinds = tuple(c.__name__ for c in type(error).__mro__[:-2])
             return Ended(error=str(error) or kinds[0], kinds=kinds, where=_where(error))
+
+
+def _sendable(value: torch.Tensor) -> torch.Tensor:
+    """A copy; in float32 if it is of float8, which pickle cannot read again."""
+    is_float8 = value.is_floating_point() and value.element_size() == 1
+    return value.detach().float() if is_float8 else value.detach().clone()
 
 
 def _where(error: BaseException) -> str:
