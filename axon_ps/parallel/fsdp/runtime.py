@@ -411,7 +411,6 @@ class Runtime(AbstractRuntime):
                     self._stage(flat)
             unit.fired.clear()
             unit.uses = 0
-            unit.held = unit.held and self._makes_graph
             if not unit.depth:
                 self._free(unit)
         self._orders[True].finish()
@@ -476,6 +475,13 @@ class Runtime(AbstractRuntime):
     def _reshardable_bytes(self) -> int:
         """Memory of parameters beside the root: gathered, and under way."""
         return sum(f.reshardable_bytes for u in self.units[1:] for f in u.flats)
+
+    def _release_held(self) -> None:
+        """Graphs of gradients are not read any more."""
+        for unit in (u for u in self.units if u.held):
+            unit.held = False
+            if not unit.depth:
+                self._reshard(unit)
 
     def _reshard(self, unit: ModuleUnit) -> None:
         if not unit.held:
@@ -548,6 +554,7 @@ class Runtime(AbstractRuntime):
             Misuse: some are on their way to other workers, which cannot be withdrawn.
         """
         self._settle_backward()
+        self._release_held()
         if self._sums_batches:
             return False
         zeroed = self._zeroed if set_to_none else self._with_gradients()

@@ -339,6 +339,7 @@ class ServerRuntime(Runtime):
 
     def _end_step(self, decision: Decision | None) -> None:
         """A step is over; None = nobody knows how it was decided."""
+        self._release_held()
         self.sent.decided(None if decision is None else decision.grad_norm)
         if decision is not None and decision.outcome is not Outcome.ABORT:
             self.sent.retain(param._axon_home for param in self._applied)  # type: ignore[attr-defined]

@@ -123,6 +123,27 @@ def test_training_equals_plain_torch(way: str, strategy: ShardingStrategy, offlo
 
 
 @pytest.mark.parametrize("strategy", SERVED)
+def test_a_graph_of_gradients_is_read_by_several_backwards(strategy: ShardingStrategy) -> None:
+    """As `torch.autograd.functional.hessian` does, with a backward for each element."""
+    plain = Net()
+    model, optimizer, _ = make(copy.deepcopy(plain), strategy)
+    x = torch.randn(2, 6)
+
+    def hessian(of: nn.Module) -> torch.Tensor:
+        found: torch.Tensor = torch.autograd.functional.hessian(lambda z: of(z).square().sum(), x)
+        return found
+
+    torch.testing.assert_close(hessian(model), hessian(plain), rtol=1e-5, atol=1e-6)
+    optimizer.zero_grad()
+    reference = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for trained, stepper in ((plain, reference), (model, optimizer)):
+        output(trained, x).backward()
+        stepper.step()
+    for name, value in plain.state_dict().items():
+        torch.testing.assert_close(model.state_dict()[name], value, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("strategy", SERVED)
 def test_an_activation_checkpoint_around_a_unit_saves_nothing_of_its_inside(strategy: ShardingStrategy) -> None:
     class Outer(Net):
         def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -9,7 +9,7 @@ Note: [Saved parameters]
 
     Hooks of others (activation checkpoints, `save_on_cpu`) that are below these on PyTorch's stack get what these let
     through. A backward that makes a graph (`create_graph=True`) saves what it reads without hooks, so the units that it
-    reads are held until a backward that makes none has ended.
+    reads are held until the step has ended or gradients are dropped.
 """
 
 from __future__ import annotations
