@@ -20,8 +20,8 @@ from torch.optim.swa_utils import SWALR
 
 WORKERS: Final = int(os.environ.get("WORLD_SIZE", "1"))
 RANK: Final = int(os.environ.get("RANK", "0"))
-BATCH: Final = 4 // WORKERS
-"""Samples of a worker in a micro-batch: all workers together have 4, of 20 in an epoch."""
+BATCH: Final = 8 // WORKERS
+"""Samples of a worker in a micro-batch: all workers together have 8, of 40 in an epoch."""
 
 Found: TypeAlias = Mapping[str, Any]
 Feature: TypeAlias = Callable[[Path], Found]
@@ -41,7 +41,7 @@ SCHEDULERS: Final[Mapping[str, Callable[[Optimizer], Any]]] = {
 }
 
 
-def inputs(number: int = 20) -> tuple[torch.Tensor, torch.Tensor]:
+def inputs(number: int = 40) -> tuple[torch.Tensor, torch.Tensor]:
     """Samples and what is to be learned of them."""
     x = torch.randn(number, 8, generator=torch.Generator().manual_seed(1))
     return x, x.square().mean(1, keepdim=True)

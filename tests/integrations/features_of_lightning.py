@@ -237,6 +237,15 @@ class Freeze(callbacks.Callback):
         module.backbone.requires_grad_(trainer.current_epoch != 1)
 
 
+class Dropping(callbacks.StochasticWeightAveraging):
+    """Lightning's, and no step with the last gradient again in the pass that measures the batch norms."""
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        """Without gradients."""
+        super().on_train_epoch_start(trainer, pl_module)
+        trainer.optimizers[0].zero_grad()
+
+
 def of(schedule: str, **options: Any) -> Feature:
     """A scheduler that `configure_optimizers` returns."""
     return lambda where: fit(Module(SCHEDULERS[schedule], **options))
@@ -292,7 +301,8 @@ def resumed(directory: Path, part: int, make: Callable[[], Any] = Module, **opti
 FINETUNING: Final = functools.partial(
     callbacks.BackboneFinetuning, unfreeze_backbone_at_epoch=1, lambda_func=lambda epoch: 1.5
 )
-SWA: Final = functools.partial(callbacks.StochasticWeightAveraging, swa_lrs=0.01, swa_epoch_start=2, annealing_epochs=2)
+AVERAGED: Final = {"swa_lrs": 0.01, "swa_epoch_start": 2, "annealing_epochs": 2}
+SWA: Final = functools.partial(callbacks.StochasticWeightAveraging, **AVERAGED)
 EMA: Final = functools.partial(callbacks.EMAWeightAveraging, decay=0.9)
 
 FEATURES: Final[dict[str, Feature]] = {
@@ -317,7 +327,9 @@ FEATURES: Final[dict[str, Feature]] = {
     "ReduceLROnPlateau, each epoch": lambda where: fit(Module(plateau, interval="epoch")),
     "scheduler of one's own": lambda where: fit(Own()),
     "SWA": with_callback(SWA, epochs=4),
-    "SWA, batch norm": with_callback(SWA, epochs=4, norm=True),
+    "SWA, batch norm": with_callback(
+        lambda: Dropping(swa_lrs=0.01, swa_epoch_start=2, annealing_epochs=2), epochs=4, norm=True
+    ),
     "EMA": with_callback(EMA),
     "EMA, validated": with_callback(EMA, validate=True),
     "BackboneFinetuning": with_callback(FINETUNING),

@@ -326,7 +326,7 @@ FEATURES: Final[dict[str, Feature]] = {
     "unfreeze": frozen_first,
     "freeze": lambda where: train(where, callbacks=lambda model: [Freeze()]),
     "best model": lambda where: train(
-        where, load_best_model_at_end=True, save_strategy="epoch", num_train_epochs=3, learning_rate=0.5, **EVALUATED
+        where, load_best_model_at_end=True, save_strategy="epoch", num_train_epochs=3, learning_rate=0.1, **EVALUATED
     ),
     "evaluate, train, predict": evaluated,
 }  # fmt: skip

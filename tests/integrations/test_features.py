@@ -55,9 +55,10 @@ REFUSED: Final = {
 }
 """docs/integrations.md, "What is refused", says so of each."""
 
-OF_ONE_WORKER: Final = {"BackboneFinetuning", "resume, BackboneFinetuning"}
-"""At two workers, too, to be compared with one that has all of the batch: DDP averages no gradient of a parameter that
-was frozen when it was wrapped."""
+OF_ONE_WORKER: Final = {"BackboneFinetuning", "resume, BackboneFinetuning", "evaluate, train, predict"}
+"""At two workers, too, to be compared with one that has all of the batch, since over gloo each worker trains a model of
+its own: DDP averages no gradient of a parameter that was frozen when it was wrapped, and Accelerate wraps no model in
+DDP that Trainer has evaluated before."""
 
 
 @functools.cache
