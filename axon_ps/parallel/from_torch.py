@@ -9,15 +9,19 @@ from __future__ import annotations
 
 import math
 import os
+import warnings
+import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import nn
 
 from axon_ps.errors import StepAborted
+from axon_ps.parallel.compile import uncompiled
 from axon_ps.parallel.counterpart import counterpart
 from axon_ps.parallel.fsdp.fsdp import FullyShardedDataParallel
 from axon_ps.parallel.optim import ServerOptimizer, owner_of
@@ -28,6 +32,9 @@ RESENDS: Final = 8
 """How often a step that is aborted is made again from the gradients that were sent, before that is an error."""
 
 BUFFERS_FILE: Final = "buffers.safetensors"
+
+_BROADCAST_BYTES: Final = 1 << 28
+"""As DDP's."""
 
 
 class MovedOptimizer(ServerOptimizer):
@@ -94,7 +101,8 @@ class MovedOptimizer(ServerOptimizer):
     ) -> StepResult:
         """As `ServerOptimizer.step`; an abort is an error here, since nobody would see it.
 
-        Where no worker has a gradient nothing happens, as in torch.
+        Where no worker has a gradient nothing happens, as in torch. If those of the step before were not dropped, torch
+        would apply them again; a warning says so.
 
         Raises:
             StepAborted: a worker has left; or the parameters were replaced meanwhile (all that had a slice died, and
@@ -106,11 +114,19 @@ class MovedOptimizer(ServerOptimizer):
         if closure is not None:
             with torch.enable_grad():
                 closure()
+        assert self._runtime is not None
+        stale = self._runtime.sent.retains
         result = super().step(commit={**self.commits(), **(commit or {})})
         if not result.committed and result.reason != NO_GRADIENTS and math.isfinite(result.grad_norm):
             raise StepAborted(
                 f"the step was aborted, also when its gradients were sent again: {result.reason}. The batch is lost to "
                 "this loop; start the script again, it goes on where the servers are"
+            )
+        if result.reason == NO_GRADIENTS and stale:
+            warnings.warn(
+                "this step had no backward, and the gradients of the step before were not dropped (zero_grad()): "
+                "torch's optimizer would apply them a second time; on the shard servers nothing is changed",
+                stacklevel=2,
             )
         self.last = result
         return result
@@ -143,6 +159,28 @@ def moved(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     if not any(hasattr(param, "_axon_home") for param in params):
         return optimizer
     return MovedOptimizer(optimizer)
+
+
+def share_buffers(model: FullyShardedDataParallel) -> None:
+    """Let the buffers of all workers be those of the first one when a forward begins, as DDP does.
+
+    Elsewhere buffers are each worker's own. Where training was the last to run a forward, the next one begins with a
+    broadcast over the default process group, in which every worker takes part.
+    """
+    due = True
+    wrapper = weakref.ref(model)
+
+    @uncompiled
+    def before_forward(module: nn.Module, args: Any) -> None:
+        nonlocal due
+        found = wrapper()
+        buffers = [] if found is None else list(found.buffers())
+        if due and buffers and dist.is_initialized() and dist.get_world_size() > 1:
+            with torch.no_grad():
+                dist._broadcast_coalesced(dist.group.WORLD, buffers, _BROADCAST_BYTES, 0)
+        due = torch.is_grad_enabled() and found is not None and found.runtime.syncing
+
+    model.register_forward_pre_hook(before_forward)
 
 
 def save_servers(model: FullyShardedDataParallel, directory: str | os.PathLike[str]) -> None:
@@ -190,4 +228,4 @@ def _buffers(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
     return [(name, buffer) for name, buffer in model.named_buffers() if name not in skipped]
 
 
-__all__ = ["MovedOptimizer", "load_buffers", "load_servers", "moved", "save_servers"]
+__all__ = ["MovedOptimizer", "load_buffers", "load_servers", "moved", "save_servers", "share_buffers"]

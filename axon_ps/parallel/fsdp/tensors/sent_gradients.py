@@ -88,6 +88,11 @@ class SentGradients:
         else:
             self._retained.discard(home)
 
+    @property
+    def retains(self) -> bool:
+        """Whether torch would have gradients of a step before still."""
+        return bool(self._retained)
+
     def check_not_retained(self, home: Home) -> None:
         """Another gradient of a parameter has come.
 
