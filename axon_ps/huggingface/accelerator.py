@@ -103,6 +103,9 @@ class Accelerator(accelerate.Accelerator):
             plugin of another way to shard.
     """
 
+    evaluates_without_ddp = False
+    """Whether the program would evaluate the module itself under DDP, as Trainer does."""
+
     def __init__(self, *args: Any, server_plugin: ServerPlugin | None = None, **kwargs: Any) -> None:
         if others := [name for name in _OTHER_PLUGINS if kwargs.get(name) is not None]:
             raise InvalidRequest(
@@ -130,7 +133,7 @@ class Accelerator(accelerate.Accelerator):
             return model
         if model not in self._wrappers:
             wrapper = self._wrappers[model] = self.server_plugin.wrap(model)
-            share_buffers(wrapper)
+            share_buffers(wrapper, in_training_only=self.evaluates_without_ddp)
             self._found[wrapper] = wrapper.version
             if wrapper.version:
                 _logger.warning("%s was found on the servers, after %d steps", wrapper.name, wrapper.version)

@@ -55,7 +55,9 @@ class ServersMixin:
             _trainer.Accelerator = made
 
     def _make_accelerator(self, **kwargs: Any) -> Accelerator:
-        return Accelerator(**kwargs, server_plugin=self.server_plugin, cpu=self.args.use_cpu)
+        accelerator = Accelerator(**kwargs, server_plugin=self.server_plugin, cpu=self.args.use_cpu)
+        accelerator.evaluates_without_ddp = True
+        return accelerator
 
     # ------------------------------------------------------------------ train
 

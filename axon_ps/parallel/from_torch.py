@@ -161,11 +161,15 @@ def moved(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     return MovedOptimizer(optimizer)
 
 
-def share_buffers(model: FullyShardedDataParallel) -> None:
+def share_buffers(model: FullyShardedDataParallel, *, in_training_only: bool = False) -> None:
     """Let the buffers of all workers be those of the first one when a forward begins, as DDP does.
 
     Elsewhere buffers are each worker's own. Where training was the last to run a forward, the next one begins with a
     broadcast over the default process group, in which every worker takes part.
+
+    Args:
+        model: the wrapper.
+        in_training_only: whether forwards without gradients take no part, where a framework evaluates outside of DDP.
     """
     due = True
     wrapper = weakref.ref(model)
@@ -173,6 +177,8 @@ def share_buffers(model: FullyShardedDataParallel) -> None:
     @uncompiled
     def before_forward(module: nn.Module, args: Any) -> None:
         nonlocal due
+        if in_training_only and not torch.is_grad_enabled():
+            return
         found = wrapper()
         buffers = [] if found is None else list(found.buffers())
         if due and buffers and dist.is_initialized() and dist.get_world_size() > 1:
