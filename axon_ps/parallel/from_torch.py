@@ -16,13 +16,13 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
-import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import nn
 
 from axon_ps.errors import StepAborted
 from axon_ps.parallel.compile import uncompiled
 from axon_ps.parallel.counterpart import counterpart
+from axon_ps.parallel.ddp import replicas
 from axon_ps.parallel.fsdp.fsdp import FullyShardedDataParallel
 from axon_ps.parallel.optim import ServerOptimizer, owner_of
 from axon_ps.types import NO_GRADIENTS, StepResult
@@ -32,9 +32,6 @@ RESENDS: Final = 8
 """How often a step that is aborted is made again from the gradients that were sent, before that is an error."""
 
 BUFFERS_FILE: Final = "buffers.safetensors"
-
-_BROADCAST_BYTES: Final = 1 << 28
-"""As DDP's."""
 
 
 class MovedOptimizer(ServerOptimizer):
@@ -115,7 +112,9 @@ class MovedOptimizer(ServerOptimizer):
             with torch.enable_grad():
                 closure()
         assert self._runtime is not None
-        stale = self._runtime.sent.retains
+        stale = self._runtime.sent.retains and not self._runtime.has_gradients
+        if stale:
+            self._runtime.sent.forget()
         result = super().step(commit={**self.commits(), **(commit or {})})
         if not result.committed and result.reason != NO_GRADIENTS and math.isfinite(result.grad_norm):
             raise StepAborted(
@@ -165,7 +164,7 @@ def share_buffers(model: FullyShardedDataParallel, *, in_training_only: bool = F
     """Let the buffers of all workers be those of the first one when a forward begins, as DDP does.
 
     Elsewhere buffers are each worker's own. Where training was the last to run a forward, the next one begins with a
-    broadcast over the default process group, in which every worker takes part.
+    broadcast in which every worker of the model takes part.
 
     Args:
         model: the wrapper.
@@ -181,9 +180,8 @@ def share_buffers(model: FullyShardedDataParallel, *, in_training_only: bool = F
             return
         found = wrapper()
         buffers = [] if found is None else list(found.buffers())
-        if due and buffers and dist.is_initialized() and dist.get_world_size() > 1:
-            with torch.no_grad():
-                dist._broadcast_coalesced(dist.group.WORLD, buffers, _BROADCAST_BYTES, 0)
+        if due and found is not None and buffers and found.process_group.world_size > 1:
+            replicas.broadcast(found.process_group, buffers)
         due = torch.is_grad_enabled() and found is not None and found.runtime.syncing
 
     model.register_forward_pre_hook(before_forward)

@@ -88,6 +88,20 @@ def test_a_step_without_any_gradient_does_nothing() -> None:
         assert all(torch.equal(model.state_dict()[name], value) for name, value in before.items())
 
 
+def test_a_step_that_torch_would_make_of_the_gradients_before_is_named() -> None:
+    """As Lightning's averaging makes one at its end."""
+    with World.mock():
+        model = FSDP(net())
+        optimizer = moved(torch.optim.SGD(model.parameters(), lr=0.1))
+        model(torch.ones(2, 4)).sum().backward()
+        assert optimizer.step().committed
+        expected = model.state_dict()
+        with pytest.warns(UserWarning, match=r"not dropped \(zero_grad\(\)\).* a second time"):
+            optimizer.step()
+        for name, value in expected.items():
+            assert torch.equal(model.state_dict()[name], value), name
+
+
 def in_sequence(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
     warm_up = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=2)
     after = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 4)
