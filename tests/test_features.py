@@ -76,8 +76,9 @@ def imported(tree: ast.AST) -> dict[str, Any]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             for name in (n for n in node.names if n.name.split(".")[0] == "axon_ps"):
-                module = importlib.import_module(name.name)
-                bound[name.asname or "axon_ps"] = module if name.asname else importlib.import_module("axon_ps")
+                with contextlib.suppress(ModuleNotFoundError):  # what needs a library of an extra
+                    module = importlib.import_module(name.name)
+                    bound[name.asname or "axon_ps"] = module if name.asname else importlib.import_module("axon_ps")
         elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "axon_ps":
             for name in node.names:
                 with contextlib.suppress(ModuleNotFoundError):  # what needs a library of an extra
