@@ -23,7 +23,7 @@ from torch import nn
 
 from axon_ps.errors import InvalidRequest
 from axon_ps.parallel.dtypes import MixedPrecision
-from axon_ps.parallel.from_torch import MovedOptimizer, load_servers, moved, save_servers, share_buffers
+from axon_ps.parallel.from_torch import MovedOptimizer, broadcast_buffers, load_servers, moved, save_servers
 from axon_ps.parallel.fsdp.arguments import strategy_of
 from axon_ps.parallel.fsdp.fsdp import FullyShardedDataParallel
 from axon_ps.parallel.fsdp.strategy import CPUOffload, ShardingStrategy
@@ -133,7 +133,7 @@ class Accelerator(accelerate.Accelerator):
             return model
         if model not in self._wrappers:
             wrapper = self._wrappers[model] = self.server_plugin.wrap(model)
-            share_buffers(wrapper, in_training_only=self.evaluates_without_ddp)
+            broadcast_buffers(wrapper, in_training_only=self.evaluates_without_ddp)
             self._found[wrapper] = wrapper.version
             if wrapper.version:
                 _logger.warning("%s was found on the servers, after %d steps", wrapper.name, wrapper.version)

@@ -29,7 +29,14 @@ from axon_ps.lightning import position as positions
 from axon_ps.lightning.callbacks import needs_all_trained, surrounded
 from axon_ps.lightning.over_backend import DDPOverAxon
 from axon_ps.parallel.dtypes import MixedPrecision
-from axon_ps.parallel.from_torch import MovedOptimizer, load_buffers, load_servers, moved, save_servers, share_buffers
+from axon_ps.parallel.from_torch import (
+    MovedOptimizer,
+    broadcast_buffers,
+    load_buffers,
+    load_servers,
+    moved,
+    save_servers,
+)
 from axon_ps.parallel.fsdp.arguments import strategy_of
 from axon_ps.parallel.fsdp.fsdp import FullyShardedDataParallel
 from axon_ps.parallel.fsdp.strategy import CPUOffload, ShardingStrategy
@@ -111,7 +118,7 @@ class AxonStrategy(DDPOverAxon):
             with _all_trained(self.lightning_module if needs_all_trained(trainer.callbacks) else nn.Module()):
                 self._wrappers[self.lightning_module] = self._wrapped(self.lightning_module)
             if self._ddp_kwargs.get("broadcast_buffers", True):
-                share_buffers(self._fsdp)
+                broadcast_buffers(self._fsdp)
         self.model = self._wrappers[self.lightning_module]
         if fits:
             trainer.callbacks = surrounded(trainer.callbacks, self._fsdp)

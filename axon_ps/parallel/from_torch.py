@@ -160,7 +160,7 @@ def moved(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     return MovedOptimizer(optimizer)
 
 
-def share_buffers(model: FullyShardedDataParallel, *, in_training_only: bool = False) -> None:
+def broadcast_buffers(model: FullyShardedDataParallel, *, in_training_only: bool = False) -> None:
     """Let the buffers of all workers be those of the first one when a forward begins, as DDP does.
 
     Elsewhere buffers are each worker's own. Where training was the last to run a forward, the next one begins with a
@@ -232,4 +232,4 @@ def _buffers(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
     return [(name, buffer) for name, buffer in model.named_buffers() if name not in skipped]
 
 
-__all__ = ["MovedOptimizer", "load_buffers", "load_servers", "moved", "save_servers", "share_buffers"]
+__all__ = ["MovedOptimizer", "broadcast_buffers", "load_buffers", "load_servers", "moved", "save_servers"]

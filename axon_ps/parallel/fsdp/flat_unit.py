@@ -552,3 +552,11 @@ class ModuleUnit:
     def nbytes(self) -> int:
         """Memory of it when gathered."""
         return sum(f.nbytes for f in self.flats)
+
+
+def release_held(units: Sequence[ModuleUnit]) -> None:
+    """Graphs of gradients are not read any more: reshard the units that were held for them."""
+    for unit in (u for u in units if u.held):
+        unit.held = False
+        for flat in unit.flats if not unit.depth else ():
+            flat.reshard()

@@ -52,7 +52,7 @@ from axon_ps.parallel.checkpoints.buffers import ModuleBuffers
 from axon_ps.parallel.compile import uncompiled
 from axon_ps.parallel.fsdp import stats
 from axon_ps.parallel.fsdp.abstract_runtime import AbstractRuntime
-from axon_ps.parallel.fsdp.flat_unit import FlatUnit, ModuleUnit
+from axon_ps.parallel.fsdp.flat_unit import FlatUnit, ModuleUnit, release_held
 from axon_ps.parallel.fsdp.memory import BufferPool, Meter
 from axon_ps.parallel.fsdp.one_thread import OneThread
 from axon_ps.parallel.fsdp.order import GatherOrder
@@ -476,13 +476,6 @@ class Runtime(AbstractRuntime):
         """Memory of parameters beside the root: gathered, and under way."""
         return sum(f.reshardable_bytes for u in self.units[1:] for f in u.flats)
 
-    def _release_held(self) -> None:
-        """Graphs of gradients are not read any more."""
-        for unit in (u for u in self.units if u.held):
-            unit.held = False
-            if not unit.depth:
-                self._reshard(unit)
-
     def _reshard(self, unit: ModuleUnit) -> None:
         if not unit.held:
             for flat in unit.flats:
@@ -554,7 +547,7 @@ class Runtime(AbstractRuntime):
             Misuse: some are on their way to other workers, which cannot be withdrawn.
         """
         self._settle_backward()
-        self._release_held()
+        release_held(self.units)
         if self._sums_batches:
             return False
         zeroed = self._zeroed if set_to_none else self._with_gradients()

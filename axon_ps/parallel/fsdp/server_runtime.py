@@ -35,7 +35,7 @@ from axon_ps.errors import InvalidRequest, Misuse, StepAborted
 from axon_ps.observe.moments import Moment, reached
 from axon_ps.parallel.dtypes import TORCH_DTYPES
 from axon_ps.parallel.fsdp.abstract_runtime import LOAD_FAILED
-from axon_ps.parallel.fsdp.flat_unit import FlatUnit, ModuleUnit
+from axon_ps.parallel.fsdp.flat_unit import FlatUnit, ModuleUnit, release_held
 from axon_ps.parallel.fsdp.memory import BufferPool
 from axon_ps.parallel.fsdp.one_thread import in_reentrant_checkpoint
 from axon_ps.parallel.fsdp.runtime import BUFFERS, TORN, Runtime
@@ -339,7 +339,7 @@ class ServerRuntime(Runtime):
 
     def _end_step(self, decision: Decision | None) -> None:
         """A step is over; None = nobody knows how it was decided."""
-        self._release_held()
+        release_held(self.units)
         self.sent.decided(None if decision is None else decision.grad_norm)
         if decision is not None and decision.outcome is not Outcome.ABORT:
             self.sent.retain(param._axon_home for param in self._applied)  # type: ignore[attr-defined]
