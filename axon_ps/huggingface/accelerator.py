@@ -104,7 +104,7 @@ class Accelerator(accelerate.Accelerator):
     """
 
     evaluates_without_ddp = False
-    """Whether the program would evaluate the module itself under DDP, as Trainer does."""
+    """True if the program would evaluate the module itself under DDP, as Trainer does."""
 
     def __init__(self, *args: Any, server_plugin: ServerPlugin | None = None, **kwargs: Any) -> None:
         if others := [name for name in _OTHER_PLUGINS if kwargs.get(name) is not None]:

@@ -32,7 +32,7 @@ _HOOKS: Final[Mapping[str, tuple[str, ...]]] = {
 
 
 def needs_all_trained(callbacks: Iterable[Callback]) -> bool:
-    """Whether one of them freezes parameters before the model is wrapped, to train them later."""
+    """True if one of them freezes parameters before the model is wrapped, to train them later."""
     return any(isinstance(callback, lightnings.BaseFinetuning) for callback in callbacks)
 
 
@@ -97,7 +97,7 @@ class _Edge(Callback):
         return lambda trainer, *_: call(hook, trainer)
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """What is open is closed."""
+        """Close the reading that is under way."""
         self._on_error(exception)
 
 

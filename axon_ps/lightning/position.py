@@ -47,7 +47,7 @@ def batches_used(position: Mapping[str, Any]) -> int:
 
 
 def steps_made(position: Mapping[str, Any]) -> int:
-    """How many steps were made, in all epochs, by Lightning or by the module itself."""
+    """The number of steps made, in all epochs, by Lightning or by the module itself."""
     automatic, manual = position[_OPTIMIZERS]["optimizer"]["step"], position[_MANUAL]
     return int(automatic["total"]["completed"] + manual["total"]["completed"])
 

@@ -1,4 +1,4 @@
-"""What the scripts of framework features share: a model, data, schedulers, and how each script is run."""
+"""The common parts of the scripts of framework features: a model, data, schedulers, and how each script is run."""
 
 from __future__ import annotations
 

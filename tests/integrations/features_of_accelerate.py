@@ -73,7 +73,7 @@ def train(
 
 
 def result(accelerator: Any, model: nn.Module, rates: list[float] | None = None, **more: Any) -> Found:
-    """What is compared."""
+    """The numbers that are compared."""
     return {"rates": rates or [], **more, **numbers(accelerator.get_state_dict(model))}
 
 

@@ -1,4 +1,4 @@
-"""What users of transformers' Trainer do: with `axon` as the first word of argv on the shard servers, else DDP."""
+"""Habits of users of transformers' Trainer: with `axon` as the first word of argv on the shard servers, else DDP."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ DDP that Trainer has evaluated before."""
 
 @functools.cache
 def found(framework: str, over: str, workers: int, directory: Path) -> dict[str, Any]:
-    """What came of each feature.
+    """The outcome of each feature.
 
     Args:
         framework: of which script.
@@ -119,7 +119,7 @@ def test_features_give_the_numbers_of_gloo_or_are_refused_by_name(
 
 
 def judged(ours: Any, theirs: Any, refused: str | None, tolerance: float) -> tuple[str, str]:
-    """What is wrong with a feature, and what is to be said of it."""
+    """The faults of a feature, and the remarks on it."""
     if "error" in theirs:
         return f"over gloo: {theirs['error']}", "not possible"
     if refused is not None:

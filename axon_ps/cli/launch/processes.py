@@ -78,7 +78,7 @@ class Process:
 
     @property
     def was_killed(self) -> bool:
-        """Whether it failed by a signal, of another's or the kernel's, and wrote no error."""
+        """True if another process's signal or the kernel's has ended it, and it wrote no error."""
         return self.failed and (self.child.exit_code or 0) < 0 and not self.source.error()
 
     @property

@@ -304,7 +304,7 @@ class Assembly:
 
     @property
     def lost_everything(self) -> bool:
-        """Whether no shard server has parameters of any model any more."""
+        """True when no shard server has parameters of any model any more."""
         shards, models = self.shards(), [model.registration for model in self._models.registered]
         there = any(r.is_loaded(shard) for r in models for shard in shards)
         return bool(self.lost_parameters) and not there

@@ -373,7 +373,7 @@ class Registration:
         return "" if first == incarnation or first in self.waiting else first
 
     def claim_upload(self, incarnation: str, there: Sequence[str]) -> bool:
-        """Whether the caller has to upload the first values; `there` are the workers that count, by rank.
+        """Give the caller the upload of the first values, or not; `there` are the workers that count, by rank.
 
         See Note: [Whose values are first].
         """

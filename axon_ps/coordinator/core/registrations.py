@@ -88,7 +88,7 @@ class Registrations:
         self.settle()
 
     def gives_layout(self, incarnation: str, name: str) -> bool:
-        """Whether a worker's registration would give a model its layout."""
+        """True if a worker's registration would give a model its layout."""
         known = self._models.named(name)
         return (known is None or not known.registered) and not self._first(incarnation, name)
 
@@ -133,7 +133,7 @@ class Registrations:
         return self._waiting.next_deadline()
 
     def pending(self) -> list[str]:
-        """What registrations wait for, as text."""
+        """The reasons for which registrations wait, as text."""
         return sorted({self._text(*waiting) for waiting in self._calls.values()})
 
     def _first(self, incarnation: str, name: str) -> str:

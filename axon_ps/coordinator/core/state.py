@@ -234,7 +234,7 @@ class CoordinatorState:
     # ------------------------------------------------------------------ models
 
     def wants_resume(self, caller: Caller, name: str) -> bool:
-        """Whether this registration of a model, if it is a layout, must come with the manifest of `config.resume`."""
+        """True if this registration, should it be of a layout, must come with the manifest of `config.resume`."""
         return bool(self.config.resume) and self._registrations.gives_layout(caller.incarnation, name)
 
     def register(
@@ -518,7 +518,7 @@ class CoordinatorState:
 
     @property
     def lost_everything(self) -> bool:
-        """Whether no shard server has parameters of any model any more."""
+        """True when no shard server has parameters of any model any more."""
         return self._assembly.lost_everything
 
     @property

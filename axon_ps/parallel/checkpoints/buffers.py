@@ -45,7 +45,7 @@ CADENCE_S: Final = 10.0
 """Seconds between two times that buffers are attached without a checkpoint being ordered."""
 
 _NAMED: Final = 5
-"""How many names a message has."""
+"""The most names in a message."""
 
 _logger = logging.getLogger(__name__)
 
@@ -126,7 +126,7 @@ class ModuleBuffers:
         own = dict(self.named(persistent=persistent))
         if content is None:
             if own:
-                _logger.warning("%s has no buffers: %s stay as they are", source, _listed(own))
+                _logger.warning("%s has no buffers: %s stay as they are", source, listed(map(repr, own)))
             return []
         try:
             given = load(content)
@@ -140,9 +140,9 @@ class ModuleBuffers:
                 )
         differ = _set((name, buffer, given[name]) for name, buffer in own.items() if name in given)
         if missing := [name for name in own if name not in given]:
-            _logger.warning("%s lacks buffers: %s stay as they are", source, _listed(missing))
+            _logger.warning("%s lacks buffers: %s stay as they are", source, listed(map(repr, missing)))
         if unknown := [name for name in given if name not in own]:
-            _logger.warning("%s has buffers that the model lacks: %s", source, _listed(unknown))
+            _logger.warning("%s has buffers that the model lacks: %s", source, listed(map(repr, unknown)))
         return differ
 
 
@@ -260,7 +260,7 @@ class ServedBuffers:
             return []
         try:
             if not header.blocks:
-                names = _listed(name for name, _ in self._buffers.named(persistent=False))
+                names = listed(repr(name) for name, _ in self._buffers.named(persistent=False))
                 raise InvalidRequest(
                     f"the buffers {names} of model {self._name!r} differ between this rank and the lowest, and are "
                     "too large to be sent to the others; give them the same values on every rank"
@@ -297,10 +297,11 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
-def _listed(names: Any) -> str:
+def listed(names: Iterable[str]) -> str:
+    """The first few of names, and the number of the others, for a message."""
     names = list(names)
     more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-    return ", ".join(map(repr, names[:_NAMED])) + more
+    return ", ".join(names[:_NAMED]) + more
 
 
-__all__ = ["CADENCE_S", "ModuleBuffers", "ServedBuffers"]
+__all__ = ["CADENCE_S", "ModuleBuffers", "ServedBuffers", "listed"]

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from axon_ps.errors import InvalidRequest
-from axon_ps.parallel.checkpoints.buffers import ServedBuffers
+from axon_ps.parallel.checkpoints.buffers import ServedBuffers, listed
 from axon_ps.parallel.fsdp.wrap import WrappedUnit, module_of, name_in_states
 from axon_ps.sharding.job import JobSpec
 from axon_ps.types import Array
@@ -28,9 +28,6 @@ _KEY = "axon_ps/first_values/{}"
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """By the bytes of an element, the integers that its bits are added up as."""
-
-_NAMED = 5
-"""How many names a message has."""
 
 _logger = logging.getLogger(__name__)
 
@@ -100,13 +97,12 @@ def digest(wrapped_units: Sequence[WrappedUnit]) -> str:
 def warn(rank: int, name: str, differ: Sequence[str], first: int) -> None:
     """Warn if some of this worker's own values were others than those of rank `first`."""
     if differ:
-        more = f" and {len(differ) - _NAMED} more" if len(differ) > _NAMED else ""
         _logger.warning(
             "the values that rank %d has given model %r are not used (%s): they differ from those of rank %d, which "
             "every model begins with; load weights on that rank, or seed every rank alike",
             rank,
             name,
-            ", ".join(differ[:_NAMED]) + more,
+            listed(differ),
             first,
         )
 

@@ -146,6 +146,8 @@ def test_threads_that_do_not_end_are_reported() -> None:
             run_threads(one, 2, timeout_s=0.2)
     finally:
         release.set()
+        for thread in [t for t in threading.enumerate() if t.name.startswith("worker-")]:
+            thread.join(20)  # they close their worlds, and with these what the test would leave behind
 
 
 def test_a_world_nobody_has_any_more_ends_with_its_threads() -> None:
