@@ -110,10 +110,12 @@ class ForkServer:
             try:
                 socket.send_fds(self._socket, [json.dumps(request).encode()], list(fds))
                 reply = self._socket.recv(64)
+            except ConnectionError:  # a request that it has not read is lost with it
+                reply = b""
             except OSError as error:
                 raise InternalError(f"the fork server does not answer: {error}") from error
         if not reply:
-            raise InternalError(f"the fork server has ended with exit code {self._server.exit_code}")
+            raise InternalError(f"the fork server has ended with exit code {self._server.wait(1.0)}")
         return int(reply)
 
 
