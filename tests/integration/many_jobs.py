@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from axon_ps.testing.workers import WorkerProcess, results_of
+from deadlines import WHOLE_S
 from job_services import JobServices
 from job_worker import Job, run_all
 
 
-def run_jobs(jobs: Sequence[Job], logs: Path, timeout_s: float = 110.0) -> list[list[Any]]:
+def run_jobs(jobs: Sequence[Job], logs: Path, timeout_s: float = WHOLE_S) -> list[list[Any]]:
     """Per job, what each of its workers returned.
 
     Args:

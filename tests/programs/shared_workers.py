@@ -71,7 +71,7 @@ class SharedWorkers:
     """
 
     def __init__(
-        self, workers: int, logs: Path, timeout_s: float = 30.0, environment: Mapping[str, str] | None = None
+        self, workers: int, logs: Path, timeout_s: float = 60.0, environment: Mapping[str, str] | None = None
     ) -> None:
         self._timeout_s, self._logs = timeout_s, logs
         self._environment = {k: v for k, v in os.environ.items() if not k.startswith("AXON_PS_")}

@@ -75,7 +75,7 @@ class Meeting:
         timeout_s: how long one waits for the others.
     """
 
-    def __init__(self, workers: int, timeout_s: float = 20.0) -> None:
+    def __init__(self, workers: int, timeout_s: float = 60.0) -> None:
         self._barrier = threading.Barrier(workers, timeout=timeout_s)
         self._board: list[Any] = [None] * workers
 
@@ -169,7 +169,7 @@ def _mean(grads: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
     return (total / len(grads)).to(there[0].dtype)
 
 
-def run_plain(script: Callable[[Side], T], workers: int = 1, timeout_s: float = 30.0) -> list[T]:
+def run_plain(script: Callable[[Side], T], workers: int = 1, timeout_s: float = 60.0) -> list[T]:
     """What a script returns on each rank of plain torch.
 
     Raises:
