@@ -15,7 +15,7 @@ from axon_ps import parallel
 from axon_ps.sharding.plan import PlanOptions
 
 VOCAB, WIDTH, HEADS, CONTEXT, BATCH = 31, 16, 2, 12, 4
-STEPS = 20
+STEPS = 5
 MAX_NORM = 0.5
 
 OURS: dict[str, Any] = {

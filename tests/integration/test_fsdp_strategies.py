@@ -107,7 +107,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[list[Any
         "resume": [("go_on", case, (full, RESUMED)) for case in RESUMERS],
         "resume from NO_SHARD": [("go_on", two("FULL_SHARD"), (local, RESUMED))],
         "replace": [("replace", two(s), (str(directory / f"dcp-{s}"),)) for s in STRATEGIES],
-        "speculative": [("run_case", case, (6, max_norm)) for case in SPECULATIVE for max_norm in (0.0, 1e9)],
+        "speculative": [("run_case", case, (4, max_norm)) for case in SPECULATIVE for max_norm in (0.0, 1e9)],
         "diverge": [("diverge", two("HYBRID_SHARD"), ())],
         "uninterrupted": [("run_case", two("FULL_SHARD"), (4, 0.0))],
         "measure": [("measure", case, (adapter,)) for case, adapter in MEASURED],

@@ -7,6 +7,8 @@ Owns nothing of the backends' code: bf16 is done with bit tricks here, so that a
 
 from __future__ import annotations
 
+import functools
+import zlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,6 +17,7 @@ import numpy as np
 from axon_ps.types import INT8_BLOCK_NUMEL, Array, DType, ReduceOp
 
 HALVES = (DType.BF16, DType.F16)
+_POOL_NUMEL = 1 << 13
 _BITWISE = (ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR)
 _ROUNDINGS = 2
 """How often a sum of blocks may be rounded besides the last time: inside a node, and when nodes are weighed."""
@@ -42,7 +45,20 @@ def ops_of(dtype: DType) -> list[ReduceOp]:
 
 def values(dtype: DType, numel: int, *seed: int) -> Array:
     """Data of a rank: T[numel], the same for the same seed; integers use the whole range of their type."""
-    generator = np.random.default_rng([numel, *seed])
+    if numel > _POOL_NUMEL // 8:
+        return _drawn(dtype, np.random.default_rng([numel, *seed]), numel)
+    pool = _pool(dtype)
+    begin = zlib.crc32(np.array([numel, *seed], np.int64).tobytes()) % (_POOL_NUMEL - numel)
+    return pool[begin : begin + numel].copy()
+
+
+@functools.cache
+def _pool(dtype: DType) -> Array:
+    """T[_POOL_NUMEL], which short data is cut from: to draw it anew takes most of the time of a short call."""
+    return _drawn(dtype, np.random.default_rng(_POOL_NUMEL), _POOL_NUMEL)
+
+
+def _drawn(dtype: DType, generator: np.random.Generator, numel: int) -> Array:
     if dtype is DType.BOOL:
         return generator.integers(0, 2, numel).astype(np.bool_)
     if dtype is DType.INT8_BLOCK:
