@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.usefixtures("without_collector")
 ROOT = Path(__file__).parents[1]
 SOURCES = sorted(p for p in (ROOT / "axon_ps").rglob("*.py") if p.parent.name != "v1")  # v1 is generated
 PURE_ROOMS = ("errors.py", "types.py", "sharding/", "optim/", "compress/", "data/", "wire/")

@@ -7,8 +7,11 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
 from axon_ps.cli.settings import PREFIX, Settings
 
+pytestmark = pytest.mark.usefixtures("without_collector")
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "environment.md"
 OF_LAUNCHERS = re.compile(

@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.usefixtures("without_collector")
 ROOT = Path(__file__).parent.parent
 FEATURES = ROOT / "docs" / "features.md"
 NAME = re.compile(r"`(axon_ps(?:\.\w+)+)`")

@@ -13,6 +13,7 @@ import pytest
 import house
 from deadlines import WHOLE_S
 
+pytestmark = pytest.mark.usefixtures("without_collector")
 GLOSSARY = house.ROOT / "docs" / "glossary.md"
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from waits import Wait, find
 
+pytestmark = pytest.mark.usefixtures("without_collector")
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "waits.md"
 
