@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import itertools
 import json
 import math
 import os
@@ -22,7 +23,7 @@ from typing import Any
 from unittest import mock
 
 from axon_ps.coordinator.client.session import CoordinatorClient, Event
-from axon_ps.coordinator.core.events import Copied, JobState, Ready
+from axon_ps.coordinator.core.events import Copied, JobState, Ready, Vote
 from axon_ps.rpc.security import Security
 from axon_ps.sharding.job import JobSpec
 from axon_ps.sharding.layout import Layout, build_unit
@@ -36,6 +37,8 @@ SOON_S = 60.0
 TOGETHER = 16
 """So many join at once: all at once, they would be too slow in one process for the time-out of a first answer."""
 
+_ports = itertools.count(1)
+"""Nobody listens there; no two servers say that they do."""
 _decode = codec.membership_from_proto
 
 
@@ -49,7 +52,7 @@ class FakeMember(CoordinatorClient):
 
     def __init__(self, address: str, role: Role, node: str, security: Security, **options: Any) -> None:
         if role is Role.SHARD:
-            options["listen_address"] = "127.0.0.1:1"
+            options["listen_address"] = f"127.0.0.1:{next(_ports)}"
         super().__init__(
             address, job="default", role=role, node=node, security=security, on_event=self._receive_event, **options
         )
@@ -83,7 +86,7 @@ class FakeMember(CoordinatorClient):
             return
         self.sent_bytes += 2e7 * (1 + 0.1 * self.random.random())
         if self.role is Role.WORKER:
-            self.vote(generation=generation, step=step, version=step - 1)
+            self.vote(Vote(generation=generation, step=step, version=step - 1))
         elif (state := self.job_state) is not None and state.placement is not None and state.initialized:
             primaries = sum(h.primary == self.rank for h in state.placement.holders)
             norms = (0.3 + 4 * math.exp(-step / 40),) * primaries
@@ -177,7 +180,7 @@ class PageJob:
         everybody = [*self.servers, *self.workers]
         for n in range(0, len(everybody), TOGETHER):
             await asyncio.gather(*(member.start(SOON_S) for member in everybody[n : n + TOGETHER]))
-        await self.workers[0].register(JobSpec(layout=Layout(units=UNITS)), OPTIMIZER)
+        await min(self.workers, key=lambda w: w.rank).register(JobSpec(layout=Layout(units=UNITS)), OPTIMIZER)
         for server in self.servers:
             server.initialized(version=0, epoch=0)
         self._reporting = asyncio.ensure_future(self._report())
