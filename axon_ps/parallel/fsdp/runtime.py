@@ -175,7 +175,7 @@ class Runtime(AbstractRuntime):
         """A module is about to run: unshard it.
 
         Raises:
-            Misuse: its parameters are not those that were wrapped, or a transform of torch.func runs it.
+            Misuse: its parameters are not those that were wrapped, or a transform of torch.func or a tracer runs it.
         """
         recomputing = in_backward()
         if not recomputing:
@@ -603,6 +603,11 @@ def _refuse_transforms() -> None:
             "a wrapped model cannot run inside torch.func's transforms (grad, vmap, jvp, jacrev): its parameters "
             "are gathered and its gradients sent by autograd's own backward. Transform a plain copy of the module, "
             "with the values of model.state_dict()"
+        )
+    if torch._C._get_tracing_state() is not None:
+        raise Misuse(
+            "a wrapped model cannot be traced by torch.jit.trace: the trace keeps the parameters' memory, which a unit "
+            "gives back when it has run. Trace a plain copy of the module, with the values of model.state_dict()"
         )
 
 
