@@ -1,7 +1,7 @@
 """axon_ps: a gRPC parameter server for sharded training.
 
-`import axon_ps` needs only numpy and grpcio; `axon_ps.World`, `axon_ps.data`, `axon_ps.parallel` and `axon_ps.testing`
-are loaded when first used.
+`import axon_ps` loads no library. Its names, and the packages `data`, `parallel` and `testing`, are loaded when they
+are first used.
 """
 
 from __future__ import annotations
@@ -11,8 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 from axon_ps import errors
 from axon_ps.host.fork import turn_grpc_handlers_off
-from axon_ps.types import BackendName as Backend
-from axon_ps.types import ReduceOp, StepResult
 
 if TYPE_CHECKING:
     from axon_ps.collectives.backends.gloo import GlooBackend as GlooBackend
@@ -79,6 +77,9 @@ if TYPE_CHECKING:
     )
     from axon_ps.collectives.process_group import ProcessGroup as ProcessGroup
     from axon_ps.collectives.work import Work as Work
+    from axon_ps.types import Backend as Backend
+    from axon_ps.types import ReduceOp as ReduceOp
+    from axon_ps.types import StepResult as StepResult
     from axon_ps.worker.checkpoints import CheckpointInfo as CheckpointInfo
     from axon_ps.worker.subscription import Subscription as Subscription
     from axon_ps.worker.subscription import Weights as Weights
@@ -129,6 +130,7 @@ _BACKENDS = {
     "SharedMemoryBackend": "shm.backend",
 }
 _LAZY = {
+    **dict.fromkeys(("Backend", "ReduceOp", "StepResult"), "axon_ps.types"),
     **{name: f"axon_ps.collectives.backends.{module}" for name, module in _BACKENDS.items()},
     "World": "axon_ps.worker.world",
     "ProcessGroup": "axon_ps.collectives.process_group",
@@ -139,9 +141,9 @@ _LAZY = {
     **dict.fromkeys(_OBJECTS, "axon_ps.collectives.objects"),
     **dict.fromkeys(_MESSAGES, "axon_ps.collectives.p2p"),
 }
-_PACKAGES = ("data", "parallel", "testing")
+_PACKAGES = ("data", "parallel", "testing", "types")
 
-__all__ = ["Backend", "ReduceOp", "StepResult", "__version__", "errors", *_LAZY]
+__all__ = ["__version__", "errors", *_LAZY]
 __all__.remove("GlooBackend")  # `from axon_ps import *` needs no torch
 
 turn_grpc_handlers_off()

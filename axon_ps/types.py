@@ -96,6 +96,9 @@ class BackendName(enum.StrEnum):
     MOCK = "mock"
 
 
+Backend = BackendName
+
+
 class ReduceOp(enum.Enum):
     """How the contributions of several ranks become one. `MEAN` is another name of `AVERAGE`."""
 

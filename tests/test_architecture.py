@@ -64,7 +64,8 @@ def tree_of(path: Path) -> ast.Module:
 
 
 def test_importing_axon_ps_loads_no_heavy_library() -> None:
-    assert not loaded_by("import axon_ps") & {"torch", "cupy", "numba", "grpc", "typer", "rich", "pydantic", "fsspec"}
+    heavy = {"torch", "cupy", "numba", "numpy", "grpc", "typer", "rich", "pydantic", "fsspec", "asyncio"}
+    assert not loaded_by("import axon_ps") & heavy
 
 
 def test_a_world_needs_neither_torch_nor_numba_nor_the_command_line() -> None:
@@ -72,7 +73,23 @@ def test_a_world_needs_neither_torch_nor_numba_nor_the_command_line() -> None:
 
 
 def test_the_command_line_loads_only_what_its_help_needs() -> None:
-    assert not loaded_by("import axon_ps.cli.main") & {"grpc", "numba", "pydantic", "fsspec", "torch", "rich"}
+    heavy = {"grpc", "numba", "numpy", "pydantic", "fsspec", "torch", "rich", "asyncio"}
+    assert not loaded_by("import axon_ps.cli.main") & heavy
+
+
+def test_a_launcher_loads_neither_arrays_nor_grpc_nor_what_other_commands_need() -> None:
+    """What it loads is also loaded by each service that it starts."""
+    code = (
+        "import sys, tempfile; from axon_ps.cli import main; file = tempfile.NamedTemporaryFile(suffix='.py');"
+        "code = main.main(['run', '--shards', '1', file.name]); print(code, file=sys.stderr);"
+        "print(sorted(sys.modules))"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    loaded = set(ast.literal_eval(run.stdout))
+    assert run.stderr.split()[-1] == "0", run.stderr
+    assert "axon_ps.cli.launch.perform" in loaded
+    others = {f"axon_ps.cli.{name}" for name in ("auth", "chaos", "checkpoint", "serve", "status", "terminal")}
+    assert not loaded & (others | {"grpc", "numba", "numpy", "pydantic_settings", "fsspec", "torch", "rich"})
 
 
 def test_nothing_is_pickled() -> None:

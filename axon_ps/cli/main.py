@@ -1,23 +1,22 @@
 """The command `axon-ps`: its commands, and how errors reach the terminal.
 
 A user's mistake prints one red line and exits with 2; any other error prints one and exits with 1.
-`--debug` shows the traceback as well. Each command imports what it needs when it runs, so `--help` is quick.
+`--debug` shows the traceback as well. Only the command that is named is imported and built, and it imports what it
+needs when it runs: a job starts this program once for each of its services.
 """
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 from collections.abc import Sequence
-from typing import Annotated
+from typing import Annotated, Any, Final
 
 import typer
 
 from axon_ps import __version__
-from axon_ps.cli import auth, chaos, checkpoint, operate, serve, simulate, status
-from axon_ps.cli.launch import run
-from axon_ps.cli.options import Commands, leave
-from axon_ps.cli.terminal import logs, top, trace
+from axon_ps.cli.options import Commands, dashes, leave
 from axon_ps.errors import (
     AxonError,
     CheckpointNotFound,
@@ -30,23 +29,50 @@ from axon_ps.observe.variables import described, misspelt
 USER_ERRORS = (InvalidRequest, Misuse, PermissionDenied, CheckpointNotFound)
 """Errors that the user can fix by calling the command differently: exit code 2."""
 
-app = Commands(help="axon_ps: a gRPC parameter server for sharded training.")
-app.command(**run.COMMAND)(run.run)
-app.command()(serve.coordinator)
-app.command()(serve.shard)
-app.command()(serve.proxy)
-app.command()(status.status)
-app.command()(top.top)
-app.command()(logs.logs)
-app.command()(trace.trace)
-app.command()(operate.drain)
-app.command()(operate.release)
-app.add_typer(checkpoint.app, name="checkpoint")
-app.add_typer(auth.app, name="auth")
-app.add_typer(chaos.app, name="chaos")
-app.command()(status.health)
-app.command()(status.doctor)
-app.command()(simulate.simulate)
+_MODULES: Final = {
+    "run": "launch.run",
+    "coordinator": "serve",
+    "shard": "serve",
+    "proxy": "serve",
+    "status": "status",
+    "top": "terminal.top",
+    "logs": "terminal.logs",
+    "trace": "terminal.trace",
+    "drain": "operate",
+    "release": "operate",
+    "checkpoint": "checkpoint",
+    "auth": "auth",
+    "chaos": "chaos",
+    "health": "status",
+    "doctor": "status",
+    "simulate": "simulate",
+}
+"""The module of each command, in which it is a function of the same name, or `app` if it has commands of its own."""
+
+_REGISTERED: Final[dict[str, dict[str, Any]]] = {
+    "run": {  # all arguments after the script's name are the script's
+        "no_args_is_help": True,
+        "context_settings": {"allow_interspersed_args": False, "token_normalize_func": dashes},
+    },
+}
+"""Of a command, how typer registers it."""
+
+
+def application(named: str | None = None) -> Commands:
+    """The command line, as typer has it.
+
+    Args:
+        named: the only command that it is needed for; of any other name, and None, all.
+    """
+    app = Commands(help="axon_ps: a gRPC parameter server for sharded training.")
+    app.callback()(_everywhere)
+    for name in (named,) if named in _MODULES else _MODULES:
+        module = importlib.import_module(f"axon_ps.cli.{_MODULES[name]}")
+        if hasattr(module, name):
+            app.command(name, **_REGISTERED.get(name, {}))(getattr(module, name))
+        else:
+            app.add_typer(module.app, name=name)
+    return app
 
 
 def _show_version(wanted: bool) -> None:
@@ -55,7 +81,6 @@ def _show_version(wanted: bool) -> None:
         leave(0)
 
 
-@app.callback()
 def _everywhere(
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
     version: Annotated[
@@ -81,7 +106,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         from axon_ps.cli.settings import quiet_grpc
 
         quiet_grpc()
-        app(args=argv, prog_name="axon-ps")
+        words = sys.argv[1:] if argv is None else argv
+        named = next((word for word in words if not word.startswith("-")), None)
+        application(named)(args=words, prog_name="axon-ps")
     except SystemExit as exit_:  # how click ends: usage errors, --help, leave()
         return exit_.code if isinstance(exit_.code, int) else int(exit_.code is not None)
     except KeyboardInterrupt:

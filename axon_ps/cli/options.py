@@ -193,8 +193,9 @@ def of_a_job(command: Callable[..., None], *, named: bool = True) -> Callable[..
 
     @functools.wraps(command)
     def with_settings(**given: Any) -> None:
-        from axon_ps.cli.settings import load
+        from axon_ps.cli.settings import load, without_blas_threads
 
+        without_blas_threads()
         settings = load(**{name: given.pop(name) for name in _OF_A_JOB})
         if named and not settings.coordinator:
             raise ConfigurationError("which coordinator? Give --coordinator host:port or set AXON_PS_COORDINATOR")

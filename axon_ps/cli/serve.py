@@ -127,7 +127,6 @@ def coordinator(
     settings.sign_checkpoints(trust_checkpoint or ())
     store = _state_store(state, settings.job)
     _configure_logging(settings, "coordinator")
-    _set_up_memory(settings)
 
     def start(ready: Ready, stop: asyncio.Event) -> Awaitable[None]:
         return serve(configuration, host, port, security, store, ready, stop, http, settings.tracing(), audit)
@@ -254,7 +253,6 @@ def shard(
         ),
     )
     _configure_logging(settings, "shard")
-    _set_up_memory(settings)
     settings.load_plugins()
     settings.allow_roots(host, ordered=True)
 
@@ -297,7 +295,6 @@ def proxy(
 
     address = _coordinator_address(settings)
     _configure_logging(settings, "proxy")
-    _set_up_memory(settings)
 
     def start(ready: Ready, stop: asyncio.Event) -> Awaitable[None]:
         return serve(address, settings.job, host, port, security, ready, stop)
@@ -306,9 +303,18 @@ def proxy(
 
 
 def _settings(config: Path | None, **flags: Any) -> Settings:
-    from axon_ps.cli.settings import load
+    """The service's settings; with them, its memory is set up, before the rest of the service is imported into it."""
+    from axon_ps.cli.settings import load, without_blas_threads
+    from axon_ps.host.malloc import collect_rarely, limit_arenas
+    from axon_ps.host.private_memory import make_memory_private
 
-    return load(config, **flags)
+    settings = load(config, **flags)
+    without_blas_threads()
+    limit_arenas()
+    collect_rarely()
+    if not settings.debuggable:
+        make_memory_private()
+    return settings
 
 
 def _security(settings: Settings, host: str, role: str) -> Security:
@@ -356,16 +362,6 @@ def _configure_logging(settings: Settings, role: str) -> None:
     from axon_ps.observe.logging import configure
 
     configure(role, style=settings.log, level=settings.log_level or "INFO")
-
-
-def _set_up_memory(settings: Settings) -> None:
-    from axon_ps.host.malloc import collect_rarely, limit_arenas
-    from axon_ps.host.private_memory import make_memory_private
-
-    limit_arenas()
-    collect_rarely()
-    if not settings.debuggable:
-        make_memory_private()
 
 
 def _in_foreground(

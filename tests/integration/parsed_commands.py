@@ -8,7 +8,7 @@ from typing import Any
 
 from typer.main import get_command
 
-from axon_ps.cli.main import app
+from axon_ps.cli.main import application
 
 ROOT = Path(__file__).parents[2]
 
@@ -25,7 +25,7 @@ def entry_point(service: str) -> list[str]:
 
 def understood(arguments: list[str]) -> dict[str, Any]:
     """The values of a command's options and arguments, its sub-command resolved; fails where it would be refused."""
-    command: Any = get_command(app)
+    command: Any = get_command(application(*arguments[:1]))
     name = "axon-ps"
     while hasattr(command, "commands"):
         assert arguments, f"{name} needs a command"

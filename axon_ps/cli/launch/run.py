@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -18,12 +18,6 @@ from axon_ps.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from axon_ps.cli.settings import Settings
-
-COMMAND: dict[str, Any] = {
-    "no_args_is_help": True,
-    "context_settings": {"allow_interspersed_args": False, "token_normalize_func": o.dashes},
-}
-"""How typer registers the command: all arguments after the script's name are the script's."""
 
 DEFAULT_MASTER_PORT = 29500
 AUTO = "auto"

@@ -325,7 +325,7 @@ def commands(app: typer.Typer) -> Iterator[Callable[..., object]]:
         yield from commands(group.typer_instance)
 
 
-@pytest.mark.parametrize("command", [*commands(cli.app)], ids=lambda command: command.__name__)
+@pytest.mark.parametrize("command", [*commands(cli.application())], ids=lambda command: command.__name__)
 def test_every_option_of_a_command_has_an_effect(command: Callable[..., object]) -> None:
     """`--drain-s` of a shard server had none: it was in the help, and nobody read it."""
     (function,) = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(command)))).body

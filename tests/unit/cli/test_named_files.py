@@ -70,7 +70,7 @@ def commands(app: typer.Typer, before: str = "") -> Iterator[tuple[str, Any]]:
 
 def named_files() -> Iterator[tuple[str, str]]:
     """Every command's parameters that name a file or a directory."""
-    for name, function in commands(cli.app):
+    for name, function in commands(cli.application()):
         for parameter in inspect.signature(function).parameters.values():
             what = parameter.name
             if "Path" in str(parameter.annotation) or what in WORDS or what.endswith(("_file", "_dir", "program")):
