@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import runpy
+import sys
 from pathlib import Path
 
-import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
@@ -87,19 +88,23 @@ def test_an_operator_saves_restores_and_exports_a_running_job(tmp_path: Path) ->
     assert damaged.stderr.count("\n") == 1
 
 
-@pytest.mark.parametrize("resume", ["auto", "URI"])
-def test_a_run_goes_on_from_a_checkpoint(resume: str, tmp_path: Path) -> None:
+def run_script(path: str, *arguments: str) -> None:
+    """A worker that is a script, and has imported torch."""
+    sys.argv = [path, *arguments]
+    runpy.run_path(path, run_name="__main__")
+
+
+def test_a_run_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
     script, checkpoints = tmp_path / "train.py", tmp_path / "checkpoints"
     script.write_text(TRAIN)
-    arguments = ["run", "--shards", "2", "--checkpoint-dir", str(checkpoints), "--resume"]
-    if resume == "auto":
-        first = run_cli(*arguments, "auto", str(script), f"{checkpoints}/a")
-        assert (first.returncode, first.stdout) == (0, "[worker 0] from 0 to 2\n"), first.stderr
-        second = run_cli(*arguments, "auto", str(script), f"{checkpoints}/b")
-    else:
-        run_cli("run", str(script), str(checkpoints))
-        second = run_cli(*arguments, str(checkpoints), str(script), f"{tmp_path}/b")
+    with LocalCluster(shards=2, world_size=1) as cluster:
+        (first,) = cluster.run_workers(run_script, args=(str(script), f"{checkpoints}/a"))
+    assert first.output == "from 0 to 2\n"
+    arguments = ["run", "--checkpoint-dir", str(checkpoints), "--resume"]
+    second = run_cli(*arguments, "auto", str(script), f"{checkpoints}/b")
     assert (second.returncode, second.stdout) == (0, "[worker 0] from 2 to 4\n"), second.stderr
+    named = run_cli(*arguments, f"{checkpoints}/a", str(script), f"{checkpoints}/c")
+    assert (named.returncode, named.stdout) == (0, "[worker 0] from 2 to 4\n"), named.stderr
 
 
 def test_resuming_from_nothing_is_an_error(tmp_path: Path) -> None:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import runpy
+import socket
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from axon_ps.testing import LocalCluster
 from command_line import axon_ps
 
 DIES_FIRST = """
@@ -38,11 +41,20 @@ def script(tmp_path: Path) -> Callable[[str], str]:
     return write
 
 
+@pytest.fixture
+def elsewhere() -> Iterator[tuple[str, str]]:
+    """Options of a run whose coordinator is elsewhere; its workers do not ask it, so anybody who listens is enough."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        yield "--coordinator", f"127.0.0.1:{listener.getsockname()[1]}"
+
+
 @pytest.mark.parametrize("standby", [0, 1])
-def test_a_worker_that_dies_is_replaced_in_its_place(standby: int, script: Callable[[str], str]) -> None:
+def test_a_worker_that_dies_is_replaced_in_its_place(
+    standby: int, script: Callable[[str], str], elsewhere: tuple[str, str]
+) -> None:
     path = script(DIES_FIRST)
     options = ["--standby", "1"] if standby else ["--max-restarts", "1"]
-    done = axon_ps("run", "--nproc-per-node", "2", *options, path, "--lr", "1")
+    done = axon_ps("run", *elsewhere, "--nproc-per-node", "2", *options, path, "--lr", "1")
     assert done.returncode == 0, done.stderr
     told = {}
     for line in done.stdout.splitlines():
@@ -59,8 +71,11 @@ def test_a_worker_that_dies_is_replaced_in_its_place(standby: int, script: Calla
     assert f"axon-ps: worker 1 was ended by SIGKILL; {how} (restart 1 of 1)" in done.stderr.splitlines()
 
 
-def test_when_restarts_are_used_up_the_run_ends_with_the_workers_error(script: Callable[[str], str]) -> None:
-    done = axon_ps("run", "--standby", "1", script(FAILS))
+def test_when_restarts_are_used_up_the_run_ends_with_the_workers_error(
+    script: Callable[[str], str], elsewhere: tuple[str, str], tmp_path: Path
+) -> None:
+    (tmp_path / "torch.py").write_text("raise ImportError('this job has none')")
+    done = axon_ps("run", *elsewhere, "--standby", "1", script(FAILS), PYTHONPATH=str(tmp_path))
     assert done.returncode == 1
     lines = done.stderr.splitlines()
     assert lines[-1] == "axon-ps: worker 0 failed first: it exited with code 1 after 1 restart: ValueError: never happy"
@@ -106,16 +121,21 @@ with axon_ps.World.init() as world:
 """
 
 
+def run_script(path: str) -> None:
+    """A worker that is a script, and has imported torch."""
+    runpy.run_path(path, run_name="__main__")
+
+
 def test_a_shard_server_that_dies_is_replaced_and_the_job_goes_on_from_a_checkpoint(
     script: Callable[[str], str], tmp_path: Path
 ) -> None:
     path = script(TRAINS)
-    undisturbed = axon_ps("run", path)
-    assert undisturbed.returncode == 0, undisturbed.stderr
+    with LocalCluster(shards=1, world_size=1) as cluster:
+        (undisturbed,) = cluster.run_workers(run_script, args=(path,))
     options = ["--checkpoint-dir", str(tmp_path / "checkpoints"), "--checkpoint-every", "2", "--checkpoint-limit", "1"]
     done = axon_ps("run", *options, path, "kill")
     assert done.returncode == 0, done.stderr
-    assert done.stdout == undisturbed.stdout, "the bits of a run that was not disturbed"
+    assert done.stdout == f"[worker 0] {undisturbed.output}", "the bits of a run that was not disturbed"
     lines = done.stderr.splitlines()
     assert (
         "axon-ps: shard 0 was ended by SIGKILL; it is started again: the job restores its newest checkpoint "

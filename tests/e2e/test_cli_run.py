@@ -152,6 +152,12 @@ def used_port() -> Iterator[int]:
 
 
 @pytest.fixture
+def elsewhere(used_port: int) -> tuple[str, str]:
+    """Options of a run whose coordinator is elsewhere; its workers do not ask it, so anybody who listens is enough."""
+    return "--coordinator", f"127.0.0.1:{used_port}"
+
+
+@pytest.fixture
 def unused_port() -> int:
     return free_ports()
 
@@ -178,7 +184,7 @@ def test_workers_are_told_what_torchrun_tells_them_and_more(script: Callable[...
 
 
 def test_workers_meet_through_the_embedded_cluster(script: Callable[..., str]) -> None:
-    done = axon_ps("run", "--nproc-per-node", "2", "--shards", "2", script(MEET))
+    done = axon_ps("run", "--nproc-per-node", "2", script(MEET))
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.splitlines()) == ["[worker 0] everybody: [0, 1]", "[worker 1] everybody: [0, 1]"]
 
@@ -200,9 +206,9 @@ def test_a_second_terminal_is_told_how_to_watch_and_sees_how_far_the_job_is(scri
     assert not token.parent.exists()
 
 
-def test_a_module_runs_too(script: Callable[..., str], tmp_path: Path) -> None:
+def test_a_module_runs_too(script: Callable[..., str], tmp_path: Path, elsewhere: tuple[str, str]) -> None:
     script("import sys; print('module', sys.argv[1:])", "some_training.py")
-    done = axon_ps("run", "-m", "some_training", "--deep", PYTHONPATH=str(tmp_path))
+    done = axon_ps("run", *elsewhere, "-m", "some_training", "--deep", PYTHONPATH=str(tmp_path))
     assert (done.returncode, done.stdout) == (0, "[worker 0] module ['--deep']\n")
 
 
@@ -225,37 +231,41 @@ def test_a_dead_workers_traceback_is_what_is_seen_last(script: Callable[..., str
     ],
 )
 def test_of_workers_that_all_fail_the_first_one_is_named_last(
-    fails: str, ending: str, script: Callable[..., str], tmp_path: Path
+    fails: str, ending: str, script: Callable[..., str], tmp_path: Path, elsewhere: tuple[str, str]
 ) -> None:
     os.mkfifo(tmp_path / "pipe")
     fails_first = script(FAILS_FIRST.replace("FAILS", fails))
-    done = axon_ps("run", "--nproc-per-node", "2", fails_first, str(tmp_path / "pipe"))
+    done = axon_ps("run", *elsewhere, "--nproc-per-node", "2", fails_first, str(tmp_path / "pipe"))
     assert done.returncode == (137 if "kill" in fails else 1)
     assert done.stderr.splitlines()[-1] == f"axon-ps: worker 1 failed first: it {ending}"
 
 
-def test_one_that_is_still_ending_when_others_have_ended_is_named(script: Callable[..., str], tmp_path: Path) -> None:
+def test_one_that_is_still_ending_when_others_have_ended_is_named(
+    script: Callable[..., str], tmp_path: Path, elsewhere: tuple[str, str]
+) -> None:
     pipes = [str(tmp_path / name) for name in ("begun", "ended")]
     for pipe in pipes:
         os.mkfifo(pipe)
-    done = axon_ps("run", "--nproc-per-node", "2", script(SLOW_TO_END), *pipes)
+    done = axon_ps("run", *elsewhere, "--nproc-per-node", "2", script(SLOW_TO_END), *pipes)
     lines = done.stderr.splitlines()
     assert lines[-1] == "axon-ps: worker 1 failed first: it exited with code 1: ValueError: rank one is unhappy"
 
 
 @pytest.mark.parametrize(("statement", "code"), [("sys.exit(7)", 7), ("os.kill(os.getpid(), 9)", 137)])
-def test_a_dead_workers_exit_code_is_ours(statement: str, code: int, script: Callable[..., str]) -> None:
-    done = axon_ps("run", script(f"import os, sys\n{statement}\n"))
+def test_a_dead_workers_exit_code_is_ours(
+    statement: str, code: int, script: Callable[..., str], elsewhere: tuple[str, str]
+) -> None:
+    done = axon_ps("run", *elsewhere, script(f"import os, sys\n{statement}\n"))
     assert done.returncode == code
     assert "axon-ps: worker 0 " in done.stderr
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_one_signal_ends_everything(number: signal.Signals, code: int, script: Callable[..., str]) -> None:
-    with started("run", "--nproc-per-node", "2", "--shards", "2", script(WAIT)) as process:
+    with started("run", "--nproc-per-node", "2", script(WAIT)) as process:
         lines_until(process, "pids", 2)
         below = descendants(process.pid)
-        assert len(below) == 7  # a coordinator, two shard servers, two workers, and a child of each worker
+        assert len(below) == 6  # a coordinator, a shard server, two workers, and a child of each worker
         process.send_signal(number)
         rest, _ = process.communicate(timeout=WHOLE_S)
         assert process.returncode == code
@@ -274,9 +284,9 @@ def test_a_dead_service_ends_the_run_too(script: Callable[..., str]) -> None:
         assert_gone(below)
 
 
-def test_a_reader_that_goes_away_ends_the_run(script: Callable[..., str]) -> None:
+def test_a_reader_that_goes_away_ends_the_run(script: Callable[..., str], elsewhere: tuple[str, str]) -> None:
     talk = "import itertools\nfor i in itertools.count():\n    print(i)\n"
-    with started("run", script(talk)) as process:
+    with started("run", *elsewhere, script(talk)) as process:
         lines_until(process, "[worker 0] 3")
         below = descendants(process.pid)
         assert process.stdout is not None
@@ -287,10 +297,10 @@ def test_a_reader_that_goes_away_ends_the_run(script: Callable[..., str]) -> Non
 
 def test_nothing_outlives_a_killed_launcher(script: Callable[..., str]) -> None:
     text = WAIT.replace("child = subprocess.Popen(", "child = (lambda _: type('', (), {'pid': 0}))(")
-    with started("run", "--nproc-per-node", "2", "--shards", "2", script(text)) as process:
+    with started("run", "--nproc-per-node", "2", script(text)) as process:
         lines_until(process, "pids", 2)
         below = descendants(process.pid)
-        assert len(below) == 5
+        assert len(below) == 4
         process.kill()
         assert_gone(below)
 

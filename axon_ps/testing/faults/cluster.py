@@ -27,6 +27,7 @@ from axon_ps.types import Role
 
 MODULES = (
     "axon_ps.cli.main",
+    "axon_ps.cli.serve",
     "axon_ps.cli.settings",
     "axon_ps.coordinator.server.server",
     "axon_ps.shard.server.server",
