@@ -89,7 +89,7 @@ def test_a_launcher_loads_neither_arrays_nor_grpc_nor_what_other_commands_need()
     assert run.stderr.split()[-1] == "0", run.stderr
     assert "axon_ps.cli.launch.perform" in loaded
     others = {f"axon_ps.cli.{name}" for name in ("auth", "chaos", "checkpoint", "serve", "status", "terminal")}
-    assert not loaded & (others | {"grpc", "numba", "numpy", "pydantic_settings", "fsspec", "torch", "rich"})
+    assert not loaded & (others | {"grpc", "numba", "numpy", "fsspec", "torch", "rich"})
 
 
 def test_nothing_is_pickled() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from axon_ps.cli.settings import NAMES, PREFIX
+from axon_ps.cli.settings import PREFIX, Settings
 
 pytestmark = pytest.mark.usefixtures("without_collector")
 ROOT = Path(__file__).parent.parent
@@ -40,7 +40,7 @@ def named(tree: ast.AST) -> Iterator[str]:
 
 
 def test_the_table_has_every_variable_that_the_sources_name_and_no_other() -> None:
-    found = {f"{PREFIX}{field.upper()}" for field in NAMES}
+    found = {f"{PREFIX}{field.upper()}" for field in Settings.model_fields}
     for path in (ROOT / "axon_ps").rglob("*.py"):
         if path.parent.name != "v1" and path.parts[-2] != "testing":
             found |= set(named(ast.parse(path.read_text())))

@@ -8,13 +8,18 @@ with the same names in lower case at its top level, named by `--config` or `AXON
 from __future__ import annotations
 
 import difflib
-import math
 import os
-import tomllib
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
+
+from pydantic import Field, SecretStr, ValidationError, field_validator
+from pydantic_settings import (
+    BaseSettings,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+    TomlConfigSettingsSource,
+)
 
 from axon_ps.errors import ConfigurationError
 from axon_ps.observe.logging import LogStyle
@@ -31,83 +36,7 @@ _FILES = ("token_file", "observer_token_file", "tls_ca", "tls_cert", "tls_key", 
 """The settings that name what is read: it must be there, whether the command comes to use it or not."""
 
 
-def _within(least: float, most: float, read: Callable[[Any], float]) -> Callable[[Any], Any]:
-    """A number from `least` to `most`, both included."""
-
-    def number(value: Any) -> float:
-        if least <= (found := read(value)) <= most:
-            return found
-        raise ValueError(f"it must be {least:g} or more" if most == math.inf else f"it must be {least:g} to {most:g}")
-
-    return number
-
-
-def _text(value: Any) -> str:
-    if isinstance(value, str):
-        return value
-    raise ValueError("it must be a string")
-
-
-def _whole(value: Any) -> int:
-    try:
-        if isinstance(value, str | int) and not isinstance(value, bool):
-            return int(value)
-    except ValueError:
-        pass
-    raise ValueError("it must be a whole number")
-
-
-def _number(value: Any) -> float:
-    try:
-        if isinstance(value, str | int | float) and not isinstance(value, bool):
-            return float(value)
-    except ValueError:
-        pass
-    raise ValueError("it must be a number")
-
-
-def _switch(value: Any) -> bool:
-    for meant, words in ((True, ("1", "true", "t", "yes", "y", "on")), (False, ("0", "false", "f", "no", "n", "off"))):
-        if value is meant or str(value).strip().lower() in words:
-            return meant
-    raise ValueError("it must be 1 or 0, true or false, yes or no, on or off")
-
-
-def _path(value: Any) -> Path:
-    if isinstance(value, str | Path):
-        return Path(value)
-    raise ValueError("it must be a path")
-
-
-def _job(value: Any) -> str:
-    if 1 <= len(_text(value)) <= 128:
-        return str(value)
-    raise ValueError("it must have 1 to 128 characters")
-
-
-def _addresses(value: Any) -> str:
-    for address in value.split(",") if _text(value) not in ("", "-") else ():
-        host, _, port = address.strip().rpartition(":")
-        if not (host and port.isdigit() and 0 < int(port) < 65536):
-            raise ValueError("it must be host:port, such as 10.0.0.1:7077, or several with commas between them")
-    return str(value)
-
-
-def _log(value: Any) -> LogStyle:
-    try:
-        return LogStyle(value)
-    except ValueError:
-        raise ValueError("it must be auto, rich, plain or json") from None
-
-
-def _level(value: Any) -> str:
-    if value and _text(value).upper() not in ("DEBUG", "INFO", "WARNING", "ERROR"):
-        raise ValueError("it must be debug, info, warning or error")
-    return str(value).upper()
-
-
-@dataclass(frozen=True, kw_only=True)
-class Settings:
+class Settings(BaseSettings):
     """The settings that several commands share; `axon-ps COMMAND --help` shows those of one.
 
     Attributes:
@@ -145,27 +74,29 @@ class Settings:
         log_level: the lowest level that is written; empty = the command's default.
     """
 
+    model_config = SettingsConfigDict(env_prefix=PREFIX, env_ignore_empty=True, extra="forbid", frozen=True)
+
     coordinator: str = ""
-    job: str = DEFAULT_JOB
-    token: str = field(default="", repr=False)
+    job: str = Field(default=DEFAULT_JOB, min_length=1, max_length=128)
+    token: SecretStr = SecretStr("")
     token_file: Path | None = None
-    observer_token: str = field(default="", repr=False)
+    observer_token: SecretStr = SecretStr("")
     observer_token_file: Path | None = None
     tls_ca: str = ""
     tls_cert: str = ""
     tls_key: str = ""
     tls_dir: str = ""
     tls: bool = False
-    tls_lifetime_s: float = 86400.0
+    tls_lifetime_s: float = Field(default=86400.0, ge=1, le=366 * 86400)
     spiffe_pattern: str = ""
     tls_mutual: bool = False
     insecure: bool = False
     node: str = ""
-    http_port: int | None = None
-    trace_every: int = 0
-    drain_s: float = 0.0
-    bulk_port: int = 0
-    memory_gb: float = 0.0
+    http_port: int | None = Field(default=None, ge=0, lt=65536)
+    trace_every: int = Field(default=0, ge=0)
+    drain_s: float = Field(default=0.0, ge=0, lt=86400)
+    bulk_port: int = Field(default=0, ge=-1, lt=65536)
+    memory_gb: float = Field(default=0.0, ge=0, lt=1e6)
     checkpoint_dir: str = ""
     checkpoint_roots: str = ""
     audit_log: str = ""
@@ -174,6 +105,34 @@ class Settings:
     plugins: str = ""
     log: LogStyle = LogStyle.AUTO
     log_level: str = ""
+
+    @field_validator("log_level")
+    @classmethod
+    def _known_level(cls, value: str) -> str:
+        if value and value.upper() not in ("DEBUG", "INFO", "WARNING", "ERROR"):
+            raise ValueError("it must be debug, info, warning or error")
+        return value.upper()
+
+    @field_validator("coordinator")
+    @classmethod
+    def _host_and_port(cls, value: str) -> str:
+        for address in value.split(",") if value not in ("", "-") else ():
+            host, _, port = address.strip().rpartition(":")
+            if not (host and port.isdigit() and 0 < int(port) < 65536):
+                raise ValueError("it must be host:port, such as 10.0.0.1:7077, or several with commas between them")
+        return value
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Flags, then environment, then the file that `load` put into the class's configuration."""
+        return (init_settings, env_settings, TomlConfigSettingsSource(settings_cls))
 
     @property
     def resolved_token(self) -> str:
@@ -243,7 +202,7 @@ class Settings:
 
         files = {"ca_file": self.tls_ca, "cert_file": self.tls_cert, "key_file": self.tls_key}
         return Security(
-            token=self.token,
+            token=self.token.get_secret_value(),
             token_file="" if self.token_file is None else str(self.token_file),
             observer_token=self.resolved_observer_token,
             spiffe_pattern=self.spiffe_pattern,
@@ -284,34 +243,11 @@ class Settings:
             "NODE": self.node,
             "TRACE_EVERY": str(self.trace_every or ""),
         }
-        if self.token_file is not None and not self.token:
+        if self.token_file is not None and not self.token.get_secret_value():
             values["TOKEN_FILE"] = str(self.token_file.absolute())  # the child reads it again when it changes
         else:
             values["TOKEN"] = token
         return {f"{PREFIX}{name}": value for name, value in values.items() if value}
-
-
-_READERS: Final[dict[str, Callable[[Any], Any]]] = {
-    "str": _text,
-    "bool": _switch,
-    "float": _number,
-    "int": _whole,
-    "Path | None": _path,
-    "LogStyle": _log,
-    "coordinator": _addresses,
-    "job": _job,
-    "log_level": _level,
-    "tls_lifetime_s": _within(1, 366 * 86400, _number),
-    "http_port": _within(0, 65535, _whole),
-    "trace_every": _within(0, math.inf, _whole),
-    "drain_s": _within(0, 86400, _number),
-    "bulk_port": _within(-1, 65535, _whole),
-    "memory_gb": _within(0, 1e6, _number),
-}
-"""What makes a value of what a flag, a variable or the file says, by the setting's name, else by its type."""
-
-NAMES: Final = {setting.name: _READERS.get(setting.name) or _READERS[str(setting.type)] for setting in fields(Settings)}
-"""The settings, and what reads each; it raises ValueError."""
 
 
 def load(config: Path | None = None, **flags: Any) -> Settings:
@@ -324,32 +260,27 @@ def load(config: Path | None = None, **flags: Any) -> Settings:
     Raises:
         ConfigurationError: a value is invalid; the message names the flag or variable.
     """
-    variables = {name.upper(): value for name, value in os.environ.items() if value}
-    if config is None and f"{PREFIX}CONFIG" in variables:
-        config = Path(variables[f"{PREFIX}CONFIG"])
-    given = {} if config is None else _in_file(config)
-    given |= {name: variables[f"{PREFIX}{name.upper()}"] for name in NAMES if f"{PREFIX}{name.upper()}" in variables}
-    given |= {name: value for name, value in flags.items() if value is not None}
-    values: dict[str, Any] = {}
-    problems: list[str] = []
-    for name, value in given.items():
-        try:
-            values[name] = NAMES[name](value)
-        except ValueError as error:
-            shown = "" if name.endswith("token") else f" is {value!r}"
-            problems.append(f"{_source(name, flags)}{shown}: {error}")
-    if problems:
-        raise ConfigurationError("; ".join(problems))
-    settings = Settings(**values)
+    given = {name: value for name, value in flags.items() if value is not None}
+    if config is None and os.environ.get(f"{PREFIX}CONFIG"):
+        config = Path(os.environ[f"{PREFIX}CONFIG"])
+    if config is not None and not config.is_file():
+        raise ConfigurationError(f"the configuration file {config} does not exist")
+    source = Settings if config is None else _with_file(config)
+    try:
+        settings = source(**given)
+    except ValidationError as error:
+        raise ConfigurationError("; ".join(_format_error(e, flags) for e in error.errors())) from None
+    except (OSError, ValueError) as error:  # tomllib's own error is a ValueError
+        raise ConfigurationError(f"the configuration file {config} cannot be read: {error}") from error
     for name in _FILES:
         if (file := getattr(settings, name)) and not os.path.exists(file):
             raise ConfigurationError(f"{_source(name, flags)} is {str(file)!r}, and there is no such file or directory")
     return settings
 
 
-def _secret(value: str, file: Path | None) -> str:
-    if value or file is None:
-        return value
+def _secret(value: SecretStr, file: Path | None) -> str:
+    if value.get_secret_value() or file is None:
+        return value.get_secret_value()
     try:
         token = next(iter(file.read_text(encoding="utf-8").split()), "")
     except (OSError, UnicodeDecodeError) as error:
@@ -364,21 +295,11 @@ def _names(text: str) -> list[str]:
     return [name.strip() for name in text.split(",") if name.strip()]
 
 
-def _in_file(config: Path) -> dict[str, Any]:
-    if not config.is_file():
-        raise ConfigurationError(f"the configuration file {config} does not exist")
-    try:
-        given = tomllib.loads(config.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:  # tomllib's own error is a ValueError
-        raise ConfigurationError(f"the configuration file {config} cannot be read: {error}") from error
-    problems = []
-    for name in given.keys() - NAMES.keys():
-        near = difflib.get_close_matches(name, NAMES, 1)
-        meant = f"; is {near[0]!r} meant?" if near else ""
-        problems.append(f"the configuration file sets {name!r}, which is no setting of axon-ps{meant}")
-    if problems:
-        raise ConfigurationError("; ".join(sorted(problems)))
-    return given
+def _with_file(config: Path) -> type[Settings]:
+    class SettingsWithFile(Settings):
+        model_config = SettingsConfigDict(toml_file=config)
+
+    return SettingsWithFile
 
 
 def state_directory() -> Path:
@@ -407,11 +328,6 @@ def variable_is_set(name: str) -> bool:
     return name in os.environ
 
 
-def quiet_grpc() -> None:
-    """Switch gRPC's C++ log off unless the user has asked for it: its errors are raised as exceptions, too."""
-    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
-
-
 def without_blas_threads() -> None:
     """Have numpy's OpenBLAS start no threads; to be called before numpy is imported.
 
@@ -421,6 +337,22 @@ def without_blas_threads() -> None:
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 
-def _source(name: str, flags: Mapping[str, Any]) -> str:
+def quiet_grpc() -> None:
+    """Switch gRPC's C++ log off unless the user has asked for it: its errors are raised as exceptions, too."""
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+
+
+def _format_error(error: Any, flags: Mapping[str, Any]) -> str:
+    field = str(error["loc"][0]) if error["loc"] else "settings"
+    message = str(error["msg"]).removeprefix("Value error, ")
+    if error["type"] == "extra_forbidden":
+        near = difflib.get_close_matches(field, Settings.model_fields, 1)
+        meant = f"; is {near[0]!r} meant?" if near else ""
+        return f"the configuration file sets {field!r}, which is no setting of axon-ps{meant}"
+    value = "" if field.endswith("token") else f" is {error['input']!r}"
+    return f"{_source(field, flags)}{value}: {message[0].lower()}{message[1:]}"
+
+
+def _source(field: str, flags: Mapping[str, Any]) -> str:
     """The flag that a value came from; else the variable by which it can be given."""
-    return f"--{name.replace('_', '-')}" if flags.get(name) is not None else f"{PREFIX}{name.upper()}"
+    return f"--{field.replace('_', '-')}" if flags.get(field) is not None else f"{PREFIX}{field.upper()}"

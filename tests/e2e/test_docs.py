@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from axon_ps import plugins
-from axon_ps.cli.settings import NAMES
+from axon_ps.cli.settings import Settings
 from axon_ps.simulate.scenario import Scenario
 from axon_ps.testing.chaos import campaign
 from page import ROOT, Block, blocks, label, named, shell_blocks
@@ -81,7 +81,7 @@ def test_a_configuration_file_is_one(page: Path, block: Block) -> None:
     elif page.name == "simulate.md":
         assert Scenario.of(given).num_hosts
     else:
-        assert set(given) <= set(NAMES)
+        assert set(given) <= set(Settings.model_fields)
 
 
 @pytest.mark.parametrize(("page", "block"), named("dockerfile"), ids=label)

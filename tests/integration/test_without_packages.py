@@ -10,7 +10,7 @@ from deadlines import HANG_S
 
 ROOT = Path(__file__).parents[2]
 OF_FEATURES = ("aiohttp", "cryptography", "grpc_health", "grpc_reflection", "jwt", "prometheus_client")
-OF_THE_COMMAND_LINE = ("rich", "typer")
+OF_THE_COMMAND_LINE = ("pydantic_settings", "rich", "typer")
 JOB = """
 import sys
 sys.modules.update(dict.fromkeys(sys.argv[1:]))  # importing one raises ImportError

@@ -21,7 +21,7 @@ from helm_python import Chart
 from kubeflow_trainer_api import models as trainer
 
 from axon_ps.cli.serve import DRAIN_S
-from axon_ps.cli.settings import NAMES, PREFIX
+from axon_ps.cli.settings import PREFIX, Settings
 from parsed_commands import entry_point, understood
 
 ROOT = Path(__file__).parents[2]
@@ -162,7 +162,7 @@ def test_a_wrong_one_is_refused(break_it: Callable[[Any], None], kind: str) -> N
 
 def test_the_command_line_understands_every_container(manifests: list[Manifest]) -> None:
     (config,) = [m for m in manifests if m["kind"] == "ConfigMap"]
-    ours = {f"{PREFIX}{field.upper()}" for field in NAMES}
+    ours = {f"{PREFIX}{field.upper()}" for field in Settings.model_fields}
     for _, template in pod_templates(manifests):
         (container,) = template["spec"]["containers"]
         names = {*config["data"], *(e["name"] for e in container["env"])}

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from axon_ps.cli.serve import DRAIN_S
-from axon_ps.cli.settings import NAMES, PREFIX
+from axon_ps.cli.settings import PREFIX, Settings
 from axon_ps.worker.environment import worker_config
 from parsed_commands import entry_point, understood
 
@@ -119,7 +119,7 @@ def test_cpu_is_what_one_gets_and_cuda_a_profile() -> None:
 
 @pytest.mark.parametrize("name", sorted(JOB))
 def test_every_variable_is_read_by_somebody(name: str, tmp_path: Path) -> None:
-    ours = {f"{PREFIX}{field.upper()}" for field in NAMES}
+    ours = {f"{PREFIX}{field.upper()}" for field in Settings.model_fields}
     for variable in COMPOSE["services"][name]["environment"]:
         assert variable in ours or not variable.startswith(PREFIX)
     environment = {k: interpolated(str(v)) for k, v in COMPOSE["services"][name]["environment"].items()}

@@ -26,7 +26,7 @@ sys.exit(axon_ps_cli.main(["status", "--coordinator", "127.0.0.1:1"]))
 
 
 @pytest.mark.parametrize(
-    "module", ["axon_ps", "typer", "axon_ps.cli.settings", "axon_ps.cli.status", "axon_ps.coordinator", "grpc"]
+    "module", ["axon_ps", "typer", "axon_ps.cli.settings", "axon_ps.cli.status", "pydantic_settings", "grpc"]
 )
 def test_it_ends_without_a_traceback(module: str) -> None:
     done = subprocess.run([sys.executable, "-c", PROGRAM, module], capture_output=True, text=True, timeout=HANG_S)

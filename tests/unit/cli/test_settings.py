@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import sys
 from pathlib import Path
 
@@ -91,10 +90,7 @@ def test_the_report_hides_the_token(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"coordinator": "host:99999"}, "--coordinator is 'host:99999'"),
         ({"log_level": "loud"}, "--log-level is 'loud'"),
         ({"log": "pretty"}, "--log is 'pretty'"),
-        ({"job": ""}, "--job is '': it must have 1 to 128 characters"),
-        ({"http_port": 65536}, "--http-port is 65536: it must be 0 to 65535"),
-        ({"trace_every": -1}, "--trace-every is -1: it must be 0 or more"),
-        ({"memory_gb": math.nan}, "--memory-gb is nan: it must be 0 to 1e+06"),
+        ({"job": ""}, "--job is ''"),
         ({"config": Path("/no/such/file.toml")}, "/no/such/file.toml does not exist"),
     ],
 )
@@ -102,65 +98,6 @@ def test_wrong_values_name_the_flag(flags: dict[str, object], words: str) -> Non
     with pytest.raises(ConfigurationError) as caught:
         load(**flags)  # type: ignore[arg-type]
     assert words in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("name", "given", "meant"),
-    [
-        *(("tls", word, True) for word in ("1", "true", "Yes", "on")),
-        *(("tls", word, False) for word in ("0", "FALSE", "no", "off")),
-        ("drain_s", "1.5", 1.5),
-        ("http_port", "0", 0),
-        ("bulk_port", "-1", -1),
-        ("token_file", "pyproject.toml", Path("pyproject.toml")),
-        ("log_level", "debug", "DEBUG"),
-        ("log", "rich", LogStyle.RICH),
-    ],
-)
-def test_variables_are_read_as_what_they_set(
-    name: str, given: str, meant: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "pyproject.toml").touch()
-    monkeypatch.setenv(f"AXON_PS_{name.upper()}", given)
-    assert getattr(load(), name) == meant
-
-
-@pytest.mark.parametrize(
-    ("name", "given", "words"),
-    [
-        ("tls", "maybe", "1 or 0, true or false"),
-        ("http_port", "80.5", "a whole number"),
-        ("drain_s", "soon", "a number"),
-        ("tls_lifetime_s", "0", "1 to "),
-    ],
-)
-def test_a_variable_that_cannot_be_read_is_refused(
-    name: str, given: str, words: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(f"AXON_PS_{name.upper()}", given)
-    with pytest.raises(ConfigurationError, match=f"AXON_PS_{name.upper()} is '{given}': it must be {words}"):
-        load()
-
-
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("job = 7", "AXON_PS_JOB is 7: it must be a string"),
-        ("http_port = true", "AXON_PS_HTTP_PORT is True: it must be a whole number"),
-        ("token = 7", "AXON_PS_TOKEN: it must be a string"),
-    ],
-)
-def test_a_file_says_numbers_and_words_as_such(text: str, words: str, tmp_path: Path) -> None:
-    (tmp_path / "axon.toml").write_text(text)
-    with pytest.raises(ConfigurationError) as caught:
-        load(tmp_path / "axon.toml")
-    assert str(caught.value) == words
-
-
-def test_every_mistake_is_named_at_once() -> None:
-    with pytest.raises(ConfigurationError, match="--http-port is -1: .*; --drain-s is -1: "):
-        load(http_port=-1, drain_s=-1)
 
 
 def test_wrong_values_name_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
