@@ -29,6 +29,7 @@ WORKERS_IMPORT = (
     "torch._dynamo",  # by torch's FSDP2 and its compiler
     "axon_ps.parallel",
     "axon_ps.worker.world",
+    "pytest",  # by the test's module, in which its worker is
     *SERVICES_IMPORT,
 )
 """What nearly every worker of a test imports; one process does it for all of them, and for services that fork."""

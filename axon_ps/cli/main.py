@@ -7,6 +7,7 @@ needs when it runs: a job starts this program once for each of its services.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import os
 import sys
@@ -75,6 +76,12 @@ def application(named: str | None = None) -> Commands:
     return app
 
 
+@functools.cache
+def commands(named: str | None = None) -> Any:
+    """What typer makes of `application(named)`, which takes it a while; a fork server makes it before it forks."""
+    return typer.main.get_command(application(named))
+
+
 def _show_version(wanted: bool) -> None:
     if wanted:
         print(f"axon-ps {__version__}")
@@ -108,7 +115,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         quiet_grpc()
         words = sys.argv[1:] if argv is None else argv
         named = next((word for word in words if not word.startswith("-")), None)
-        application(named)(args=words, prog_name="axon-ps")
+        commands(named)(args=words, prog_name="axon-ps")
     except SystemExit as exit_:  # how click ends: usage errors, --help, leave()
         return exit_.code if isinstance(exit_.code, int) else int(exit_.code is not None)
     except KeyboardInterrupt:

@@ -1,18 +1,16 @@
-"""Imported before workers and services fork: loads what they load when they first use it, so that no fork has to.
-
-That is the compiled loops, and what the command line reads its options with.
-"""
+"""Imported before workers and services fork: loads and makes what all of them use, so that no fork has to."""
 
 import contextlib
-import io
 
+from axon_ps.cli.main import commands
 from axon_ps.compress import cast
 from axon_ps.optim import registry
-from axon_ps.testing.fork_server import run_command
 from axon_ps.types import DType
 
 _sgd = registry.create("sgd")
 _sgd.warm_up([_sgd.validate({"lr": 0.1, "momentum": 0.5})], None)
 cast.warm_up(DType.F32)
-with contextlib.redirect_stdout(io.StringIO()):
-    run_command(["auth", "table", "--json"])
+for _name in ("coordinator", "shard"):  # parsing makes what checks an option, when it first sees the option
+    commands(_name).commands[_name].make_context(_name, []).close()
+with contextlib.suppress(ImportError):  # an extra; each server serves it
+    import grpc_reflection.v1alpha.reflection  # noqa: F401
