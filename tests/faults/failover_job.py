@@ -34,8 +34,8 @@ ETCD_S = 5.0
 """How long a job is watched after a member of etcd was killed: longer than a lease."""
 
 
-def train(directory: Path) -> Any:
-    """Make steps up to the version that the file `stop` says; the values at the end."""
+def train(directory: Path, pause_s: float = PAUSE_S) -> Any:
+    """Make steps, with a pause after each, up to the version that the file `stop` says; the values at the end."""
     torch.set_num_threads(1)
     with axon_ps.World.init(timeout_s=60.0) as world:
         model = parallel.FSDP(
@@ -50,7 +50,7 @@ def train(directory: Path) -> Any:
                 entry = [time.monotonic(), result.version, result.committed, world.num_replicas]
                 log.write(json.dumps(entry) + "\n")
                 log.flush()
-                time.sleep(PAUSE_S)
+                time.sleep(pause_s)
         return model.state_dict()["weight"].numpy().copy()
 
 
