@@ -1,8 +1,8 @@
 """PyTorch's own ways to train, on whatever backend torch.distributed has; `test_c10d_parity` runs them over two.
 
 Each scenario trains a small model for `STEPS` steps and returns all of its parameters. What a step costs here is the
-dispatch of each operation on a `DTensor`, so the optimizer is one that has few, and takes all parameters at once; and
-it is SGD, which also shows a gradient that is some factor too large.
+dispatch of each operation on a `DTensor`, so the optimizer is one that has few, for all parameters at once; and it is
+SGD, which also shows a gradient that is some factor too large.
 """
 
 from __future__ import annotations

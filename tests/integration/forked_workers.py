@@ -23,6 +23,12 @@ from typing import Any
 _PR_SET_PDEATHSIG = 1
 
 
+def in_a_worker(path: str) -> None:
+    """As `main`, in a worker of a cluster, which has imported most of it already."""
+    if main(path):
+        raise RuntimeError("a worker has failed; its output shows how")
+
+
 def main(path: str) -> int:
     """Run everything; 0 when every worker ended well."""
     plan = json.loads(Path(path).read_text())

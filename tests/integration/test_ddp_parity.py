@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import forked_workers
 import tables
 from axon_ps.testing import LocalCluster
 from deadlines import WHOLE_S
@@ -22,7 +23,7 @@ def test_every_way_to_average_gives_what_torch_gives_on_one_to_four_ranks(
         environments = [cluster.env(rank) for rank in range(RANKS)]
         plan = {"path": str(HERE), "runs": [["ddp_scenarios", [str(RANKS), str(tmp_path)], environments]]}
         (tmp_path / "runs.json").write_text(json.dumps(plan))
-        cluster.run_workers(HERE / "forked_workers.py", n=1, args=(tmp_path / "runs.json",), timeout_s=WHOLE_S)
+        cluster.run_workers(forked_workers.in_a_worker, n=1, args=(str(tmp_path / "runs.json"),), timeout_s=WHOLE_S)
     for rank in range(RANKS):
         found = json.loads((tmp_path / f"{rank}.json").read_text())
         assert len(found) == (RANKS - rank) * SCENARIOS
