@@ -24,7 +24,7 @@ from deadlines import HANG_S
 from parity_model import BATCH, CONTEXT, VOCAB, Block, build
 from tables import Record
 
-STEPS, BAD_STEP, LAST = 60, 25, 10
+STEPS, BAD_STEP, LAST = 30, 12, 10
 OPTIONS = PlanOptions(chunk_numel=512, min_slice_numel=128)
 
 
@@ -43,7 +43,7 @@ def plain_losses(replicas: int) -> list[float]:
     """Plain torch in f32 on the joined batch; the loss of every step."""
     torch.set_num_threads(1)
     model, losses = build(), []
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=6e-3)
     for step in range(STEPS):
         loss = model(torch.cat([sequences(step, r) for r in range(replicas)]))
         loss.backward()
@@ -94,7 +94,7 @@ def train_compressed(per_node: int, wire_dtype: str, reduce_dtype: str) -> Any:
             plan_options=OPTIONS,
             prefetch=False,  # so that every gather that begins is waited for, and its bytes are counted
         )
-        optimizer = parallel.AdamW(model, lr=3e-3)
+        optimizer = parallel.AdamW(model, lr=6e-3)
         before = model.statistics()
         losses: list[float] = []
         while len(losses) < STEPS:
