@@ -4,6 +4,7 @@ module.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
 import signal
@@ -64,6 +65,36 @@ def context(store: Any, rank: int, n: int, *, name: str = "test", timeout_s: flo
     )
 
 
+@functools.lru_cache(128)
+def values(rank: int, numel: int, dtype: DType, salt: int = 0) -> Array:
+    """What a rank contributes: every rank can make everybody's, and does so once. Read-only."""
+    made = _values(rank, numel, dtype, salt)
+    made.setflags(write=False)
+    return made
+
+
+def _values(rank: int, numel: int, dtype: DType, salt: int) -> Array:
+    random = np.random.default_rng(1000 * salt + rank)
+    if dtype is DType.INT8_BLOCK:
+        return oracle.values(dtype, numel, salt, rank)
+    if dtype is DType.BOOL:
+        return random.integers(0, 2, numel).astype(np.bool_)
+    if dtype is DType.BF16:
+        return (random.standard_normal(numel).astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
+    if dtype.is_float:
+        return random.standard_normal(numel).astype(dtype.numpy)
+    return random.integers(0, 100, numel).astype(dtype.numpy)
+
+
+@functools.lru_cache(16)
+def reduced(n: int, numel: int, op: ReduceOp, dtype: DType, salt: int = 0) -> Array:
+    """What `n` ranks reduce theirs to. Read-only."""
+    out = np.empty(numel, dtype.numpy)
+    ops.reduce_into(out, [values(r, numel, dtype, salt) for r in range(n)], op, dtype)
+    out.setflags(write=False)
+    return out
+
+
 class Rank:
     """The backend of one rank, with the calls counted, and an oracle for their results."""
 
@@ -76,29 +107,11 @@ class Rank:
         self.calls += 1
         return Call(sequence=self.calls - 1, operation=operation, dtype=dtype, counts=counts, **rest)
 
-    def values(self, rank: int, numel: int, dtype: DType, salt: int = 0) -> Array:
-        """What a rank contributes: every rank can make everybody's."""
-        random = np.random.default_rng(1000 * salt + rank)
-        if dtype is DType.INT8_BLOCK:
-            return oracle.values(dtype, numel, salt, rank)
-        if dtype is DType.BOOL:
-            return random.integers(0, 2, numel).astype(np.bool_)
-        if dtype is DType.BF16:
-            return (random.standard_normal(numel).astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
-        if dtype.is_float:
-            return random.standard_normal(numel).astype(dtype.numpy)
-        return random.integers(0, 100, numel).astype(dtype.numpy)
-
     def array(self, values: Array, dtype: DType) -> Array:
         """The values where this rank keeps its arrays."""
         array = self.backend.empty_shared(values.shape, dtype) if self.registered else np.empty_like(values)
         array[:] = values
         return array
-
-    def reduced(self, numel: int, op: ReduceOp, dtype: DType, salt: int = 0) -> Array:
-        out = np.empty(numel, dtype.numpy)
-        ops.reduce_into(out, [self.values(r, numel, dtype, salt) for r in range(self.n)], op, dtype)
-        return out
 
 
 def same(what: str, got: Array, expected: Array) -> None:
@@ -111,40 +124,40 @@ def check_all(rank: Rank, dtype: DType, numel: int, op: ReduceOp) -> None:
     b, me, n = rank.backend, rank.rank, rank.n
     root = numel % n
     what = f"{dtype.value}[{numel}] {op.value}, {n} ranks"
-    data = rank.array(rank.values(me, numel, dtype), dtype)
+    data = rank.array(values(me, numel, dtype), dtype)
     b.run(Request(call=rank.call(Operation.ALL_REDUCE, dtype, (numel,), op=op), data=data), TIMEOUT_S)
-    same(f"all_reduce {what}", data, rank.reduced(numel, op, dtype))
+    same(f"all_reduce {what}", data, reduced(n, numel, op, dtype))
 
-    data = rank.array(rank.values(me, numel, dtype), dtype)
+    data = rank.array(values(me, numel, dtype), dtype)
     b.run(Request(call=rank.call(Operation.REDUCE, dtype, (numel,), op=op, root=root), data=data), TIMEOUT_S)
-    same(f"reduce {what}", data, rank.reduced(numel, op, dtype) if me == root else rank.values(me, numel, dtype))
+    same(f"reduce {what}", data, reduced(n, numel, op, dtype) if me == root else values(me, numel, dtype))
 
-    data = rank.array(rank.values(me, numel, dtype), dtype)
+    data = rank.array(values(me, numel, dtype), dtype)
     b.run(Request(call=rank.call(Operation.BROADCAST, dtype, (numel,), root=root), data=data), TIMEOUT_S)
-    same(f"broadcast {what}", data, rank.values(root, numel, dtype))
+    same(f"broadcast {what}", data, values(root, numel, dtype))
 
     counts = tuple(numel // n + (3 * r if numel else 0) for r in range(n))
     begins = [0, *itertools.accumulate(counts)]
-    everything = np.concatenate([rank.values(r, counts[r], dtype) for r in range(n)])
+    everything = np.concatenate([values(r, counts[r], dtype) for r in range(n)])
     mine = slice(begins[me], begins[me + 1])
     for in_place in (False, True):
         output = rank.array(np.zeros_like(everything), dtype)
-        data = rank.array(rank.values(me, counts[me], dtype), dtype)
+        data = rank.array(values(me, counts[me], dtype), dtype)
         if in_place:
             output[mine] = data
             data = output[mine]
         b.run(Request(call=rank.call(Operation.ALL_GATHER, dtype, counts), output=output, data=data), TIMEOUT_S)
         same(f"all_gather {what}", output, everything)
 
-        data = rank.array(rank.values(me, begins[-1], dtype), dtype)
+        data = rank.array(values(me, begins[-1], dtype), dtype)
         part = data[mine] if in_place else rank.array(np.zeros(counts[me], dtype.numpy), dtype)
         b.run(
             Request(call=rank.call(Operation.REDUCE_SCATTER, dtype, counts, op=op), output=part, data=data), TIMEOUT_S
         )
-        same(f"reduce_scatter {what}", part, rank.reduced(begins[-1], op, dtype)[mine])
+        same(f"reduce_scatter {what}", part, reduced(n, begins[-1], op, dtype)[mine])
 
     output = rank.array(np.zeros_like(everything), dtype) if me == root else None
-    data = rank.array(rank.values(me, counts[me], dtype), dtype)
+    data = rank.array(values(me, counts[me], dtype), dtype)
     b.run(Request(call=rank.call(Operation.GATHER, dtype, counts, root=root), output=output, data=data), TIMEOUT_S)
     if output is not None:
         same(f"gather {what}", output, everything)
@@ -161,7 +174,7 @@ def check_all(rank: Rank, dtype: DType, numel: int, op: ReduceOp) -> None:
 
     # Rank i sends (i + 2 j) % 5 sevenths of its array to rank j.
     sent = [[(i + 2 * j) % 5 * numel // 7 for j in range(n)] for i in range(n)]
-    data = rank.array(rank.values(me, sum(sent[me]), dtype), dtype)
+    data = rank.array(values(me, sum(sent[me]), dtype), dtype)
     received = [sent[i][me] for i in range(n)]
     output = rank.array(np.zeros(sum(received), dtype.numpy), dtype)
     b.run(
@@ -174,17 +187,17 @@ def check_all(rank: Rank, dtype: DType, numel: int, op: ReduceOp) -> None:
         ),
         TIMEOUT_S,
     )
-    parts = [rank.values(i, sum(sent[i]), dtype)[sum(sent[i][:me]) :][: sent[i][me]] for i in range(n)]
+    parts = [values(i, sum(sent[i]), dtype)[sum(sent[i][:me]) :][: sent[i][me]] for i in range(n)]
     same(f"all_to_all {what}", output, np.concatenate(parts))
 
     b.run(Request(call=rank.call(Operation.BARRIER, DType.U8)), TIMEOUT_S)
     peer, source = (me + 1) % n, (me - 1) % n
-    data, output = rank.array(rank.values(me, numel, dtype), dtype), rank.array(np.zeros(numel, dtype.numpy), dtype)
+    data, output = rank.array(values(me, numel, dtype), dtype), rank.array(np.zeros(numel, dtype.numpy), dtype)
     if n > 1:
         turns = [lambda: b.send(data, dtype, peer, 7, TIMEOUT_S), lambda: b.recv(output, dtype, source, 7, TIMEOUT_S)]
         for turn in turns if me % 2 == 0 else reversed(turns):
             turn()
-        same(f"send and recv {what}", output, rank.values(source, numel, dtype))
+        same(f"send and recv {what}", output, values(source, numel, dtype))
 
 
 def everything(rank: Rank, options: dict[str, Any]) -> Any:
