@@ -15,7 +15,7 @@ from axon_ps import parallel
 from axon_ps.testing import LocalCluster
 from deadlines import HANG_S
 
-WIDTH, BLOCKS, BATCH, STEPS = 512, 6, 4, 3
+WIDTH, BLOCKS, BATCH, STEPS = 512, 4, 4, 3
 BLOCK_NUMEL = 2 * WIDTH * WIDTH + 2 * WIDTH  # two matrices with biases: one unit
 ROOT_NUMEL = 2 * WIDTH  # the norm
 CHUNK_BYTES = 1 << 20
