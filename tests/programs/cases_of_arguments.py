@@ -287,7 +287,12 @@ for _name, _script, _says, _for in (
         r"ModuleList|never called|no forward",
         SHARDED,
     ),
-    ("experts of unequal width", lambda side: trained(side, Unequal, units=(nn.Sequential,)), "", WRAPPERS),
+    (
+        "experts of unequal width",
+        lambda side: trained(side, Unequal, units=(nn.Sequential,)),
+        r"other units than each other",
+        WRAPPERS,
+    ),
     (
         "forward is a generator",
         lambda side: trained(

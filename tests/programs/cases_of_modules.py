@@ -253,7 +253,11 @@ for _optimizer, _hyper in (
         ("used every second step", lambda step, rank: step % 2 == 1),
     ):
         _with = f"{_optimizer}{' with momentum' if 'momentum' in _hyper else ''}"
-        add(f"modules: a layer {_when}, {_with}", lambda side, u=_use, o=_optimizer, h=_hyper: _unused(side, u, o, h))
+        add(
+            f"modules: a layer {_when}, {_with}",
+            lambda side, u=_use, o=_optimizer, h=_hyper: _unused(side, u, o, h),
+            says=r"other units than each other",
+        )
 
 
 class Again(nn.Linear):
