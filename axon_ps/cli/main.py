@@ -113,9 +113,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         from axon_ps.cli.settings import quiet_grpc
 
         quiet_grpc()
-        words = sys.argv[1:] if argv is None else argv
-        named = next((word for word in words if not word.startswith("-")), None)
-        commands(named)(args=words, prog_name="axon-ps")
+        arguments = sys.argv[1:] if argv is None else argv
+        named = next((argument for argument in arguments if not argument.startswith("-")), None)
+        commands(named)(args=arguments, prog_name="axon-ps")
     except SystemExit as exit_:  # how click ends: usage errors, --help, leave()
         return exit_.code if isinstance(exit_.code, int) else int(exit_.code is not None)
     except KeyboardInterrupt:
