@@ -97,6 +97,7 @@ class BackendName(enum.StrEnum):
 
 
 Backend = BackendName
+"""Its public name, `axon_ps.Backend`."""
 
 
 class ReduceOp(enum.Enum):

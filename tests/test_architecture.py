@@ -78,7 +78,7 @@ def test_the_command_line_loads_only_what_its_help_needs() -> None:
 
 
 def test_a_launcher_loads_neither_arrays_nor_grpc_nor_what_other_commands_need() -> None:
-    """What it loads is also loaded by each service that it starts."""
+    """Each service that it starts loads the same again."""
     code = (
         "import sys, tempfile; from axon_ps.cli import main; file = tempfile.NamedTemporaryFile(suffix='.py');"
         "code = main.main(['run', '--shards', '1', file.name]); print(code, file=sys.stderr);"

@@ -78,7 +78,7 @@ def application(named: str | None = None) -> Commands:
 
 @functools.cache
 def commands(named: str | None = None) -> Any:
-    """What typer makes of `application(named)`, which takes it a while; a fork server makes it before it forks."""
+    """Typer's own form of `application(named)`, which takes a while to build; a fork server does it before it forks."""
     return typer.main.get_command(application(named))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import runpy
 import subprocess
 import sys
 import tempfile
@@ -33,6 +34,12 @@ def axon_ps(*arguments: str, **values: str) -> subprocess.CompletedProcess[str]:
         result = command.result(WHOLE_S)
         assert not result.error, result.error
         return subprocess.CompletedProcess(arguments, result.value, out.read_text(), err.read_text())
+
+
+def run_script(path: str, *arguments: str) -> None:
+    """A worker that is a script, and has imported torch."""
+    sys.argv = [path, *arguments]
+    runpy.run_path(path, run_name="__main__")
 
 
 def _run(out: str, err: str, arguments: Sequence[str]) -> int:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import runpy
-import sys
 from pathlib import Path
 
 import torch
@@ -15,6 +13,7 @@ from torch import nn
 import axon_ps
 from axon_ps.testing import LocalCluster
 from command_line import axon_ps as run_cli
+from command_line import run_script
 from deadlines import HANG_S
 
 TRAIN = """
@@ -86,12 +85,6 @@ def test_an_operator_saves_restores_and_exports_a_running_job(tmp_path: Path) ->
     assert damaged.returncode == 1
     assert victim.name in damaged.stderr
     assert damaged.stderr.count("\n") == 1
-
-
-def run_script(path: str, *arguments: str) -> None:
-    """A worker that is a script, and has imported torch."""
-    sys.argv = [path, *arguments]
-    runpy.run_path(path, run_name="__main__")
 
 
 def test_a_run_goes_on_from_a_checkpoint(tmp_path: Path) -> None:

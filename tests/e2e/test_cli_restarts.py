@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import runpy
 import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from axon_ps.testing import LocalCluster
-from command_line import axon_ps
+from command_line import axon_ps, run_script
 
 DIES_FIRST = """
 import json, os, pickle, signal, sys
@@ -119,11 +118,6 @@ with axon_ps.World.init() as world:
     values = b"".join(value.numpy().tobytes() for value in model.state_dict().values())
     print(hashlib.sha256(values).hexdigest())
 """
-
-
-def run_script(path: str) -> None:
-    """A worker that is a script, and has imported torch."""
-    runpy.run_path(path, run_name="__main__")
 
 
 def test_a_shard_server_that_dies_is_replaced_and_the_job_goes_on_from_a_checkpoint(

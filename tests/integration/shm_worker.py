@@ -67,7 +67,7 @@ def context(store: Any, rank: int, n: int, *, name: str = "test", timeout_s: flo
 
 @functools.lru_cache(128)
 def values(rank: int, numel: int, dtype: DType, salt: int = 0) -> Array:
-    """What a rank contributes: every rank can make everybody's, and does so once. Read-only."""
+    """A rank's contribution, read-only: every rank can make everybody's, and does so once."""
     made = _values(rank, numel, dtype, salt)
     made.setflags(write=False)
     return made
@@ -88,7 +88,7 @@ def _values(rank: int, numel: int, dtype: DType, salt: int) -> Array:
 
 @functools.lru_cache(16)
 def reduced(n: int, numel: int, op: ReduceOp, dtype: DType, salt: int = 0) -> Array:
-    """What `n` ranks reduce theirs to. Read-only."""
+    """The reduction of the contributions of `n` ranks, read-only."""
     out = np.empty(numel, dtype.numpy)
     ops.reduce_into(out, [values(r, numel, dtype, salt) for r in range(n)], op, dtype)
     out.setflags(write=False)

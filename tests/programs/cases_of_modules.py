@@ -256,7 +256,7 @@ for _optimizer, _hyper in (
         add(
             f"modules: a layer {_when}, {_with}",
             lambda side, u=_use, o=_optimizer, h=_hyper: _unused(side, u, o, h),
-            says=r"other units than each other",
+            says=r"other units than each other" if "alone" in _when else "",
         )
 
 

@@ -18,6 +18,7 @@ from axon_ps.types import INT8_BLOCK_NUMEL, Array, DType, ReduceOp
 
 HALVES = (DType.BF16, DType.F16)
 _POOL_NUMEL = 1 << 13
+"""Data of more than an eighth of it is drawn anew for each call."""
 _BITWISE = (ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR)
 _ROUNDINGS = 2
 """How often a sum of blocks may be rounded besides the last time: inside a node, and when nodes are weighed."""
