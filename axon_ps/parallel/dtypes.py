@@ -49,7 +49,8 @@ class MixedPrecision:
 
     Attributes:
         param_dtype: parameters during forward and backward; None = the dtype the model was built with.
-        wire_dtype: parameters on their way from the servers; None = as `param_dtype`.
+        wire_dtype: parameters on their way from the servers; None = as `param_dtype`, or what holds the values of all
+            parameters as they were built: f32 for units in bfloat16 beside units in f32.
         reduce_dtype: gradients on their way to the servers, where they are summed in f32; None = as `wire_dtype`.
         output_dtype: floating-point outputs of the whole model; None = as they come.
         buffer_dtype: floating-point buffers; None = as they were built.

@@ -177,8 +177,10 @@ def sample(cases: Sequence[Case], every: int = 1) -> list[tuple[Case, Configurat
     met = Counter[tuple[object, ...]]()
     taken = []
     for family, members in itertools.groupby(cases, key=lambda each: each.family):
-        for each in list(members)[::every]:
-            best = min(configurations(each), key=lambda how: sum(met[pair] for pair in _pairs(family, how)))
+        for each in sorted(
+            list(members)[::every], key=lambda each: len(each.wrappers)
+        ):  # those with least choice first
+            best = min(configurations(each), key=lambda how: _times(met, _pairs(family, how)))
             met.update(_pairs(family, best))
             taken.append((each, best))
     return taken
@@ -187,6 +189,11 @@ def sample(cases: Sequence[Case], every: int = 1) -> list[tuple[Case, Configurat
 def _pairs(family: str, how: Configuration) -> list[tuple[object, ...]]:
     facts = (("family", family), ("wrapper", how.wrapper), ("mapped", how.mapped), ("workers", how.workers))
     return [(*a, *b) for a, b in itertools.combinations(facts, 2)]
+
+
+def _times(met: Counter[tuple[object, ...]], pairs: list[tuple[object, ...]]) -> tuple[int, int]:
+    """How often a family has met this wrapper, and all pairs together."""
+    return met[pairs[0]], sum(met[pair] for pair in pairs)
 
 
 # ---------------------------------------------------------------------- running
@@ -223,7 +230,8 @@ def _plain(name: str, workers: int) -> list[Ended] | str:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            return [Ended(values) for values in run_plain(CASES[name].script, workers)]
+            ranks = run_plain(CASES[name].script, workers)
+            return [Ended({key: _sendable(torch.as_tensor(v)) for key, v in values.items()}) for values in ranks]
         except Exception as error:
             return f"{type(error).__name__}: {error}"
 

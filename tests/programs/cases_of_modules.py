@@ -563,6 +563,26 @@ add(
 )
 
 
+class Adapted(nn.Module):
+    """A frozen block in a dtype of its own, and what is trained on it in f32."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.dtype = dtype
+        self.base = Block().to(dtype).requires_grad_(False)
+        self.adapter = Block()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.adapter(self.base(x.to(self.dtype)).float()).mean(-1, keepdim=True)
+
+
+for _dtype in (torch.bfloat16, torch.float16):
+    add(
+        f"modules: units in float32 on a frozen one in {str(_dtype).removeprefix('torch.')}",
+        lambda side, d=_dtype: trained(side, lambda: Adapted(d), optimizer="SGD", hyper={"lr": 0.1}, units=(Block,)),
+    )
+
+
 def _float(p: torch.Tensor) -> torch.Tensor:
     return p.float()
 

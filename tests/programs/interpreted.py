@@ -17,6 +17,8 @@ from program_model import DTYPES, WIDTH, Boom, Layer, Module, hook, plain
 from sides import Side, Values, built
 
 BATCH = 4
+EPSILON = 2.0**-23
+"""Of f32."""
 
 
 @dataclass
@@ -44,19 +46,20 @@ class Kept:
     uncommitted: list[int] = field(default_factory=list)
 
 
-def run(program: Program, side: Side, *, dtype: str | None = None, snapshots: bool = False) -> Kept:
+def run(program: Program, side: Side, *, dtype: str | None = None, jitter: int = 0, snapshots: bool = False) -> Kept:
     """Run it to its end, or to its first error.
 
     Args:
         program: the program.
         side: on which it runs.
         dtype: in place of the module's, for an estimate of what rounding does.
+        jitter: seed of changes to the batches that are as small as f32's rounding, for the same; 0 = none.
         snapshots: keep the values after each operation.
     """
     kept = Kept()
     made: list[Any] = []
     try:
-        loop = Loop(program, side, kept, dtype)
+        loop = Loop(program, side, kept, dtype, jitter)
         made.append(loop)
         if snapshots:
             kept.after.append(side.values(loop.model))
@@ -80,8 +83,8 @@ def run(program: Program, side: Side, *, dtype: str | None = None, snapshots: bo
 class Loop:
     """The state of a program that runs."""
 
-    def __init__(self, program: Program, side: Side, kept: Kept, dtype: str | None) -> None:
-        self.program, self.side, self.kept = program, side, kept
+    def __init__(self, program: Program, side: Side, kept: Kept, dtype: str | None, jitter: int) -> None:
+        self.program, self.side, self.kept, self.jitter = program, side, kept, jitter
         self.dtype = DTYPES[dtype or program.net.dtype]
         module = built(lambda: _module(program, dtype), side.rank if program.first_differ else 0)
         hook(module, after=False)
@@ -127,6 +130,9 @@ class Loop:
     def _batch(self, number: int, micro: int) -> tuple[torch.Tensor, torch.Tensor]:
         made = torch.Generator().manual_seed(1000 * number + 10 * micro + self.side.rank)
         x, y = torch.randn(2, BATCH, WIDTH, generator=made, dtype=torch.float64)
+        if self.jitter:
+            made = torch.Generator().manual_seed(self.jitter)
+            x = x * (1 + EPSILON * torch.randn(x.shape, generator=made, dtype=torch.float64))
         return x.to(self.dtype), y.to(self.dtype)
 
     # ------------------------------------------------------------------ what is done

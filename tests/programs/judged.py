@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import tempfile
 import warnings
 from dataclasses import dataclass
@@ -16,7 +17,10 @@ from sides import Values, Wrapped, distance, run_plain, worst_of
 TOLERANCE = {"f32": 1e-5, "f64": 1e-5, "bf16": 0.02}
 """Of a parameter or buffer, ||a - b|| / ||b||; servers have masters in f32."""
 ROUNDING = 30.0
-"""What is allowed beside it, in units of what another precision changes in torch's own values."""
+"""What is allowed beside it, in units of what another precision and two jitters change in torch's own values.
+
+A true gradient of zero (of a bias before a batch norm) is one of 1e-9, up or down, that Adam makes a step of.
+"""
 REFUSALS = ("InvalidRequest", "Misuse", "StepAborted")
 """Classes of errors that a user's program may get; others of our tree blame somebody else."""
 WRONG, FOREIGN, HANG, LATE, ODD = "wrong value", "foreign error", "hang", "refused too late", "misleading error"
@@ -47,11 +51,11 @@ def wrapped(world: Any, text: str, uri: str) -> Kept:
     return run(program, Wrapped(world, program.strategy, uri, torchs=program.torchs))
 
 
-def plain(program: Program, dtype: str | None = None) -> list[Kept]:
-    """The same on plain torch, by rank."""
+def plain(program: Program, **other: Any) -> list[Kept]:
+    """The same on plain torch, by rank; `other` are the arguments of `run` for an estimate of rounding."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return run_plain(lambda side: run(program, side, dtype=dtype, snapshots=True), program.workers)
+        return run_plain(lambda side: run(program, side, **other, snapshots=True), program.workers)
 
 
 def judge(program: Program, shared: SharedWorkers) -> Verdict:
@@ -90,32 +94,63 @@ def compare(program: Program, wanted: list[Kept], got: list[Kept | Failed]) -> V
     return worst[0]
 
 
-Rounding = list[dict[str, float]]
+@dataclass(frozen=True)
+class Rounding:
+    """How far a rank's values move by rounding.
+
+    Attributes:
+        values: by name, after each operation.
+        losses: per operation, of each forward.
+    """
+
+    values: list[dict[str, float]]
+    losses: list[list[float]]
 
 
 def _rounding(program: Program, wanted: list[Kept]) -> list[Rounding] | None:
-    """By rank, after each operation, how far each value moves in another precision; None where torch refuses that."""
+    """The furthest that torch's own values move, by rank; None where torch refuses another precision."""
     try:
-        other = plain(program, "f32" if program.net.dtype == "f64" else "f64")
+        others = [
+            plain(program, dtype="f32" if program.net.dtype == "f64" else "f64"),
+            plain(program, jitter=1),
+            plain(program, jitter=2),
+        ]
     except Exception:
         return None
-    if any(o.error for o in other):
+    if any(kept.error for other in others for kept in other):
         return None
-    return [
-        [{n: distance(a[n], v) for n, v in b.items()} for a, b in zip(o.after, w.after, strict=True)]
-        for o, w in zip(other, wanted, strict=True)
-    ]
+    return [_moved(own, [other[rank] for other in others]) for rank, own in enumerate(wanted)]
+
+
+def _moved(own: Kept, others: list[Kept]) -> Rounding:
+    return Rounding(
+        values=[
+            {name: max(distance(o.after[i][name], value) for o in others) for name, value in values.items()}
+            for i, values in enumerate(own.after)
+        ],
+        losses=[
+            [max(_apart(o.losses[i][k], loss) for o in others) for k, loss in enumerate(losses)]
+            for i, losses in enumerate(own.losses)
+        ],
+    )
+
+
+def _apart(a: float, b: float) -> float:
+    """|a - b|; inf where only one of them is a number."""
+    return abs(a - b) if math.isfinite(a - b) else math.inf
 
 
 def _of_rank(program: Program, rank: int, wanted: Kept, got: Kept, rounding: Rounding | None) -> Verdict:
     if wanted.error:
         return Verdict(VOID, wanted.error)
     uncommitted = f"; not committed: {got.uncommitted}" if got.uncommitted else ""
-    if (number := _first_other_loss(program, wanted, got)) >= 0:
+    if (number := _first_other_loss(program, wanted, got, rounding)) >= 0:
         text = f"operation {number}: losses {got.losses[number]}, torch's {wanted.losses[number]}{uncommitted}"
         return Verdict(WRONG if not got.error else LATE, f"rank {rank}: {text}; {got.error[:200]}")
     if not got.error:
-        text = worst_of(got.values, wanted.after[-1], _allowed(program, wanted.after[-1], rounding and rounding[-1]))
+        text = worst_of(
+            got.values, wanted.after[-1], _allowed(program, wanted.after[-1], rounding and rounding.values[-1])
+        )
         return Verdict(WRONG, f"rank {rank}: {text}{uncommitted}") if text else Verdict(SAME)
     if "AxonError" not in got.kind:
         return Verdict(FOREIGN, f"rank {rank}, operation {got.at}: {got.kind[0]}: {got.error[:300]}\n{got.where}")
@@ -132,7 +167,7 @@ def _wrong_at_refusal(program: Program, wanted: Kept, got: Kept, rounding: Round
     for moment in (got.at, min(got.at + 1, len(wanted.after) - 1)):
         values = {n: v for n, v in wanted.after[moment].items() if not _is_buffer(n)}
         ours = {n: v for n, v in got.values.items() if not _is_buffer(n)}
-        texts.append(worst_of(ours, values, _allowed(program, values, rounding and rounding[moment])))
+        texts.append(worst_of(ours, values, _allowed(program, values, rounding and rounding.values[moment])))
     return texts[0] if all(texts) else ""
 
 
@@ -158,10 +193,11 @@ def _limit(program: Program, values: Values, rounding: dict[str, float], name: s
     return relative * max(float(values[name].double().norm()), 1e-3) + ROUNDING * rounding.get(name, 0.0)
 
 
-def _first_other_loss(program: Program, wanted: Kept, got: Kept) -> int:
+def _first_other_loss(program: Program, wanted: Kept, got: Kept, rounding: Rounding | None) -> int:
     relative = 1e-3 if {program.net.dtype, *(b.dtype for b in program.net.blocks)} <= {"f32", "f64", ""} else 0.1
     for number, (ours, torchs) in enumerate(zip(got.losses, wanted.losses, strict=False)):
-        for a, b in zip(ours, torchs, strict=False):
-            if not abs(a - b) <= relative * max(abs(b), 1e-3) and not (a != a and b != b):
+        for k, (a, b) in enumerate(zip(ours, torchs, strict=False)):
+            limit = relative * max(abs(b), 1e-3) + (ROUNDING * rounding.losses[number][k] if rounding else 0.0)
+            if not abs(a - b) <= limit and not (a != a and b != b):
                 return number
     return -1

@@ -2,7 +2,8 @@
 
 Plain torch at n workers is n threads with a model each, as n processes under DDP would have: gradients are averaged
 over them before a step (or before they are clipped), and a rank without a gradient counts as one of zeros if another
-rank has one. First values are rank 0's. Buffers are each rank's own. Values, hooks, optimizers, schedulers are torch's.
+rank has one. First values are rank 0's, and so is what is saved. Buffers are each rank's own. Values, hooks,
+optimizers and schedulers are torch's.
 """
 
 from __future__ import annotations
@@ -130,7 +131,9 @@ class Plain:
 
     def save(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """See `Side`."""
-        self._saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+        state = self._meeting.exchange(self.rank, (model.state_dict(), optimizer.state_dict()))[0]
+        self._saved = copy.deepcopy(state)
+        self._meeting.exchange(self.rank, None)
 
     def load(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """See `Side`."""

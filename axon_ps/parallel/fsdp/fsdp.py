@@ -21,7 +21,7 @@ from axon_ps.collectives.process_group import ProcessGroup
 from axon_ps.errors import InvalidRequest, Misuse
 from axon_ps.observe.metrics.sources import register
 from axon_ps.parallel.checkpoints import buffers
-from axon_ps.parallel.dtypes import TORCH_DTYPES, MixedPrecision
+from axon_ps.parallel.dtypes import MixedPrecision
 from axon_ps.parallel.fsdp import arguments, build, hooks, materialize, stats, wrap
 from axon_ps.parallel.fsdp.runtime import Runtime
 from axon_ps.parallel.fsdp.stats import FSDPMemoryStats, MemoryStats, UnitBytes
@@ -139,7 +139,7 @@ class FullyShardedDataParallel(ShardedValues):
         wrap.refuse_sparse(module, given.ignored_parameters)
         is_unit = given.auto_wrap_policy or (lambda child: isinstance(child, given.unit_types))
         wrapped_units = wrap.partition(module, is_unit, given.ignored_parameters)
-        built = TORCH_DTYPES[wrapped_units[0].unit.parameters[0].dtype]
+        built = wrap.widest_dtype(wrapped_units)
         layout = wrap.layout_of(wrapped_units)
         precision = mixed.wire(built)
         if replicated and (precision.param_compression or precision.grad_compression):

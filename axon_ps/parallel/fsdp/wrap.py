@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import reduce
 
 import torch
 from torch import nn
@@ -67,7 +68,7 @@ class Wrapping:
         spec: what the model is registered with.
         name: what the job calls it.
         device: where parameters compute.
-        built: the dtype that the model was built in.
+        built: the dtype that holds the values of all parameters as they were built.
         node_size: workers of a node.
         prefetch: gather units before they are needed.
         meter: counts the bytes of parameters.
@@ -233,6 +234,11 @@ def partition(
 def layout_of(wrapped_units: tuple[WrappedUnit, ...]) -> Layout:
     """The layout of these units."""
     return Layout(units=tuple(p.unit for p in wrapped_units))
+
+
+def widest_dtype(wrapped_units: tuple[WrappedUnit, ...]) -> torch.dtype:
+    """The dtype that holds the values of all parameters as they were built."""
+    return reduce(torch.promote_types, (TORCH_DTYPES[wrapped.unit.parameters[0].dtype] for wrapped in wrapped_units))
 
 
 def _unit_names(module: nn.Module, is_unit: Callable[[nn.Module], bool]) -> list[str]:
