@@ -189,7 +189,7 @@ def _run(side: Side, loop: Loop, make: Callable[[], nn.Module], optimizer: str, 
 for _name, _loop, _says in (
     ("three backwards without no_sync, one step", no_context, r"no_sync"),
     ("accumulation with no_sync", with_no_sync, ""),
-    ("every backward inside no_sync, then a step", all_in_no_sync, ""),
+    ("every backward inside no_sync, then a step", all_in_no_sync, r"every backward of a step inside"),
     ("zero_grad before the backward", zero_first, ""),
     ("a step without a backward", step_alone, ""),
     ("a gradient dropped by optimizer.zero_grad()", dropped, ""),

@@ -100,6 +100,7 @@ class DistributedDataParallel(nn.Module):
         if not named:
             raise InvalidRequest("no parameter of the module requires a gradient; there is nothing to average")
         self._trained = {param for _, param in named}
+        self._frozen = [(name, param) for name, param in module.named_parameters() if not param.requires_grad]
         self._slots = list(wrap.slots(module, self._trained))
         replicas.check_same(self._group, _described(module))
         self.sync_parameters()
@@ -119,7 +120,8 @@ class DistributedDataParallel(nn.Module):
         """Run the module.
 
         Raises:
-            Misuse: the last backward was broken off, a parameter was replaced, or this process is a fork of a worker.
+            Misuse: the last backward was broken off, a parameter was replaced, or trains that was frozen when it was
+                wrapped, or this process is a fork of a worker.
             AxonError: what broadcasting the buffers failed with.
         """
         if not torch.is_grad_enabled():
@@ -136,6 +138,11 @@ class DistributedDataParallel(nn.Module):
         return output
 
     def _check_parameters(self) -> None:
+        if late := next((name for name, param in self._frozen if param.requires_grad), ""):
+            raise Misuse(
+                f"parameter {late!r} was frozen when the module was wrapped and requires a gradient now, which would "
+                "not be averaged. Wrap the module while it requires one, then freeze it: requires_grad_(False)"
+            )
         if not any(slot.is_empty for slot in self._slots):
             return
         there = set(self.module.parameters())  # pruning and parametrizations give one another place

@@ -326,7 +326,10 @@ class FullyShardedDataParallel(ShardedValues):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backwards inside leave their gradients in `param.grad`, to be added to those of the next backward outside."""
+        """Backwards inside leave their gradients in `param.grad`, to be added to those of the next backward outside.
+
+        A step without one sends them too, but under NO_SHARD of several workers, where it is refused (`Misuse`).
+        """
         before, self._runtime.syncing = self._runtime.syncing, False
         try:
             yield

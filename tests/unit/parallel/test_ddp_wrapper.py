@@ -74,6 +74,21 @@ def test_a_parameter_that_is_replaced_is_named_and_one_that_is_moved_is_found() 
     on_ranks(1, body)
 
 
+def test_a_parameter_that_was_frozen_when_wrapped_and_trains_later_is_named() -> None:
+    def body(group: ProcessGroup) -> None:
+        module = two_layers()
+        module[0].requires_grad_(False)
+        model = DDP(module, group)
+        model(torch.ones(1, 4)).sum().backward()
+        module[0].requires_grad_(True)
+        with pytest.raises(Misuse, match=r"'0\.weight' was frozen when the module was wrapped"):
+            model(torch.ones(1, 4))
+        module[0].requires_grad_(False)
+        model(torch.ones(1, 4)).sum().backward()
+
+    on_ranks(2, body)
+
+
 class Checkpointed(nn.Module):
     """The first layer is recomputed `times` times in backward, inside a backward of its own."""
 

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from axon_ps import World
-from axon_ps.errors import InvalidRequest
+from axon_ps.errors import InvalidRequest, Misuse
 from axon_ps.parallel import FSDP, SGD, MixedPrecision, ShardingStrategy
 from axon_ps.testing import run_threads
 
@@ -210,3 +210,38 @@ def test_gradients_are_averaged_wherever_the_loss_comes_from(optimizer: Any) -> 
             want = trained(reference, kind, torch.optim.SGD(reference.parameters(), lr=0.1), 0, 1)
             for name, tensor in want.items():
                 torch.testing.assert_close(state[name], tensor, rtol=1e-6, atol=1e-6, msg=f"{kind}: {name}")
+
+
+@pytest.mark.parametrize("optimizer", [SGD, torch.optim.SGD])
+def test_no_step_is_made_of_gradients_that_were_not_averaged(optimizer: Any) -> None:
+    def worker(world: World) -> State:
+        model = wrapped(plain())
+        made = optimizer(model.parameters(), lr=0.1)
+        before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        with model.no_sync():
+            model(rows(0, world.rank, 2)).square().mean().backward()
+        with pytest.raises(Misuse, match=r"inside no_sync\(\).*sync_gradients\(\)"):
+            made.step()
+        torch.testing.assert_close(dict(model.state_dict()), before, rtol=0, atol=0)
+        model.sync_gradients()
+        made.step()
+        return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+    reference = plain()
+    made = torch.optim.SGD(reference.parameters(), lr=0.1)
+    reference(rows(0, 0, 1)).square().mean().backward()
+    made.step()
+    for state in run_threads(worker, 2, timeout_s=LIMIT_S):
+        torch.testing.assert_close(state, dict(reference.state_dict()), rtol=1e-6, atol=1e-6)
+
+
+def test_gradients_that_were_dropped_need_no_average() -> None:
+    def worker(world: World) -> None:
+        model = wrapped(plain())
+        made = torch.optim.SGD(model.parameters(), lr=0.1)
+        with model.no_sync():
+            model(rows(0, world.rank, 2)).square().mean().backward()
+        made.zero_grad()
+        made.step()
+
+    run_threads(worker, 2, timeout_s=LIMIT_S)

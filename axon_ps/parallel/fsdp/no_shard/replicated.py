@@ -9,6 +9,7 @@ element per parameter counts the workers that have a gradient of it: when none h
 optimizer skips it, as in plain torch.
 
 Invariant: after a backward outside `no_sync()`, `param.grad` is the average over the workers, of the same bits on all.
+No optimizer, torch's own neither, makes a step of other gradients: the workers' models would part.
 """
 
 from __future__ import annotations
@@ -22,11 +23,13 @@ from typing import Any, Self
 import numpy as np
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from axon_ps.collectives.objects import all_gather_object
 from axon_ps.collectives.work import Work
 from axon_ps.errors import InvalidRequest, Misuse
 from axon_ps.optim.registry import create
+from axon_ps.parallel.compile import uncompiled
 from axon_ps.parallel.ddp import replicas
 from axon_ps.parallel.dtypes import TORCH_DTYPES
 from axon_ps.parallel.fsdp.abstract_runtime import LOAD_FAILED
@@ -187,6 +190,7 @@ class ReplicatedRuntime(Runtime):
         self._change: OptimizerChange | None = None  # with the next step
         self._clipped_norm: float | None = None
         self._averaged = False  # `param.grad` are averages
+        self._has_local = False  # or have gradients in them that are this worker's alone
 
     @property
     def version(self) -> int:
@@ -255,7 +259,7 @@ class ReplicatedRuntime(Runtime):
             self.grad_meter.add(-flat.staged_bytes)
             flat.drop_staged()
             self.sent.drop(flat.index)
-        self._broken = self.has_gradients = self._averaged = False
+        self._broken = self.has_gradients = self._averaged = self._has_local = False
         return True
 
     @property
@@ -265,6 +269,7 @@ class ReplicatedRuntime(Runtime):
 
     def _after_backward(self) -> None:
         super()._after_backward()
+        self._has_local = self._group.size > 1
         if self.syncing:
             self._average()
 
@@ -276,7 +281,19 @@ class ReplicatedRuntime(Runtime):
         for flat, buffer in zip(self._trained, finished.results(), strict=True):
             flat.set_grads(buffer)
             self.grad_meter.add(-buffer.nbytes)
-        self._averaged = True
+        self._averaged, self._has_local = True, False
+
+    def check_averaged(self) -> None:
+        """Raise before a step of gradients that are this worker's alone.
+
+        Raises:
+            Misuse: there are some.
+        """
+        if self._has_local and self.has_grads:
+            raise Misuse(
+                "every backward of this step was inside no_sync(), so that its gradients are this worker's alone: "
+                "leave the last one outside, or call model.sync_gradients() before the step, on every worker"
+            )
 
     def push_accumulated(self) -> None:
         """Average the gradients accumulated inside `no_sync()`."""
@@ -428,6 +445,19 @@ class ReplicatedRuntime(Runtime):
 
     def _ours_or(self, optimizer: torch.optim.Optimizer | None) -> LocalOptimizer | torch.optim.Optimizer | None:
         return self._changed_optimizer() if optimizer in self.optimizers else optimizer
+
+
+@uncompiled
+def _check_averaged(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """Before a step of any optimizer."""
+    homes = (getattr(param, "_axon_home", None) for group in optimizer.param_groups for param in group["params"])
+    for model in {home.model() for home in homes if home is not None}:
+        runtime = getattr(model, "_runtime", None)
+        if isinstance(runtime, ReplicatedRuntime):
+            runtime.check_averaged()
+
+
+register_optimizer_step_pre_hook(_check_averaged)
 
 
 class LocalOptimizer:
