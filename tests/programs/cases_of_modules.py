@@ -583,6 +583,15 @@ for _dtype in (torch.bfloat16, torch.float16):
     )
 
 
+@case("modules: units of several dtypes, compressed", wrappers=("FULL_SHARD", "HYBRID_SHARD"), tolerance=0.05)
+def _(side: Side) -> Values:
+    from axon_ps.parallel import MixedPrecision
+
+    ours = getattr(side, "world", None) is not None
+    packed = {"mixed_precision": MixedPrecision(wire_dtype="int8", reduce_dtype=torch.float32)} if ours else {}
+    return trained(side, lambda: Adapted(torch.bfloat16), optimizer="SGD", hyper={"lr": 0.1}, units=(Block,), **packed)
+
+
 def _float(p: torch.Tensor) -> torch.Tensor:
     return p.float()
 

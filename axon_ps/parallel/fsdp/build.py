@@ -89,22 +89,18 @@ def server_runtime(
     in_node = None if node is None else node.device
 
     def is_buffered(unit: Unit) -> bool:
-        dtype = wrapping.compute_of(unit)
-        return TORCH_DTYPES[wrapping.wire_of(dtype)] != dtype or (wrapping.on_device and in_node is None)
+        return TORCH_DTYPES[wrapping.wire] != wrapping.compute_of(unit) or (wrapping.on_device and in_node is None)
 
-    wires = [(w.unit, wrapping.wire_of(wrapping.compute_of(w.unit))) for w in wrapped_units]
-    limit_bytes = BUFFERS * max(unit.numel * wire.itemsize for unit, wire in wires)
-    beside = [(unit, wire) for unit, wire in wires if resident and unit.trainable and is_buffered(unit)]
-    limit_bytes += sum(unit.numel * wire.itemsize for unit, wire in beside)
-    pool = BufferPool(limit_bytes, wrapping.meter, pinned=wrapping.on_device, device=in_node)
+    beside = [w for w in wrapped_units if resident and w.unit.trainable and is_buffered(w.unit)]
+    numel = BUFFERS * max(w.unit.numel for w in wrapped_units) + sum(w.unit.numel for w in beside)
+    pool = BufferPool(numel * wrapping.wire.itemsize, wrapping.meter, pinned=wrapping.on_device, device=in_node)
 
     def source_of(unit: Unit) -> ParameterSource:
         buffered = is_buffered(unit)
         if node is not None:
             return NodeSource(node, pool, buffered=buffered, on_device=in_node is not None)
         if has_host_copies:
-            wire = TORCH_DTYPES[wrapping.wire_of(wrapping.compute_of(unit))]
-            copy = host_empty(unit.numel, wire, pinned=wrapping.on_device)
+            copy = host_empty(unit.numel, TORCH_DTYPES[wrapping.wire], pinned=wrapping.on_device)
             wrapping.meter.add(copy.nbytes)
             return HostCopySource(client, copy)
         remote = RemoteSource(client, pool, buffered=buffered)
@@ -126,7 +122,7 @@ def _node_steps(wrapping: Wrapping, client: StepClient) -> NodeSteps:
         client,
         WorldNodeGroups(world, wrapping.node_size),
         wrapping.spec,
-        wrapping.wire_of(wrapping.precision.compute(wrapping.built)),
+        wrapping.wire,
         world.num_shards,
         device=wrapping.device if wrapping.on_device else None,
         retain_on_device=not wrapping.offload.offloads_params,

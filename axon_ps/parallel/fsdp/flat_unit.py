@@ -139,7 +139,7 @@ class FlatUnit:
         self.params = wrapped.params
         self.source = source
         dtype, device = wrapping.compute_of(unit), wrapping.device
-        self.wire = wrapping.wire_of(dtype)
+        self.wire = wrapping.wire
         self.wire_bytes = unit.numel * self.wire.itemsize
         self.resident = resident
         self._meter = wrapping.meter

@@ -457,7 +457,7 @@ class FullyShardedDataParallel(ShardedValues):
             strategy=self.strategy,
             offload=wrapping.offload,
             compute_bytes=compute.itemsize,
-            wire_bytes=wrapping.wire_of(compute).itemsize,
+            wire_bytes=wrapping.wire.itemsize,
             grad_bytes=self.spec.precision.grad.itemsize,
             built_bytes=built.itemsize,
             shard_numel=runtime.shard_numel,

@@ -92,9 +92,10 @@ class Wrapping:
         """What the parameters of a unit compute in."""
         return self.precision.compute(TORCH_DTYPES[unit.parameters[0].dtype])
 
-    def wire_of(self, compute: torch.dtype) -> DType:
-        """What is gathered as: the job's wire dtype, or what is computed in where that is decompressed."""
-        wire = self.spec.precision
+    @property
+    def wire(self) -> DType:
+        """What is gathered as: the job's wire dtype; what is compressed, in what the model computes in."""
+        wire, compute = self.spec.precision, self.precision.compute(self.built)
         return wire.param if wire.param_compression is None else dtype_from_torch(compute, "param_dtype")
 
     @property
