@@ -162,9 +162,17 @@ def _of_rank(program: Program, rank: int, wanted: Kept, got: Kept, rounding: Rou
 
 
 def _wrong_at_refusal(program: Program, wanted: Kept, got: Kept, rounding: Rounding | None) -> str:
-    """Which parameter has neither the value from before the operation that was refused nor that from after it."""
+    """Which parameter has neither the value from before the operation that was refused nor that from after it.
+
+    What is written to a unit that is unsharded, since a forward had no backward, is refused by whatever reads it next.
+    """
     texts = []
-    for moment in (got.at, min(got.at + 1, len(wanted.after) - 1)):
+    moments = [got.at, min(got.at + 1, len(wanted.after) - 1)]
+    for number in range(got.at - 1, -1, -1) if "was changed in place" in got.error else ():
+        if program.loop[number].kind in ("train", "step", "load", "load state"):
+            break
+        moments += [number] if program.loop[number].kind == "edit" else []
+    for moment in moments:
         values = {n: v for n, v in wanted.after[moment].items() if not _is_buffer(n)}
         ours = {n: v for n, v in got.values.items() if not _is_buffer(n)}
         texts.append(worst_of(ours, values, _allowed(program, values, rounding and rounding.values[moment])))

@@ -312,14 +312,14 @@ class FlatUnit:
             Misuse: one was changed in place. The memory is given back, so that nobody reads it.
         """
         versions = [p._version for p in self.params]
-        if versions == self._versions or not self.sharded:
+        if versions == self._versions or not (self._readable and self.sharded):
             return
         changed = zip(self.unit.parameters, versions, self._versions, strict=True)
         names = [p.name for p, now, before in changed if now != before]
         self.abandon()
         self.free_storage()
         raise Misuse(
-            f"parameter {names[0]!r} was changed in place while its unit ran (an assignment, clamp_(), "
+            f"parameter {names[0]!r} was changed in place (an assignment, clamp_(), "
             "Embedding(max_norm=...)), and what is written to the memory of a sharded parameter is lost. Make it a "
             "buffer, give it to ignored_parameters, compute the changed value in forward (torch.nn.utils.parametrize "
             "before wrapping), or use ShardingStrategy.NO_SHARD; see docs/fsdp.md"
@@ -552,6 +552,12 @@ class ModuleUnit:
     def nbytes(self) -> int:
         """Memory of it when gathered."""
         return sum(f.nbytes for f in self.flats)
+
+
+def check_unchanged(flats: Sequence[FlatUnit]) -> None:
+    """Refuse what somebody has written to parameters of these units; see `FlatUnit.check_unchanged`."""
+    for flat in flats:
+        flat.check_unchanged()
 
 
 def release_held(units: Sequence[ModuleUnit]) -> None:

@@ -52,7 +52,7 @@ from axon_ps.parallel.checkpoints.buffers import ModuleBuffers
 from axon_ps.parallel.compile import uncompiled
 from axon_ps.parallel.fsdp import stats
 from axon_ps.parallel.fsdp.abstract_runtime import AbstractRuntime
-from axon_ps.parallel.fsdp.flat_unit import FlatUnit, ModuleUnit, release_held
+from axon_ps.parallel.fsdp.flat_unit import FlatUnit, ModuleUnit, check_unchanged, release_held
 from axon_ps.parallel.fsdp.memory import BufferPool, Meter
 from axon_ps.parallel.fsdp.one_thread import OneThread
 from axon_ps.parallel.fsdp.order import GatherOrder
@@ -182,9 +182,9 @@ class Runtime(AbstractRuntime):
             self._thread.begin(f"a forward of {unit.name or 'the model'!r} begins", busy=self._is_busy)
         _refuse_transforms()
         if unit.is_root and not recomputing:
+            check_unchanged(self.flats)
             self.agree()
-            self.prefetched = False
-            self._training = torch.is_grad_enabled()
+            self.prefetched, self._training = False, torch.is_grad_enabled()
             self._settle_backward()
             self._orders[not self._training].restart()
             for other in self.units:  # a forward that raised may have left some behind
@@ -197,9 +197,8 @@ class Runtime(AbstractRuntime):
         if not recomputing:
             unit.depth += 1
             unit.uses += torch.is_grad_enabled()
-        self._need(unit)
-        if not recomputing:
             unit.check_parameters()
+        self._need(unit)
         if not (unit.is_root or recomputing):
             reached(Moment.FORWARD)
 
@@ -210,8 +209,7 @@ class Runtime(AbstractRuntime):
         unit.depth -= 1
         if unit.depth > 0:
             return
-        for flat in unit.flats:
-            flat.check_unchanged()
+        check_unchanged(unit.flats)
         if unit.is_root:
             self.marks.end("forward")
         if not self._training:
@@ -307,6 +305,7 @@ class Runtime(AbstractRuntime):
                 "the backward before was broken off by an error, with a part of its gradients made: call "
                 "optimizer.zero_grad(), which withdraws them, before the next backward"
             )
+        check_unchanged(self.flats)
         self._callback_queued = self._training = True
         self._makes_graph = torch.is_grad_enabled()
         self.marks.begin("backward", in_profile=False)  # autograd's own thread may end it
@@ -337,11 +336,12 @@ class Runtime(AbstractRuntime):
         return self.has_gradients
 
     def check_backward(self) -> None:
-        """Before a step: refuse gradients of a backward that was broken off.
+        """Before a step: refuse gradients of a backward that was broken off, and values that somebody has changed.
 
         Raises:
-            Misuse: it was.
+            Misuse: there are some.
         """
+        check_unchanged(self.flats)
         self._settle_backward()
         if self._broken:
             raise Misuse(

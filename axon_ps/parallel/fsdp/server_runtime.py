@@ -35,7 +35,7 @@ from axon_ps.errors import InvalidRequest, Misuse, StepAborted
 from axon_ps.observe.moments import Moment, reached
 from axon_ps.parallel.dtypes import TORCH_DTYPES
 from axon_ps.parallel.fsdp.abstract_runtime import LOAD_FAILED
-from axon_ps.parallel.fsdp.flat_unit import FlatUnit, ModuleUnit, release_held
+from axon_ps.parallel.fsdp.flat_unit import FlatUnit, ModuleUnit, check_unchanged, release_held
 from axon_ps.parallel.fsdp.memory import BufferPool
 from axon_ps.parallel.fsdp.one_thread import in_reentrant_checkpoint
 from axon_ps.parallel.fsdp.runtime import BUFFERS, TORN, Runtime
@@ -429,6 +429,7 @@ class ServerRuntime(Runtime):
 
     def masters(self) -> Iterator[torch.Tensor]:
         """See `Runtime.masters`. Takes the memory of one unit at a time."""
+        check_unchanged(self.flats)
         view, spec = self._client.view, self._wrapping.spec
         began = view.epoch, view.latest_version
         for index, unit in enumerate(spec.layout.units):
@@ -456,6 +457,7 @@ class ServerRuntime(Runtime):
         version: int | None,
     ) -> CheckpointInfo | None:
         """See `Runtime.save`; the state of the optimizer is the servers'."""
+        check_unchanged(self.flats)
         world = world_of(self._wrapping.group)
         return world.save_checkpoint(uri, extra=extra, states=states) if world.is_main_process else None
 

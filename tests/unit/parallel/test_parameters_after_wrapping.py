@@ -112,6 +112,30 @@ def test_a_norm_that_an_embedding_keeps_is_refused() -> None:
         model(torch.arange(5))
 
 
+READERS: dict[str, Callable[[FSDP, SGD, torch.Tensor], Any]] = {
+    "forward": lambda model, _, __: model(torch.ones(2, 4)),
+    "backward": lambda _, __, loss: loss.backward(),
+    "step": lambda _, optimizer, __: optimizer.step(),
+    "state_dict": lambda model, _, __: model.state_dict(),
+}
+
+
+@pytest.mark.parametrize("reader", READERS)
+@pytest.mark.parametrize("strategy", SERVED)
+def test_what_is_written_between_forward_and_backward_is_refused_by_whatever_comes_next(
+    strategy: ShardingStrategy, reader: str
+) -> None:
+    model, optimizer, steps = make(build(), strategy)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    loss = model(torch.ones(2, 4)).sum()
+    with torch.no_grad():
+        model.module[2].bias.mul_(0.5)  # the root's, which stays unsharded until backward
+    with pytest.raises(Misuse, match=r"'2\.bias' was changed in place"):
+        READERS[reader](model, optimizer, loss)
+    assert not steps.units("push")
+    torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
+
+
 # ---------------------------------------------------------------------- frozen, unfrozen, replaced
 
 
