@@ -273,3 +273,59 @@ def _votes_differ(side: Side) -> Values:
 
 
 add("loops: a rank's learning rate differs", _votes_differ, wrappers=SHARDED[:3], workers=(2, 3))
+
+
+# ---------------------------------------------------------------------- several models
+
+
+def _pair(side: Side) -> tuple[Any, Any]:
+    """A body and a head, each wrapped by itself."""
+    names: tuple[dict[str, str], ...] = ({"name": "body"}, {"name": "head"}) if hasattr(side, "world") else ({}, {})
+    body = side.wrap(built(lambda: nn.Sequential(Block(), Block())), unit_types=(Block,), **names[0])
+    head = side.wrap(built(lambda: nn.Sequential(Block(), nn.Linear(8, 1)), 1), unit_types=(Block,), **names[1])
+    return body, head
+
+
+def _of_both(side: Side, body: nn.Module, head: nn.Module) -> Values:
+    return {f"{n}.{k}": v for n, model in (("body", body), ("head", head)) for k, v in side.values(model).items()}
+
+
+def _one_loss(side: Side) -> Values:
+    body, head = _pair(side)
+    first = side.optimizer("AdamW", body.parameters(), lr=0.01)
+    second = side.optimizer("SGD", head.parameters(), lr=0.1)
+    for x, y in batches(side)[:3]:
+        first.zero_grad()
+        second.zero_grad()
+        (head(body(x)) - y).square().mean().backward()
+        first.step()
+        second.step()
+    return _of_both(side, body, head)
+
+
+def _adversaries(side: Side, *, frozen: bool) -> Values:
+    """A critic that is frozen in the generator's step, or whose gradients of it are dropped; it steps more often."""
+    generator, critic = _pair(side)
+    makes = side.optimizer("Adam", generator.parameters(), lr=0.01)
+    judges = side.optimizer("RMSprop", critic.parameters(), lr=0.01)
+    for step, (x, _) in enumerate(batches(side)[:4]):
+        critic.requires_grad_(True)
+        judges.zero_grad()
+        made = generator(x)
+        (critic(made.detach()).square().mean() + (critic(x * 2) - 1).square().mean()).backward()
+        judges.step()
+        judges.zero_grad()
+        if step % 2:
+            critic.requires_grad_(not frozen)
+            makes.zero_grad()
+            (critic(made) - 1).square().mean().backward()
+            makes.step()
+    return _of_both(side, generator, critic)
+
+
+add("loops: two models and one loss", _one_loss)
+for _frozen in (True, False):
+    add(
+        f"loops: adversaries, the critic {'frozen' if _frozen else 'not frozen'} in the generator's step",
+        lambda side, f=_frozen: _adversaries(side, frozen=f),
+    )

@@ -402,6 +402,121 @@ for _net, _units in (
         says=r"MultiheadAttention" if _units == (nn.Linear,) else "",
     )
 
+# ---------------------------------------------------------------------- how units lie in a model
+
+
+class Leaf(nn.Linear):
+    """A unit inside a unit."""
+
+
+class Nested(nn.Module):
+    """A unit with units of its own class in it, used twice, and parameters that it reads before and after them."""
+
+    def __init__(self, depth: int = 2) -> None:
+        super().__init__()
+        self.before, self.after, self.last = (kind(WIDTH, WIDTH) for kind in (nn.Linear, nn.Linear, Leaf))
+        self.inside = Nested(depth - 1) if depth else Leaf(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.tanh(self.before(x))
+        return x + self.after(self.last(self.inside(x) + self.inside(x * 2)))
+
+
+class Siamese(nn.Module):
+    """An encoder that makes its own target: in one forward it runs with a gradient and without."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.predictor, self.head = Block(), Block(), nn.Linear(WIDTH, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            before = self.encoder(x * 2)
+        predicted = self.predictor(self.encoder(x))
+        with torch.no_grad():
+            after = self.encoder(x * 3)
+        return self.head(predicted - before * after)
+
+
+class Parts(nn.Module):
+    """Parameters in lists, dicts, and under two names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.many = nn.ParameterList([nn.Parameter(torch.randn(WIDTH, WIDTH) * 0.3) for _ in range(3)])
+        self.named = nn.ParameterDict({"a": nn.Parameter(torch.randn(WIDTH))})
+        self.again, self.plain, self.head = self.many, [self.many[0]], nn.Linear(WIDTH, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for weight in self.many:
+            x = torch.tanh(x @ weight)
+        return self.head(x @ self.plain[0] + self.named["a"] + x @ self.again[1])
+
+
+class Packed(nn.Module):
+    """Units that return packed sequences."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.LSTM(WIDTH, WIDTH, batch_first=True, bidirectional=True)
+        self.second, self.head = nn.GRU(2 * WIDTH, WIDTH, batch_first=True), nn.Linear(WIDTH, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        lengths = torch.tensor([1 + i % 3 for i in range(len(x))])
+        packed = nn.utils.rnn.pack_padded_sequence(
+            torch.stack([x, x * 2, x.flip(1)], 1), lengths, batch_first=True, enforce_sorted=False
+        )
+        return self.head(self.second(self.first(packed)[0])[1][0])
+
+
+def _frozen_inside(module: Any) -> None:
+    module[0].inside.requires_grad_(False)
+    module[1].before.requires_grad_(False)
+
+
+def _nested() -> nn.Module:
+    return nn.Sequential(Nested(), Nested(), nn.Linear(WIDTH, 1))
+
+
+for _name, _net, _units, _prepare in (
+    ("units in units", _nested, (Nested, Leaf), lambda m: None),
+    ("units in units, some frozen", _nested, (Nested, Leaf), _frozen_inside),
+    ("a unit under no_grad before and after its use", Siamese, (Block,), lambda m: None),
+    ("parameters in lists and dicts", lambda: nn.Sequential(Parts(), nn.Linear(1, 1)), (Parts,), lambda m: None),
+    ("units that return packed sequences", Packed, (nn.LSTM, nn.GRU), lambda m: None),
+):
+    add(
+        f"modules: {_name}",
+        lambda side, n=_net, u=_units, p=_prepare: trained(
+            side, n, optimizer="SGD", hyper={"lr": 0.1}, units=u, prepare=p
+        ),
+    )
+
+
+class Saving(nn.Module):
+    """A unit that says itself what autograd saves."""
+
+    def __init__(self, how: Callable[[], Any]) -> None:
+        super().__init__()
+        self.a, self.b, self.how = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH), how
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with self.how():
+            return x + self.b(torch.tanh(self.a(x)))
+
+
+for _name, _how in (
+    ("as it is", lambda: torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t)),
+    ("detached", lambda: torch.autograd.graph.saved_tensors_hooks(lambda t: t.detach(), lambda t: t)),
+    ("on the CPU", torch.autograd.graph.save_on_cpu),
+):
+    add(
+        f"modules: what a unit saves is saved {_name}",
+        lambda side, h=_how: trained(
+            side, lambda: nn.Sequential(*(Saving(h) for _ in range(5)), nn.Linear(WIDTH, 1)), units=(Saving,)
+        ),
+    )
+
 # ---------------------------------------------------------------------- hooks
 
 

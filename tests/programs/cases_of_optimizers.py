@@ -250,6 +250,42 @@ for _name, _life, _says in (
     add(f"optimizers: {_name}", lambda side, life=_life: _lived(side, life), says=_says)
 
 
+LATE: dict[str, dict[str, Any]] = {
+    "SGD": {"lr": 0.1, "momentum": 0.9, "dampening": 0.5},
+    "Adam": {"lr": 0.01, "amsgrad": True, "weight_decay": 0.1},
+    "AdamW": {"lr": 0.01, "amsgrad": True, "maximize": True},
+    "Adagrad": {"lr": 0.1, "lr_decay": 0.5, "initial_accumulator_value": 0.1},
+    "RMSprop": {"lr": 0.01, "centered": True, "momentum": 0.5, "weight_decay": 0.1},
+}
+
+
+class _Late(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.head = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 1)
+
+    def forward(self, x: torch.Tensor, late: bool) -> torch.Tensor:
+        x = self.a(x)
+        return self.head(self.b(x) if late else x)
+
+
+def _first_gradient_late(side: Side, name: str) -> Values:
+    """Moments, and what corrects their bias, begin with a parameter's own first gradient."""
+    model = side.wrap(built(_Late))
+    made = side.optimizer(name, model.parameters(), **LATE[name])
+    for step, (x, y) in enumerate(batches(side)[:5]):
+        made.zero_grad()
+        (model(x, step in (2, 4)) - y).square().mean().backward()
+        made.step()
+    return side.values(model)
+
+
+for _name in LATE:
+    add(
+        f"optimizers: a layer's first gradient comes late, {_name}", lambda side, n=_name: _first_gradient_late(side, n)
+    )
+
+
 @case("optimizers: torch's LBFGS after ours", wrappers=SHARDED[:3], says=r"use `axon_ps.parallel.AdamW`|torch.optim")
 def _(side: Side) -> Values:
     model = side.wrap(built(small))
