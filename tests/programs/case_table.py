@@ -157,6 +157,7 @@ def load_all() -> Mapping[str, Case]:
     import cases_of_optimizers  # noqa: F401
     import cases_of_processes  # noqa: F401
     import cases_of_state  # noqa: F401
+    import cases_of_views  # noqa: F401
 
     return CASES
 

@@ -58,6 +58,7 @@ from axon_ps.parallel.dtypes import scale_into
 from axon_ps.parallel.fsdp.sources import ParameterSource, PendingGather
 from axon_ps.parallel.fsdp.steps import Mapped, Position
 from axon_ps.parallel.fsdp.tensors import saved_tensors
+from axon_ps.parallel.fsdp.tensors.outliving import Outliving, holders
 from axon_ps.parallel.fsdp.tensors.sharded_parameter import become, own_grad, set_own_data, set_own_grad, states_of
 from axon_ps.parallel.fsdp.wrap import Slot, WrappedUnit, Wrapping, sparse_gradient
 from axon_ps.types import Hyper
@@ -154,6 +155,7 @@ class FlatUnit:
         self._sharded_data = [self._nan.expand(p.shape) for p in unit.parameters]
         self._mapped: Mapped | None = None  # what `flat` is; None = memory of our own
         self._allocated = False
+        self._outliving = Outliving(dtype)
         self._set_flat(torch.empty(unit.numel, dtype=dtype, device=device))
         self.nbytes = self.flat.nbytes
         self._free_flat()  # the parameters' own values are dropped
@@ -275,6 +277,7 @@ class FlatUnit:
                 self._set_data(self._views)
                 self.values_at = pending.at
                 self._enter(UnitState.UNSHARDED)
+                self.expire_views()
         self._set_readable(True)
 
     def reshard(self) -> None:
@@ -350,13 +353,18 @@ class FlatUnit:
             self._set_flat(torch.empty(self.unit.numel, dtype=self._nan.dtype, device="cpu"))
             self._storage.resize_(0)
 
+    def expire_views(self) -> None:
+        """See Note: [Views that outlive their unit]; where a step has been made since."""
+        self._outliving.expire(self.source.wanted(self))
+
     def free_storage(self) -> None:
         """Free the memory, resident or not; nothing is under way."""
+        at = self.values_at
         if self.state is UnitState.UNSHARDED:
             self._enter(UnitState.SHARDED)
         if self._allocated:
             self._allocated = False
-            self._free_flat()
+            self._free_flat(at)
             self._meter.add(-self.nbytes)
 
     # ------------------------------------------------------------------ gradients
@@ -439,15 +447,19 @@ class FlatUnit:
         if self.sharded or self.swapped:
             saved_tensors.belongs(self._storage, self)
         self._views = [flat[p.offset : p.end].view(p.shape) for p in self.unit.parameters]
+        self._holders = holders(self._storage)
 
-    def _free_flat(self) -> None:
+    def _free_flat(self, at: Position | None = None) -> None:
         self._nan.fill_(float("nan"))  # somebody may have written to it
         self._set_data(self._sharded_data)
         self._set_readable(False)
         if self._mapped is not None:
             self._mapped.discard_writes()
-        else:
-            self._storage.resize_(0)
+            return
+        if holders(self._storage) > self._holders:  # see Note: [Views that outlive their unit]
+            self._outliving.leave(self._storage, at)
+            self._set_flat(torch.empty_like(self.flat))
+        self._storage.resize_(0)
 
     def _set_data(self, values: Sequence[torch.Tensor]) -> None:
         """Set `data` of the parameters."""

@@ -345,6 +345,8 @@ class ServerRuntime(Runtime):
             self.sent.retain(param._axon_home for param in self._applied)  # type: ignore[attr-defined]
         self._ticket, self._began, self.has_gradients = None, self._steps.view.latest, False
         self._read = self.now
+        for flat in self.flats:
+            flat.expire_views()
         self._pushes, self._pushed = [], set()
         self._untouched, self._applied = [], []
         self._retained.clear()

@@ -22,6 +22,7 @@ from axon_ps.parallel.checkpoints.buffers import ServedBuffers
 from axon_ps.parallel.counterpart import as_in_torch
 from axon_ps.parallel.dtypes import TORCH_DTYPES
 from axon_ps.parallel.fsdp.runtime import TORN, Runtime
+from axon_ps.parallel.fsdp.tensors import saved_tensors
 from axon_ps.parallel.fsdp.wrap import Wrapping, module_of, name_in_states
 from axon_ps.parallel.wrapper import ModuleWrapper
 from axon_ps.sharding.layout import Parameter
@@ -69,6 +70,7 @@ class ShardedValues(ModuleWrapper):
         """
         self._check_idle("summon_full_params")
         new: dict[str, torch.Tensor] = {}
+        pushed = saved_tensors.push()
         try:
             self._runtime.gather_all()
             flats = [flat for flat in self._runtime.flats if flat.sharded]
@@ -79,6 +81,8 @@ class ShardedValues(ModuleWrapper):
             new = {name: param.detach().clone() for name, param in changed} if writeback else {}
             torn = self._runtime.torn
         finally:
+            if pushed:
+                saved_tensors.pop()
             self._runtime.reset()
         if changed:
             for flat in self._runtime.flats:

@@ -136,6 +136,30 @@ def test_what_is_written_between_forward_and_backward_is_refused_by_whatever_com
     torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
 
 
+class Table(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = nn.Parameter(torch.arange(12.0).view(3, 4)), nn.Linear(4, 1)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.head(x + self.table[0]), self.table[1:]
+
+
+@pytest.mark.parametrize("strategy", [ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_SHARD])
+def test_a_view_of_a_parameter_has_its_values_until_a_step_makes_others(strategy: ShardingStrategy) -> None:
+    model, optimizer, _ = make(Table(), strategy)
+    with torch.no_grad():
+        _, view = model(torch.ones(2, 4))
+        model(torch.ones(2, 4))  # other memory
+    assert view.tolist() == [[4.0, 5.0, 6.0, 7.0], [8.0, 9.0, 10.0, 11.0]]
+    loss, again = model(torch.ones(2, 4))
+    loss.sum().backward()
+    assert view.tolist() == again.tolist()
+    optimizer.step()
+    assert torch.isnan(view).all()
+    assert torch.isnan(again).all()
+
+
 # ---------------------------------------------------------------------- frozen, unfrozen, replaced
 
 
