@@ -76,6 +76,34 @@ add(
 )
 
 
+class Overlapping(nn.Module):
+    """A weight that has memory in common with another tensor of the module."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.enc, self.dec = nn.Linear(WIDTH, WIDTH, bias=False), nn.Linear(WIDTH, WIDTH)
+        self.head = nn.Linear(WIDTH, 1)
+        if how == "data":
+            self.dec.weight.data = self.enc.weight.data
+        elif how == "a transposed view":
+            self.dec.weight = nn.Parameter(self.enc.weight.t())
+        elif how == "a slice":
+            self.head.weight = nn.Parameter(self.dec.weight[2:3])
+        else:
+            self.dec.register_buffer("w", self.enc.weight.data)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.dec(torch.tanh(self.enc(x)))) + sum(0.01 * w.square().sum() for w in self.buffers())
+
+
+for _how in ("data", "a transposed view", "a slice", "a buffer"):
+    add(
+        f"modules: memory in common, {_how}",
+        lambda side, how=_how: trained(side, lambda: Overlapping(how), optimizer="SGD", units=(nn.Linear,)),
+        says=r"has memory in common with another parameter",
+    )
+
+
 class Kept:
     """An object that holds a tensor."""
 

@@ -139,6 +139,7 @@ class FullyShardedDataParallel(ShardedValues):
         wrap.refuse_sparse(module, given.ignored_parameters)
         is_unit = given.auto_wrap_policy or (lambda child: isinstance(child, given.unit_types))
         wrapped_units = wrap.partition(module, is_unit, given.ignored_parameters)
+        wrap.refuse_shared_memory(module, wrapped_units)
         built = wrap.widest_dtype(wrapped_units)
         layout = wrap.layout_of(wrapped_units)
         precision = mixed.wire(built)

@@ -11,7 +11,7 @@ sharded is refused here, before any other process hears of the model: `partition
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 
@@ -232,6 +232,37 @@ def partition(
     return tuple(wrapped_units)
 
 
+def refuse_shared_memory(module: nn.Module, wrapped_units: Sequence[WrappedUnit]) -> None:
+    """Raise where a parameter to be sharded overlaps with another tensor of the module: its memory becomes another.
+
+    Neighbours in one storage do not overlap; cuDNN makes such of the weights of an `nn.LSTM`.
+
+    Args:
+        module: what is to be wrapped.
+        wrapped_units: its units.
+
+    Raises:
+        InvalidRequest: the message names both.
+    """
+    sharded_params = {param for wrapped in wrapped_units for param in wrapped.params}
+    ranges = sorted(
+        (*memory, what, tensor in sharded_params)
+        for what, tensor in _named_tensors(module)
+        if (memory := _bytes_of(tensor)) is not None
+    )
+    last: dict[bool, tuple[str, int, str]] = {True: ("", 0, ""), False: ("", 0, "")}  # of either kind, what ends last
+    for device, begin, end, what, sharded in ranges:
+        for other_sharded, (other_device, other_end, other) in last.items():
+            if (sharded or other_sharded) and (device, begin) < (other_device, other_end):
+                raise InvalidRequest(
+                    f"{what} and {other} have memory in common (one is made of the other's data, or a view of it), and "
+                    "a sharded parameter has memory of its own: what the optimizer does to one would not reach the "
+                    "other. To tie two parameters assign the same nn.Parameter to both modules; compute a transposed "
+                    "or sliced weight in forward (torch.nn.utils.parametrize); for values that part ways, clone()"
+                )
+        last[sharded] = max(last[sharded], (device, end, what))
+
+
 def layout_of(wrapped_units: tuple[WrappedUnit, ...]) -> Layout:
     """The layout of these units."""
     return Layout(units=tuple(p.unit for p in wrapped_units))
@@ -292,6 +323,31 @@ def _check_parameter(param: nn.Parameter, name: str) -> None:
         raise InvalidRequest(
             f"parameter {name!r} has dtype {param.dtype}; it can be one of {possible}: {do}, or {beside}"
         )
+
+
+def _named_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """The parameters, buffers and other tensors that are attributes of a module and its children, each once."""
+    known: set[int] = set()
+    for prefix, child in module.named_modules():
+        own = {
+            k: v for k, v in vars(child).items() if f"{k}_orig" not in child._parameters
+        }  # spectral_norm's, by hooks
+        kinds = {"parameter": child._parameters, "buffer": child._buffers, "attribute": own}
+        for kind, members in kinds.items():
+            for key, tensor in members.items():
+                if isinstance(tensor, torch.Tensor) and id(tensor) not in known:
+                    known.add(id(tensor))
+                    yield f"{kind} {name_in_states(f'{prefix}.{key}' if prefix else key)!r}", tensor
+
+
+def _bytes_of(tensor: torch.Tensor) -> tuple[str, int, int] | None:
+    """Device, first byte and the byte after the last one of a tensor; None where it has no memory that is its own."""
+    plain = type(tensor) is torch.Tensor or issubclass(type(tensor), nn.Parameter)
+    if not plain or tensor.is_meta or tensor.layout != torch.strided or not tensor.numel():
+        return None
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    begin = tensor.data_ptr()
+    return str(tensor.device), begin, begin + (last + 1) * tensor.element_size()
 
 
 def _unit(name: str, params: list[nn.Parameter], names: dict[nn.Parameter, list[str]], trainable: bool) -> Unit:

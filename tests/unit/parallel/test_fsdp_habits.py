@@ -293,6 +293,82 @@ def test_a_parameter_that_is_no_plain_tensor_is_refused() -> None:
         wrapped(Extra(torch.ones(2).as_subclass(Tagged)))
 
 
+def tied_by_data(module: Any) -> None:
+    module[1][2].weight.data = module[0][2].weight.data
+
+
+def of_a_transposed_view(module: Any) -> None:
+    module[1][2].weight = nn.Parameter(module[0][0].weight.t())
+
+
+def of_a_slice(module: Any) -> None:
+    module[2].weight = nn.Parameter(module[1][2].weight[1:2, ::2])
+
+
+def a_buffer(module: Any) -> None:
+    module[1].register_buffer("w", module[0][0].weight.data[3:, 1])
+
+
+def an_attribute(module: Any) -> None:
+    module[1].w = module[0][0].weight.detach()
+
+
+OVERLAPS: dict[Callable[[Any], None], tuple[str, str]] = {
+    tied_by_data: ("parameter '0.2.weight'", "parameter '1.2.weight'"),
+    of_a_transposed_view: ("parameter '0.0.weight'", "parameter '1.2.weight'"),
+    of_a_slice: ("parameter '1.2.weight'", "parameter '2.weight'"),
+    a_buffer: ("parameter '0.0.weight'", "buffer '1.w'"),
+    an_attribute: ("parameter '0.0.weight'", "attribute '1.w'"),
+}
+
+
+@every_strategy
+@pytest.mark.parametrize("overlap", OVERLAPS)
+def test_a_parameter_that_shares_memory_with_another_tensor_is_refused_by_both_names(
+    strategy: ShardingStrategy, overlap: Callable[[Any], None]
+) -> None:
+    module = plain()
+    overlap(module)
+    both = OVERLAPS[overlap]
+    either = "|".join((f"{a} and {b}" for a, b in (both, both[::-1])))
+    with pytest.raises(InvalidRequest, match=rf"({either}) have memory in common.*same nn\.Parameter.*clone\(\)"):
+        wrapped(module, strategy)
+
+
+class Neighbours(nn.Module):
+    """Two parameters that are parts of one storage, and buffers that overlap with each other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        flat = torch.linspace(-1, 1, 20)
+        self.weight, self.bias = nn.Parameter(flat[:16].view(4, 4)), nn.Parameter(flat[16:])
+        self.register_buffer("one", torch.ones(4))
+        self.register_buffer("same", self.one[:2])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, self.weight, self.bias) * self.one
+
+
+def recomputed() -> nn.Module:
+    """The attribute `weight` is the parameter's memory until a hook sets it before each forward."""
+    torch.manual_seed(0)
+    module: nn.Module = nn.utils.spectral_norm(nn.Linear(4, 2))
+    return module
+
+
+@every_strategy
+@pytest.mark.parametrize("make", [Neighbours, recomputed])
+def test_memory_that_is_no_others_or_read_by_nobody_is_not_refused(
+    strategy: ShardingStrategy, make: Callable[[], nn.Module]
+) -> None:
+    module = make()
+    reference = copy.deepcopy(module)
+    model = wrapped(module, strategy)
+    train(model, SGD(model.parameters(), lr=0.1))
+    train(reference, torch.optim.SGD(reference.parameters(), lr=0.1))
+    check_same(model, reference)
+
+
 def test_dtypes_of_one_unit_are_named_with_a_parameter_each() -> None:
     mixed = nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2).bfloat16())
     with pytest.raises(
