@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.utils import parametrize, prune
 from torch.utils.checkpoint import checkpoint
 
 from case_parts import WIDTH, Block, batches, mse, three, trained, two
@@ -101,6 +102,53 @@ for _how in ("data", "a transposed view", "a slice", "a buffer"):
         f"modules: memory in common, {_how}",
         lambda side, how=_how: trained(side, lambda: Overlapping(how), optimizer="SGD", units=(nn.Linear,)),
         says=r"has memory in common with another parameter",
+    )
+
+
+def _there_and_back(module: Any) -> None:
+    module[0].bfloat16()
+    module.float()
+
+
+def _parametrized(module: Any) -> None:
+    parametrize.register_parametrization(module[2], "weight", Doubled())
+
+
+def _pruned(module: Any) -> None:
+    prune.l1_unstructured(module[2], "weight", 0.5)
+
+
+class Doubled(nn.Module):
+    """A parametrization."""
+
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        return 2 * weight
+
+
+def _converted(side: Side, change: Callable[[Any], Any], dtype: torch.dtype) -> Values:
+    """A change of the module between two steps."""
+    model: Any = side.wrap(built(three), unit_types=(Block,))
+    opt = side.optimizer("SGD", model.parameters(), lr=0.1)
+    for i, (x, y) in enumerate(batches(side)[:3]):
+        if i == 1:
+            change(side.inner(model))
+        used = dtype if i else torch.float32
+        mse(model, x.to(used), y.to(used)).backward()
+        opt.step()
+        opt.zero_grad()
+    return side.values(model)
+
+
+for _what, _change, _dtype in (
+    ("double()", lambda module: module.double(), torch.float64),
+    ("bfloat16() and float()", _there_and_back, torch.float32),
+    ("a parametrization", _parametrized, torch.float32),
+    ("pruning", _pruned, torch.float32),
+):
+    add(
+        f"modules: {_what} after wrapping",
+        lambda side, change=_change, dtype=_dtype: _converted(side, change, dtype),
+        says=r"`double\(\)`, `half\(\)`, `to\(\)`",
     )
 
 

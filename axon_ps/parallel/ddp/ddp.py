@@ -21,6 +21,7 @@ from axon_ps.host import fork
 from axon_ps.observe.metrics.sources import register
 from axon_ps.parallel.comm_hooks.hooks import CommunicationHook
 from axon_ps.parallel.comm_hooks.registry import as_hook
+from axon_ps.parallel.compile import uncompiled
 from axon_ps.parallel.ddp import replicas
 from axon_ps.parallel.ddp.buckets import GradientBucket, check_dtype
 from axon_ps.parallel.ddp.reducer import Reducer
@@ -120,8 +121,8 @@ class DistributedDataParallel(nn.Module):
         """Run the module.
 
         Raises:
-            Misuse: the last backward was broken off, a parameter was replaced, or trains that was frozen when it was
-                wrapped, or this process is a fork of a worker.
+            Misuse: the last backward was broken off; a parameter was replaced, has another dtype or device, or trains
+                that was frozen when it was wrapped; or this process is a fork of a worker.
             AxonError: what broadcasting the buffers failed with.
         """
         if not torch.is_grad_enabled():
@@ -137,7 +138,9 @@ class DistributedDataParallel(nn.Module):
         self._reducer.watch(list(tensors_of(output)))
         return output
 
+    @uncompiled
     def _check_parameters(self) -> None:
+        self._reducer.check_parameters()
         if late := next((name for name, param in self._frozen if param.requires_grad), ""):
             raise Misuse(
                 f"parameter {late!r} was frozen when the module was wrapped and requires a gradient now, which would "

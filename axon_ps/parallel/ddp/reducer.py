@@ -5,13 +5,14 @@ their names are all it has. The wrapper (`ddp`) calls it for each forward.
 
 Phases of one backward that synchronizes:
 1. A parameter's gradient is complete, and the user's post-accumulate hooks have run, in whatever order they were
-   registered (a hook of the graph's node that accumulates it, as in torch's DDP): it is copied to its view of a bucket
-   if it is not that.
+   registered (ours is moved behind them): it is copied to its view of a bucket if it is not that.
 2. A bucket whose gradients are all there, and all buckets before it, is on its way (`rounds.Round`).
 3. Autograd is done (its final callback): the buckets are waited for, and `param.grad` holds the averages.
 
 Invariants:
 - Buckets travel in a sub-group of their own, so whatever the user does in the group meanwhile cannot get between them.
+- A parameter has one hook of ours, of the reducer that was made last. It is the tensor's: autograd makes the node of
+  the graph that accumulates a gradient anew when the parameter's data are set (`double()`, a parametrization).
 - Everything else that is collective happens in the caller's thread, in the order of the program.
 """
 
@@ -92,13 +93,10 @@ class Reducer:
         self._hook.attach(self._group)
         self._plan = self._planned()
         self._buckets, self._views = buckets.build(self.params, self._plan, self._group)
-        self._nodes: list[torch.autograd.graph.Node] = []  # a parameter does not keep its own
-        me = weakref.ref(self)
-        for index, param in enumerate(self.params):
-            param._axon_reducer = me  # type: ignore[attr-defined]  # whoever wrapped it last reduces it
-            node = torch.autograd.graph.get_gradient_edge(param).node
-            node.register_hook(partial(_grad_ready, me, index))
-            self._nodes.append(node)
+        for param in self.params:
+            if (before := _own_hook(param)) is not None:  # whoever wrapped it last reduces it
+                del param._post_accumulate_grad_hooks[before]
+        self._put_hooks_last()
 
     def set_hook(self, hook: CommunicationHook) -> None:
         """Have buckets averaged another way from now on.
@@ -132,6 +130,16 @@ class Reducer:
                 "a backward is under way, or was broken off by an error, and some gradients are on their way to the "
                 "other ranks; wrap the module again if it was broken off"
             )
+
+    def check_parameters(self) -> None:
+        """Check, before a forward, that the gradients will fit into the buckets.
+
+        Raises:
+            Misuse: a parameter has another dtype, device or shape since; the message names it.
+        """
+        for index in range(len(self.params)):
+            self._check_fits(index)
+        self._put_hooks_last()
 
     def watch(self, outputs: Sequence[Tensor]) -> None:
         """Forward returned these: find out which parameters a backward from them will leave out."""
@@ -171,6 +179,27 @@ class Reducer:
 
     # ------------------------------------------------------------------ one backward
 
+    def _put_hooks_last(self) -> None:
+        """Have our hook of each parameter run after those that the user has registered since."""
+        for index, param in enumerate(self.params):
+            hooks = param._post_accumulate_grad_hooks
+            if hooks and _is_own(next(reversed(hooks.values()))):
+                continue
+            if (ours := _own_hook(param)) is not None:
+                hooks[ours] = hooks.pop(ours)
+            elif param.requires_grad:
+                hook = partial(_grad_ready, weakref.ref(self), index)
+                param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+
+    def _check_fits(self, index: int) -> None:
+        param, view = self.params[index], self._views[index]
+        if (param.dtype, param.device, param.shape) != (view.dtype, view.device, view.shape):
+            raise Misuse(
+                f"parameter {self.names[index]!r} was {view.dtype}{list(view.shape)} on {view.device} when the module "
+                f"was wrapped and is {param.dtype}{list(param.shape)} on {param.device} now (double(), half(), to()), "
+                "and the ranks average what it was. Convert the module before it is wrapped, or wrap it again"
+            )
+
     @property
     def _active(self) -> bool:
         return self.syncing and self._strategy is not GradSyncStrategy.NO_SYNC
@@ -190,6 +219,12 @@ class Reducer:
             for index in self._order:
                 if index not in self._reachable:
                     self._copy_to_bucket(index)
+
+    def output_ready(self) -> None:
+        """The gradient of one of forward's results has arrived; no parameter's hooks are being called."""
+        if self._round is None:
+            self._put_hooks_last()
+        self.backward_begins()
 
     def grad_ready(self, index: int) -> None:
         """`param.grad` is complete, as far as this backward goes."""
@@ -222,6 +257,7 @@ class Reducer:
         assert self._round is not None
         if index not in self._round.missing:
             raise Misuse(f"{self.names[index]} {_AGAIN}")
+        self._check_fits(index)
         param, view = self.params[index], self._views[index]
         grad = param.grad
         if grad is None:
@@ -233,7 +269,7 @@ class Reducer:
         elif grad.data_ptr() != view.data_ptr():
             view.copy_(grad)
             if self._as_views:
-                param.grad = view
+                param.grad = view.detach()
         self._round.ready(index)
 
     @torch.no_grad()
@@ -263,7 +299,7 @@ class Reducer:
 
     def _set_grad(self, param: nn.Parameter, view: Tensor) -> None:
         if self._as_views:
-            param.grad = view
+            param.grad = view.detach()  # an object of its own: double() and the like set its data
         elif param.grad is None:
             param.grad = view.clone()
         else:
@@ -323,12 +359,21 @@ def _own_group(group: ProcessGroup) -> ProcessGroup:
     return group.named_group(f"gradients{number}", range(group.size))
 
 
-def _grad_ready(reducer: weakref.ref[Reducer], index: int, *_: object) -> None:
-    found = reducer()
-    if found is not None and found.params[index]._axon_reducer is reducer:  # type: ignore[attr-defined]
+def _grad_ready(reducer: weakref.ref[Reducer], index: int, _: Tensor) -> None:
+    if (found := reducer()) is not None:
         found.grad_ready(index)
+
+
+def _is_own(hook: Any) -> bool:
+    return isinstance(hook, partial) and hook.func is _grad_ready
+
+
+def _own_hook(param: nn.Parameter) -> int | None:
+    """The key of a reducer's hook among those of a parameter; None = it has none."""
+    hooks = param._post_accumulate_grad_hooks or {}
+    return next((key for key, hook in hooks.items() if _is_own(hook)), None)
 
 
 def _backward_begins(reducer: weakref.ref[Reducer], _: Tensor) -> None:
     if (found := reducer()) is not None:
-        found.backward_begins()
+        found.output_ready()

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import prune
+from torch.nn.utils import parametrize, prune
 from torch.utils.checkpoint import checkpoint
 
 from axon_ps.collectives.process_group import ProcessGroup
 from axon_ps.errors import InvalidRequest, LayoutMismatch, MemberLost, Misuse
 from axon_ps.parallel import DDP, CommunicationHook, comm_hook
-from mock_ranks import on_ranks
+from mock_ranks import close, on_ranks, rand
 
 
 def two_layers() -> nn.Sequential:
@@ -87,6 +89,78 @@ def test_a_parameter_that_was_frozen_when_wrapped_and_trains_later_is_named() ->
         model(torch.ones(1, 4)).sum().backward()
 
     on_ranks(2, body)
+
+
+class Twice(nn.Module):
+    """A parametrization."""
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return 2 * weight
+
+
+def parametrized(module: Any) -> None:
+    parametrize.register_parametrization(module[0], "weight", Twice())
+
+
+def there_and_back(module: Any) -> None:
+    module[0].bfloat16()
+    module.float()
+
+
+def pruned(module: Any) -> None:
+    prune.random_unstructured(module[1], "weight", 0.0)
+
+
+@pytest.mark.parametrize("as_views", [False, True])
+@pytest.mark.parametrize("find_unused", [False, True])
+@pytest.mark.parametrize("change", [parametrized, there_and_back, pruned])
+def test_gradients_are_averaged_whatever_autograd_makes_anew(
+    change: Callable[[Any], None], find_unused: bool, as_views: bool
+) -> None:
+    module = two_layers()
+
+    def body(group: ProcessGroup) -> None:
+        plain = copy.deepcopy(module)
+        model = DDP(copy.deepcopy(module), group, gradient_as_bucket_view=as_views, find_unused_parameters=find_unused)
+        for step in range(3):
+            for rank in range(2):
+                (plain(rand(3, 4, seed=2 * step + rank)).square().mean() / 2).backward()
+            model(rand(3, 4, seed=2 * step + group.rank)).square().mean().backward()
+            for ours, theirs in zip(model.module.parameters(), plain.parameters(), strict=True):
+                close(ours.grad, theirs.grad)
+            if not step:
+                change(plain)
+                change(model.module)
+            model.zero_grad()
+            plain.zero_grad()
+
+    on_ranks(2, body)
+
+
+CONVERSIONS: dict[str, Callable[[Any], Any]] = {
+    r"'0\.weight' was torch\.float32\[8, 4\] on cpu .* is torch\.float64": lambda module: module.double(),
+    r"'1\.bias' was torch\.float32\[2\] .* is torch\.bfloat16": lambda module: module[1].bias.data.bfloat16(),
+    r"'1\.bias' was torch\.float32\[2\] on .* is torch\.float32\[1\]": lambda module: module[1].bias.data[:1],
+}
+
+
+@pytest.mark.parametrize("message", CONVERSIONS)
+def test_a_parameter_that_does_not_fit_the_buckets_any_more_is_named(message: str) -> None:
+    def body(group: ProcessGroup) -> None:
+        model: Any = DDP(two_layers(), group)
+        changed = CONVERSIONS[message](model.module)
+        if isinstance(changed, Tensor):
+            model.module[1].bias.data = changed
+        x = torch.ones(1, 4, dtype=model.module[0].weight.dtype)
+        with pytest.raises(Misuse, match=message):
+            model(x)
+        if changed is model.module:
+            with pytest.raises(Misuse, match=r"'1\.bias' was torch\.float32"):
+                model.module(x).sum().backward()  # past the wrapper
+            again = DDP(model.module, group)
+            again(x).sum().backward()
+
+    on_ranks(1, body)
 
 
 class Checkpointed(nn.Module):
