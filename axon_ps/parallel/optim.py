@@ -297,6 +297,13 @@ class ServerOptimizer(torch.optim.Optimizer):
                         "forgotten them. Call model.zero_grad() before its group is added, which drops them there, "
                         "too; or let it require no gradient until then"
                     )
+        tree = owner.runtime.units[0].tree
+        if tree is not None and (added := next(filter(None, map(tree.look().added, group_of)), "")):
+            raise InvalidRequest(
+                f"parameter {added!r} was {tree.change_of(added)} since the model was wrapped, which does not move it: "
+                "add and replace modules before wrapping; or, if it is not to be trained, give the optimizer "
+                "model.sharded_parameters()"
+            )
         if ignored := [name for name, param in owner.named_parameters() if param in group_of]:
             raise InvalidRequest(
                 f"parameter {ignored[0]!r} is one of the model's ignored_parameters, which it does not move: "

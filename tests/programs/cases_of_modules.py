@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.utils import parametrize, prune
 from torch.utils.checkpoint import checkpoint
 
-from case_parts import WIDTH, Block, batches, mse, three, trained, two
+from case_parts import WIDTH, Block, batches, go_on, mse, three, trained, two
 from case_table import SHARDED, add, case
 from sides import Side, Values, built
 
@@ -103,6 +103,38 @@ for _how in ("data", "a transposed view", "a slice", "a buffer"):
         lambda side, how=_how: trained(side, lambda: Overlapping(how), optimizer="SGD", units=(nn.Linear,)),
         says=r"has memory in common with another parameter",
     )
+
+
+def _another_head(module: Any) -> None:
+    module[2] = built(lambda: nn.Linear(WIDTH, 1), 7)
+
+
+def _one_more_layer(module: Any) -> None:
+    module.append(built(lambda: nn.Linear(1, 1), 7))
+
+
+def _changed(side: Side, change: Callable[[Any], None], made: str) -> Values:
+    """A change of the module between wrapping and training."""
+    model: Any = side.wrap(built(three), unit_types=(Block,))
+    if made == "after it":
+        change(side.inner(model))
+    opt = side.optimizer("SGD", model.parameters(), lr=0.1)
+    if made != "after it":
+        before = set(model.parameters())
+        change(side.inner(model))
+        if made == "before it and told":
+            opt.add_param_group({"params": [p for p in side.inner(model).parameters() if p not in before]})
+    go_on(side, model, opt, 0, 3)
+    return side.values(model)
+
+
+for _what, _change in (("a head replaced", _another_head), ("a layer added", _one_more_layer)):
+    for _made in ("before it", "after it", "before it and told"):
+        add(
+            f"modules: {_what} after wrapping, the optimizer made {_made}",
+            lambda side, change=_change, made=_made: _changed(side, change, made),
+            says=r"replaced or added after wrapping",
+        )
 
 
 def _there_and_back(module: Any) -> None:

@@ -100,9 +100,8 @@ class DistributedDataParallel(nn.Module):
             check_dtype(param.dtype, f"parameter {name}")
         if not named:
             raise InvalidRequest("no parameter of the module requires a gradient; there is nothing to average")
-        self._trained = {param for _, param in named}
+        self._tree = wrap.Tree(module, {param for _, param in named})
         self._frozen = [(name, param) for name, param in module.named_parameters() if not param.requires_grad]
-        self._slots = list(wrap.slots(module, self._trained))
         replicas.check_same(self._group, _described(module))
         self.sync_parameters()
         register("ddp", self)
@@ -121,8 +120,8 @@ class DistributedDataParallel(nn.Module):
         """Run the module.
 
         Raises:
-            Misuse: the last backward was broken off; a parameter was replaced, has another dtype or device, or trains
-                that was frozen when it was wrapped; or this process is a fork of a worker.
+            Misuse: the last backward was broken off; a parameter was replaced or added, has another dtype or device, or
+                trains that was frozen when it was wrapped; or this process is a fork of a worker.
             AxonError: what broadcasting the buffers failed with.
         """
         if not torch.is_grad_enabled():
@@ -146,16 +145,12 @@ class DistributedDataParallel(nn.Module):
                 f"parameter {late!r} was frozen when the module was wrapped and requires a gradient now, which would "
                 "not be averaged. Wrap the module while it requires one, then freeze it: requires_grad_(False)"
             )
-        if not any(slot.is_empty for slot in self._slots):
-            return
-        there = set(self.module.parameters())  # pruning and parametrizations give one another place
-        if gone := [slot.name for slot in self._slots if slot.param not in there]:
+        if name := self._tree.look().untrained:  # pruning and parametrizations give one another place
             raise Misuse(
-                f"parameter {gone[0]!r} was replaced since the module was wrapped (an assignment, "
-                "load_state_dict(assign=True)): the gradient of the new one would not be averaged. Copy values into "
-                "it, or wrap the module again"
+                f"parameter {name!r} was {self._tree.change_of(name)} since the module was wrapped (an assignment of "
+                "it or of a module, load_state_dict(assign=True)): its gradient would not be averaged. Copy values "
+                "into the one before, or wrap the module again"
             )
-        self._slots = list(wrap.slots(self.module, self._trained))
 
     @property
     def process_group(self) -> ProcessGroup:

@@ -141,6 +141,7 @@ def _module_units(module: nn.Module, wrapped_units: WrappedUnits, flats: Sequenc
     owners = {param: unit for unit in units.values() for flat in unit.flats for param in flat.params}
     for slot in wrap.slots(module, owners):
         owners[slot.param].slots.append(slot)
+    units[""].tree = wrap.Tree(module, owners)
     for unit in units.values():
         unit.expected = 0 if unit.trainable is None else len(unit.trainable.params)
     return list(units.values())

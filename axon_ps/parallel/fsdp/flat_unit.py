@@ -60,7 +60,7 @@ from axon_ps.parallel.fsdp.steps import Mapped, Position
 from axon_ps.parallel.fsdp.tensors import saved_tensors
 from axon_ps.parallel.fsdp.tensors.outliving import Outliving, holders
 from axon_ps.parallel.fsdp.tensors.sharded_parameter import become, own_grad, set_own_data, set_own_grad, states_of
-from axon_ps.parallel.fsdp.wrap import Slot, WrappedUnit, Wrapping, sparse_gradient
+from axon_ps.parallel.fsdp.wrap import Slot, Tree, WrappedUnit, Wrapping, sparse_gradient
 from axon_ps.types import Hyper
 from axon_ps.worker.steps.ticket import Ticket
 
@@ -487,6 +487,7 @@ class ModuleUnit:
         module: the module.
         flats: one or two flat units.
         slots: where its parameters are.
+        tree: the root's: all modules and parameters.
         grad_hooks: by parameter, what calls `Runtime.grad_ready` when its gradient is there.
     """
 
@@ -501,6 +502,7 @@ class ModuleUnit:
     pushes: list[tuple[int, bool]] = field(default_factory=list)  # its forwards under way: thread, whether hooks began
     held: bool = False  # a graph of a gradient reads its memory without hooks
     slots: list[Slot] = field(default_factory=list)
+    tree: Tree | None = None
     grad_hooks: dict[nn.Parameter, RemovableHandle] = field(default_factory=dict)
 
     def watch_gradients(self, grad_ready: Callable[[nn.Parameter], object]) -> None:
@@ -519,16 +521,15 @@ class ModuleUnit:
         Hooks that the user has registered since are moved before ours, which may send the gradient.
 
         Raises:
-            Misuse: one was replaced or removed, or one that was frozen then requires a gradient now.
+            Misuse: one was replaced, removed or added, or one that was frozen then requires a gradient now.
         """
-        for slot in self.slots:
-            if slot.is_empty:
-                raise Misuse(
-                    f"parameter {slot.name!r} was replaced since the model was wrapped (an assignment, "
-                    "load_state_dict(assign=True), functional_call, a parametrization), and the shard servers train "
-                    "the one before. Change its values with load_state_dict() of the wrapped model; replace it before "
-                    "wrapping"
-                )
+        self.check_replaced()
+        if self.tree is not None and torch.is_grad_enabled() and (name := self.tree.untrained):
+            raise Misuse(
+                f"parameter {name!r} was {self.tree.change_of(name)} since the model was wrapped, and nobody would "
+                "train it: the parameters that a model has when it is wrapped are averaged and moved. Add and replace "
+                "modules before wrapping; or let it require no gradient"
+            )
         for param, hook in self.grad_hooks.items():
             others = param._post_accumulate_grad_hooks
             if next(reversed(others)) != hook.id:
@@ -544,6 +545,23 @@ class ModuleUnit:
                     "the shard servers do not train it. Wrap the model while it requires one and freeze it afterwards: "
                     "a parameter without a gradient is left alone by the optimizer"
                 )
+
+    def check_replaced(self) -> None:
+        """Refuse that another parameter is in the place of one.
+
+        Raises:
+            Misuse: the message names it.
+        """
+        name = next((slot.name for slot in self.slots if slot.is_empty), "")
+        if not name and self.tree is not None:
+            name = self.tree.look().replaced
+        if name:
+            raise Misuse(
+                f"parameter {name!r} was replaced since the model was wrapped (an assignment of it or of a module, "
+                "load_state_dict(assign=True), functional_call, a parametrization), and the shard servers train "
+                "the one before. Change its values with load_state_dict() of the wrapped model; replace it before "
+                "wrapping"
+            )
 
     @property
     def is_root(self) -> bool:

@@ -188,6 +188,7 @@ class ShardedValues(ModuleWrapper):
         wanted = {key for key in keys if key in state and not isinstance(state[key], nn.Parameter)}
         if not wanted:
             return  # keep_vars
+        self._runtime.units[0].check_replaced()
         for name, value in self.full_parameters():
             copy = value.to(TORCH_DTYPES[by_name[name].dtype], copy=True)
             state.update({k: copy for k in (prefix + n for n in (name, *by_name[name].aliases)) if k in wanted})

@@ -91,6 +91,41 @@ def test_a_parameter_that_was_frozen_when_wrapped_and_trains_later_is_named() ->
     on_ranks(2, body)
 
 
+def another_head(module: Any) -> None:
+    module[1] = nn.Linear(8, 2)
+
+
+def one_more_layer(module: Any) -> None:
+    module.append(nn.Linear(2, 2))
+
+
+def thawed_later(module: Any) -> None:
+    module.append(nn.Linear(2, 2).requires_grad_(False))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (another_head, r"'1\.weight' was replaced"),
+        (one_more_layer, r"'2\.weight' was added"),
+        (thawed_later, r"'2\.weight' was added"),
+    ],
+)
+def test_a_module_that_is_replaced_or_added_is_named(change: Callable[[Any], None], message: str) -> None:
+    def body(group: ProcessGroup) -> None:
+        model: Any = DDP(two_layers(), group)
+        change(model.module)
+        if change is thawed_later:
+            model(torch.ones(1, 4)).sum().backward()
+            model.module[2].requires_grad_(True)
+        for _ in range(2):
+            with pytest.raises(Misuse, match=message + " since the module was wrapped"):
+                model(torch.ones(1, 4))
+        DDP(model.module, group)(torch.ones(1, 4)).sum().backward()
+
+    on_ranks(2, body)
+
+
 class Twice(nn.Module):
     """A parametrization."""
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.func import functional_call, grad, vmap
 
-from axon_ps.errors import Misuse
+from axon_ps.errors import InvalidRequest, Misuse
 from axon_ps.parallel import FSDP, SGD, CPUOffload, ShardingStrategy
 from parallel_fakes import FakeGroup, FakeSteps
 
@@ -193,6 +193,139 @@ def test_a_parameter_that_is_replaced_after_wrapping_is_refused(
     with pytest.raises(Misuse, match="was replaced since the model was wrapped|on a module inside the wrapped model"):
         replace(model)
         backward(model)
+
+
+class Around(nn.Module):
+    """A module around another one, with a frozen parameter of its own."""
+
+    def __init__(self, inside: nn.Module) -> None:
+        super().__init__()
+        self.inside = inside
+        self.scale = nn.Parameter(torch.full((1,), 0.5), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.inside(x) * self.scale
+        return out
+
+
+def another_head(module: Any) -> None:
+    module[2] = nn.Linear(4, 1)
+
+
+def another_frozen_head(module: Any) -> None:
+    module[2] = nn.Linear(4, 1).requires_grad_(False)
+
+
+def another_block(module: Any) -> None:
+    module[0] = Block()
+
+
+def one_more_layer(module: Any) -> None:
+    module.append(nn.Linear(1, 1))
+
+
+def an_adapter(module: Any) -> None:
+    module[1] = Around(module[1])
+    module[1].scale.requires_grad_(True)
+
+
+def a_parameter(module: Any) -> None:
+    module[1].gain = nn.Parameter(torch.ones(1))
+
+
+CHANGES = {
+    another_head: "'2.weight' was replaced",
+    another_frozen_head: "'2.weight' was replaced",
+    another_block: "'0.0.weight' was replaced",
+    one_more_layer: "'3.weight' was added",
+    an_adapter: "'1.scale' was added",
+    a_parameter: "'1.gain' was added",
+}
+
+
+@pytest.mark.parametrize("strategy", ALL)
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_module_that_is_replaced_or_added_after_wrapping_is_refused(
+    strategy: ShardingStrategy, change: Callable[[Any], None]
+) -> None:
+    module = build()
+    model, optimizer, steps = make(module, strategy)
+    backward(model)
+    optimizer.step()
+    optimizer.zero_grad()
+    sent = len(steps.units("push"))
+    change(module)
+    for _ in range(2):  # the second time, too
+        with pytest.raises(Misuse, match=CHANGES[change] + " since the model was wrapped"):
+            backward(model)
+    if "replaced" in CHANGES[change]:
+        with pytest.raises(Misuse, match=CHANGES[change]):
+            model.state_dict()
+    with pytest.raises(InvalidRequest, match=rf"{CHANGES[change]}.*model\.sharded_parameters\(\)"):
+        SGD(model.parameters(), lr=0.1)
+    assert len(steps.units("push")) == sent
+
+
+@pytest.mark.parametrize("strategy", ALL)
+def test_a_group_of_parameters_that_were_added_is_refused_as_such(strategy: ShardingStrategy) -> None:
+    module = build()
+    model, optimizer, _ = make(module, strategy)
+    new = nn.Linear(1, 1)
+    module.append(new)
+    with pytest.raises(InvalidRequest, match=r"'3\.weight' was added since the model was wrapped"):
+        optimizer.add_param_group({"params": new.parameters()})
+        backward(model)
+        optimizer.step()
+
+
+def wrapped_in_another(module: Any) -> None:
+    module[1] = Around(module[1])
+
+
+def without_parameters(module: Any) -> None:
+    module.append(nn.Tanh())
+
+
+def without_a_block(module: Any) -> None:
+    module[1] = nn.Identity()
+
+
+@pytest.mark.parametrize("strategy", ALL)
+@pytest.mark.parametrize("change", [wrapped_in_another, without_parameters, without_a_block])
+def test_a_change_of_the_tree_that_adds_nothing_to_train_is_as_in_torch(
+    strategy: ShardingStrategy, change: Callable[[Any], None]
+) -> None:
+    plain = build()
+    module = copy.deepcopy(plain)
+    model, optimizer, _ = make(module, strategy)
+    change(plain)
+    change(module)
+    reference = torch.optim.SGD([p for p in plain.parameters() if p.requires_grad], lr=0.1)
+    for step in range(2):
+        for trained, stepper in ((plain, reference), (model, optimizer)):
+            backward(trained, step)
+            stepper.step()
+            stepper.zero_grad()
+    x = torch.ones(2, 4)
+    torch.testing.assert_close(model(x), plain(x), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("strategy", ALL)
+def test_ignored_parameters_are_nobodys_to_refuse(strategy: ShardingStrategy) -> None:
+    plain = build()
+    plain.append(nn.Linear(1, 1))
+    module = copy.deepcopy(plain)
+    model, optimizer, _ = make(module, strategy, ignored_parameters=list(module[3].parameters()))
+    own = torch.optim.SGD(module[3].parameters(), lr=0.1)
+    module.append(nn.Tanh())
+    plain.append(nn.Tanh())
+    reference = torch.optim.SGD(plain.parameters(), lr=0.1)
+    backward(plain)
+    reference.step()
+    backward(model)
+    optimizer.step()
+    own.step()
+    assert_equal(model, plain)
 
 
 def test_transforms_of_functions_are_refused() -> None:
