@@ -7,38 +7,42 @@ divided as they are pushed, and the servers find infinities and skip the step.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 
 from axon_ps.errors import Misuse
+from axon_ps.parallel.compile import uncompiled
 from axon_ps.parallel.fsdp.fsdp import FullyShardedDataParallel
+from axon_ps.parallel.fsdp.tensors.loss_scale import scaled
+from axon_ps.parallel.optim import owner_of
 from axon_ps.types import StepResult
 
 
 class GradScaler(torch.amp.GradScaler):
-    """`torch.amp.GradScaler` for a wrapped model and one of our optimizers; used in the same way.
+    """`torch.amp.GradScaler` for wrapped models and our optimizers; used in the same way.
 
     Gradients are divided by the scale in the wider of their dtype and the wire's, then cast to the wire's: with
     `param_dtype=torch.float16` give `reduce_dtype=torch.float32`, or the cast underflows what the scale has saved.
     With `no_sync()` the scale must stay the same until the step, as with torch's.
 
     Args:
-        model: the wrapped model.
+        model: a wrapped model, whose device the scale is on; losses of others may be scaled, too.
         options: of torch's scaler: `init_scale`, `growth_factor`, `backoff_factor`, `growth_interval`, `enabled`.
     """
 
     def __init__(self, model: FullyShardedDataParallel, **options: Any) -> None:
         device = next(model.sharded_parameters()).device.type
         super().__init__(device, **options)
-        self._model = model
-        self._skipped: bool | None = None
+        self._stepped: set[int] = set()  # ids of the optimizers, since the last update
+        self._skipped: list[bool] = []  # of their steps that were decided
 
+    @uncompiled
     def scale(self, outputs: Any) -> Any:
-        """The loss times the scale; gradients of this backward will be divided by it."""
-        scaled = super().scale(outputs)
-        self._model.runtime.grad_scale = self.get_scale()
-        return scaled
+        """The loss times the scale; gradients of its backward will be divided by it."""
+        multiplied = super().scale(outputs)
+        return _scaled(multiplied, self.get_scale()) if self.is_enabled() else multiplied
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
         """Nothing: gradients were divided as they were pushed."""
@@ -49,21 +53,33 @@ class GradScaler(torch.amp.GradScaler):
         """`optimizer.step()`; what is not finite, the servers skip.
 
         Raises:
-            Misuse: `update()` was not called after the last step.
+            InvalidRequest: the optimizer is not of a wrapped model.
+            Misuse: `update()` was not called after its last step; or the gradients are not of a loss that was scaled,
+                or were scaled by another number.
         """
-        if self._skipped is not None:
+        if id(optimizer) in self._stepped:
             raise Misuse("step() was called twice; call update() after each step")
-        result: Any = optimizer.step(*args, **kwargs)
-        assert isinstance(result, StepResult)
-        self._skipped = not result.committed and not math.isfinite(result.grad_norm)
+        runtime = owner_of(optimizer.param_groups).runtime
+        decides = not runtime.accumulating
+        with runtime.loss_scale.stepping(self.get_scale()):
+            result: Any = optimizer.step(*args, **kwargs)
+        if not isinstance(result, StepResult):
+            raise Misuse(
+                f"GradScaler makes steps of axon_ps.parallel's optimizers, and {type(optimizer).__name__} is another: "
+                "for one of torch.optim, under NO_SHARD, use torch.amp.GradScaler"
+            )
+        self._stepped.add(id(optimizer))
+        if decides:
+            self._skipped.append(not result.committed and not math.isfinite(result.grad_norm))
         return result
 
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
         """Lower the scale after a skipped step, raise it after many that were not."""
-        if self._skipped is None:
+        if not self._stepped:
             raise Misuse("update() was called without a step() before it")
-        found, self._skipped = self._skipped, None
-        if not self.is_enabled() or self._model.runtime.accumulating:
+        skipped, self._skipped = self._skipped, []
+        self._stepped.clear()
+        if not self.is_enabled() or not skipped:
             return
         if new_scale is not None:
             super().update(new_scale)
@@ -72,11 +88,19 @@ class GradScaler(torch.amp.GradScaler):
         torch._amp_update_scale_(
             scale,
             tracker,
-            torch.full((1,), float(found), dtype=torch.float32, device=scale.device),
+            torch.full((1,), float(any(skipped)), dtype=torch.float32, device=scale.device),
             self.get_growth_factor(),
             self.get_backoff_factor(),
             self.get_growth_interval(),
         )
+
+
+def _scaled(outputs: Any, scale: float) -> Any:
+    """What torch's scaler made of one loss or of several, each of which begins a backward of this scale."""
+    if isinstance(outputs, torch.Tensor):
+        return scaled(outputs, scale)
+    found: Iterable[Any] = (_scaled(output, scale) for output in outputs)
+    return type(outputs)(found) if isinstance(outputs, (list, tuple)) else found
 
 
 __all__ = ["GradScaler"]

@@ -157,8 +157,8 @@ class ServerOptimizer(torch.optim.Optimizer):
         Raises:
             Timeout: no decision came in time.
             Broken: the coordinator or a shard server is gone for good.
-            Misuse: this process is a fork of a worker; NO_SHARD has no decision that `commit` could be part of; or
-                another optimizer of this model was made since.
+            Misuse: this process is a fork of a worker; NO_SHARD has no decision that `commit` could be part of;
+                another optimizer of this model was made since; or a `GradScaler` scaled the loss, and does not step.
             InvalidRequest: the values to commit are no JSON, or too large; or a value of a group is out of range.
             StepAborted: step after step is aborted because of what the workers vote: one of them has other values in
                 its groups, say. Every worker gets it, and the message names ranks, key and values.
@@ -171,6 +171,8 @@ class ServerOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 closure()
         self._check_current()
+        if self._runtime.has_gradients:
+            self._runtime.loss_scale.check()
         self._take_groups()  # whoever shares the list may have added one
         hyper = self._hyper()
         for before, now in zip(self._before, hyper, strict=False):

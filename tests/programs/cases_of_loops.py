@@ -323,6 +323,38 @@ def _adversaries(side: Side, *, frozen: bool) -> Values:
     return _of_both(side, generator, critic)
 
 
+def _scaler(side: Side, model: Any) -> Any:
+    if not hasattr(side, "world"):
+        return torch.amp.GradScaler("cpu", init_scale=1024.0)
+    from axon_ps.parallel import GradScaler
+
+    return GradScaler(model, init_scale=1024.0)
+
+
+def _scaled_at_times(side: Side) -> Values:
+    """The losses of both models are scaled by one scaler in the first steps, that of the head alone later."""
+    body, head = _pair(side)
+    first = side.optimizer("SGD", body.parameters(), lr=0.1)
+    second = side.optimizer("SGD", head.parameters(), lr=0.1)
+    scaler = _scaler(side, body)
+    for step, (x, y) in enumerate(batches(side)[:5]):
+        first.zero_grad()
+        loss = body(x).square().mean()
+        if step < 3:
+            scaler.scale(loss).backward()
+            scaler.step(first)
+        else:
+            loss.backward()
+            first.step()
+        scaled = scaler.scale(mse(head, x, y))
+        second.zero_grad()  # after the loss was scaled
+        scaled.backward()
+        scaler.step(second)
+        scaler.update()
+    return _of_both(side, body, head)
+
+
+add("loops: one scaler of two models, of one of them in some steps alone", _scaled_at_times, wrappers=SHARDED[:3])
 add("loops: two models and one loss", _one_loss)
 for _frozen in (True, False):
     add(

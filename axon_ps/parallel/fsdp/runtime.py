@@ -57,6 +57,7 @@ from axon_ps.parallel.fsdp.memory import BufferPool, Meter
 from axon_ps.parallel.fsdp.one_thread import OneThread
 from axon_ps.parallel.fsdp.order import GatherOrder
 from axon_ps.parallel.fsdp.steps import Position, StepBatch
+from axon_ps.parallel.fsdp.tensors.loss_scale import LossScale
 from axon_ps.parallel.fsdp.tensors.saved_tensors import SavedParameter
 from axon_ps.parallel.fsdp.tensors.sent_gradients import SentGradients
 from axon_ps.parallel.fsdp.tensors.sharded_parameter import in_backward
@@ -93,7 +94,7 @@ class Runtime(AbstractRuntime):
         flats: the flat units of all module units, in layout order.
         sent: gradients that have left this worker for the step under way, and what they are clipped to.
         has_gradients: whether a backward has been made for the step under way.
-        grad_scale: what the loss was multiplied by; gradients are divided by it before they are pushed.
+        loss_scale: what the loss was multiplied by; gradients are divided by it before they are pushed.
         syncing: whether gradients are pushed; not inside `no_sync()`.
         prefetched: a prefetch by hand is pending.
         marks: what it is doing, for profilers and traces.
@@ -154,7 +155,7 @@ class Runtime(AbstractRuntime):
         self.last_reason = ""
         self.sent = SentGradients()
         self.marks = Marks()
-        self.grad_scale = 1.0
+        self.loss_scale = LossScale()
         self.prefetched = False
 
     def _extend_prefetch(self, extra_bytes: int) -> None:
@@ -295,7 +296,8 @@ class Runtime(AbstractRuntime):
         """Backward has come here: to be called by whatever it meets first.
 
         Raises:
-            Misuse: the one before was broken off, and what it left was not dropped.
+            Misuse: the one before was broken off, and what it left was not dropped; or its loss has another scale
+                than that of the gradients that it would be added to.
         """
         if self._callback_queued:
             return
@@ -306,6 +308,7 @@ class Runtime(AbstractRuntime):
                 "optimizer.zero_grad(), which withdraws them, before the next backward"
             )
         check_unchanged(self.flats)
+        self.loss_scale.begin(adds=self.has_gradients)
         self._callback_queued = self._training = True
         self._makes_graph = torch.is_grad_enabled()
         self.marks.begin("backward", in_profile=False)  # autograd's own thread may end it
@@ -593,8 +596,7 @@ class Runtime(AbstractRuntime):
 
     def statistics(self) -> dict[str, float]:
         """Counters and memory of this worker; bytes and seconds."""
-        repeated = sum(flat.repeated for flat in self.flats)
-        return stats.measured(self.counters, repeated, self.meter, self.grad_meter)
+        return stats.measured(self.counters, sum(f.repeated for f in self.flats), self.meter, self.grad_meter)
 
 
 def _refuse_transforms() -> None:

@@ -155,7 +155,7 @@ class ServerRuntime(Runtime):
         self.grad_meter.add(-flat.staged_bytes)
         with profiled("push", flat.unit.name):
             if weight:
-                given = flat.pack_grads(buffer, weight / self.grad_scale)
+                given = flat.pack_grads(buffer, weight / self.loss_scale.value)
             else:  # not 0 times them, which may be no numbers
                 flat.pop_grads()
                 buffer.zero_()

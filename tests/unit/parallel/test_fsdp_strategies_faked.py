@@ -387,6 +387,80 @@ def test_the_scaler_divides_what_it_multiplied_and_backs_off(strategy: ShardingS
             scaler.scale(model(batch()).sum()).backward()
 
 
+@pytest.mark.parametrize("strategy", ALL)
+def test_gradients_of_a_scaled_loss_are_for_the_scalers_step_alone(strategy: ShardingStrategy) -> None:
+    model, optimizer, _ = make(Model(), sharding_strategy=strategy)
+    scaler = GradScaler(model, init_scale=1024.0)
+    scaler.scale(model(batch()).sum()).backward()
+    with pytest.raises(Misuse, match=r"scaled by 1024.*scaler\.step\(optimizer\)"):
+        optimizer.step()
+    optimizer.zero_grad()
+    model(batch()).sum().backward()
+    with pytest.raises(Misuse, match=r"scaled by 1, .*scaled by 1024.*optimizer\.step\(\)"):
+        scaler.step(optimizer)
+    optimizer.zero_grad()
+    scaler.scale(model(batch()).sum()).backward()
+    assert scaler.step(optimizer).committed
+
+
+@pytest.mark.parametrize("strategy", ALL)
+def test_scaled_gradients_are_not_added_to_others(strategy: ShardingStrategy) -> None:
+    model, optimizer, _ = make(Model(), sharding_strategy=strategy)
+    scaler, other = GradScaler(model, init_scale=8.0), GradScaler(model, init_scale=2.0)
+    for first, then in ((scaler, None), (None, scaler), (scaler, other)):
+        losses = [model(batch()).sum(), model(batch()).sum()]
+        losses = [loss if by is None else by.scale(loss) for loss, by in zip(losses, (first, then), strict=True)]
+        with model.no_sync():
+            losses[0].backward()
+        with pytest.raises(Misuse, match="would be added"):
+            losses[1].backward()
+        optimizer.zero_grad()
+    with pytest.raises(Misuse, match="one backward of losses that were scaled by"):
+        (scaler.scale(model(batch()).sum()) + other.scale(model(batch()).sum())).backward()
+
+
+@pytest.mark.parametrize("strategy", ALL)
+def test_a_scale_is_that_of_a_backward_whatever_ends_or_begins_around_it(strategy: ShardingStrategy) -> None:
+    """A checkpoint of the whole model makes a backward of its own; a backward before it was broken off."""
+    torch.manual_seed(0)
+    plain = Model()
+    model, optimizer, _ = make(copy.deepcopy(plain), sharding_strategy=strategy)
+    reference = torch.optim.SGD(plain.parameters(), lr=0.1)
+    scaler, theirs = GradScaler(model, init_scale=64.0), torch.amp.GradScaler("cpu", init_scale=64.0)
+
+    def losses(made: Any) -> list[torch.Tensor]:
+        x = batch().requires_grad_()
+        return [made(batch(0)).sum(), checkpoint(made, x, use_reentrant=True).square().mean(), made(batch(2)).sum()]
+
+    class Stop(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+            raise ZeroDivisionError
+
+    def broken(by: Any) -> None:
+        with pytest.raises(ZeroDivisionError):
+            by.scale(Stop.apply(torch.ones((), requires_grad=True))).backward()
+
+    for made, by, opt in ((model, scaler, optimizer), (plain, theirs, reference)):
+        for step in range(3):
+            broken(by)
+            loss = losses(made)[step]
+            if step < 2:
+                loss = by.scale(loss)
+            opt.zero_grad()  # after the loss was scaled
+            loss.backward()
+            if step < 2:
+                by.step(opt)
+                by.update()
+            else:
+                opt.step()
+    assert_equal(model, plain)
+
+
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # dynamo's own
 def test_inner_modules_may_be_compiled() -> None:
     torch.manual_seed(0)

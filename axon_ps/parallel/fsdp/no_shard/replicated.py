@@ -39,6 +39,7 @@ from axon_ps.parallel.fsdp.runtime import Runtime
 from axon_ps.parallel.fsdp.sources import ParameterSource, PendingGather
 from axon_ps.parallel.fsdp.steps import Position
 from axon_ps.parallel.fsdp.strategy import CPUOffload
+from axon_ps.parallel.fsdp.tensors.loss_scale import scale_of_backward
 from axon_ps.parallel.fsdp.wrap import WrappedUnit, Wrapping
 from axon_ps.parallel.rounds import Round
 from axon_ps.storage.checkpoint import FileEntry
@@ -222,7 +223,7 @@ class ReplicatedRuntime(Runtime):
         wire = TORCH_DTYPES[self._wrapping.spec.precision.grad]
         numel = flat.unit.numel
         buffer = torch.empty(numel + len(flat.params), dtype=wire, device=flat.flat.device)
-        given = flat.pack_grads(buffer[:numel], 1.0 / (self._group.world_size * self.grad_scale))
+        given = flat.pack_grads(buffer[:numel], 1.0 / (self._group.world_size * self.loss_scale.value))
         buffer[numel:] = torch.tensor(given, dtype=wire, device="cpu")
         self.counters.pushed_bytes += buffer.nbytes
         self.grad_meter.add(buffer.nbytes)
@@ -230,7 +231,7 @@ class ReplicatedRuntime(Runtime):
         return work
 
     def _begin_backward(self) -> None:
-        if not self._callback_queued and self.grad_scale != 1.0 and self._averaged and self.has_grads:
+        if not self._callback_queued and scale_of_backward() != 1.0 and self._averaged and self.has_grads:
             raise Misuse(
                 "the gradients of the step before were not dropped, and the scaled ones of this backward would be "
                 "added to them: call optimizer.zero_grad() in each step"
@@ -282,6 +283,7 @@ class ReplicatedRuntime(Runtime):
             flat.set_grads(buffer)
             self.grad_meter.add(-buffer.nbytes)
         self._averaged, self._has_local = True, False
+        self.loss_scale.divided()
 
     def check_averaged(self) -> None:
         """Raise before a step of gradients that are this worker's alone.
