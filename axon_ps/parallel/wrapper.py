@@ -96,10 +96,27 @@ class ModuleWrapper(nn.Module):
         self._refuse("pickled")
 
     def _refuse(self, what: str) -> NoReturn:
-        raise Misuse(
-            f"a wrapped {type(self.module).__name__} cannot be {what}: its values are not in it, and it takes part in "
-            "a job; use its state_dict(), and load_state_dict() of a module that was built anew"
-        )
+        _refuse(f"a wrapped {type(self.module).__name__}", what)
+
+
+class Uncopied:
+    """What hooks of the user's module refer to: with it neither the module nor a part of it is copied or pickled."""
+
+    def __copy__(self) -> NoReturn:
+        _refuse("a module inside a wrapped one", "copied")
+
+    def __deepcopy__(self, memo: Any) -> NoReturn:
+        _refuse("a module inside a wrapped one", "copied")
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        _refuse("a module inside a wrapped one", "pickled")
+
+
+def _refuse(module: str, what: str) -> NoReturn:
+    raise Misuse(
+        f"{module} cannot be {what}: its values are not in it, and it takes part in a job. Build another module, and "
+        "call its load_state_dict(model.state_dict()); to write a file, torch.save(model.state_dict(), path)"
+    )
 
 
 def _with_signature(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -128,4 +145,4 @@ def _joined(wrapper: Any, module: Any) -> Any:
         return wrapper
 
 
-__all__ = ["ModuleWrapper"]
+__all__ = ["ModuleWrapper", "Uncopied"]

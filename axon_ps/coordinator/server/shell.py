@@ -25,7 +25,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
 from axon_ps.coordinator.core.actions import Action, CloseSession, Happened, Persist, Reply, SendEvent
-from axon_ps.coordinator.core.events import RestoreOrder, ServerEvent, SnapshotOrder, Status
+from axon_ps.coordinator.core.events import UPLOADED, RestoreOrder, ServerEvent, SnapshotOrder, Status
 from axon_ps.coordinator.core.history.logs import COORDINATOR
 from axon_ps.coordinator.core.state import CoordinatorState
 from axon_ps.coordinator.messages import event_to_proto, logged_to_proto
@@ -469,7 +469,9 @@ class Shell:
         elif isinstance(event, SnapshotOrder):
             _logger.info("version %d is written to %s", event.version, event.uri)
         elif isinstance(event, RestoreOrder):
-            _logger.warning("version %d is restored from %s", event.version, event.uri)
+            by_worker = event.uri.startswith(UPLOADED)
+            source = "what a worker uploads" if by_worker else event.uri
+            _logger.warning("version %d is restored from %s", event.version, source)
 
     # ------------------------------------------------------------------ time
 

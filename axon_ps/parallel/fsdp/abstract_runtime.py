@@ -16,6 +16,7 @@ from axon_ps.errors import AxonError, Disagreement, InvalidRequest
 from axon_ps.parallel.fsdp.flat_unit import FlatUnit
 from axon_ps.parallel.fsdp.steps import Position, Standing
 from axon_ps.parallel.fsdp.tensors.sent_gradients import SentGradients
+from axon_ps.parallel.wrapper import Uncopied
 from axon_ps.storage.checkpoint import FileEntry
 from axon_ps.types import Hyper, OptimizerSpec, StepResult
 from axon_ps.worker.checkpoints import CheckpointInfo
@@ -26,7 +27,7 @@ _LONGEST: Final = 2000
 """Characters of an error that the other workers are told."""
 
 
-class AbstractRuntime:
+class AbstractRuntime(Uncopied):
     """The methods of a runtime, beside the order of events."""
 
     sent: SentGradients

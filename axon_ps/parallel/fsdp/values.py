@@ -24,7 +24,7 @@ from axon_ps.parallel.dtypes import TORCH_DTYPES
 from axon_ps.parallel.fsdp.runtime import TORN, Runtime
 from axon_ps.parallel.fsdp.tensors import saved_tensors
 from axon_ps.parallel.fsdp.wrap import Wrapping, module_of, name_in_states
-from axon_ps.parallel.wrapper import ModuleWrapper
+from axon_ps.parallel.wrapper import ModuleWrapper, Uncopied
 from axon_ps.sharding.layout import Parameter
 from axon_ps.worker.checkpoints import CheckpointInfo
 
@@ -165,11 +165,6 @@ class ShardedValues(ModuleWrapper):
 
     def _hook_state_dicts(self) -> None:
         """Have `state_dict()` of the user's module give values, as long as there is a wrapper."""
-        wrapper = weakref.ref(self)
-
-        def fill(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-            if (found := wrapper()) is not None:
-                found._fill(state, prefix)
 
         def end_of_loading(module: nn.Module, keys: _IncompatibleKeys) -> None:
             assert isinstance(module, ShardedValues)
@@ -178,7 +173,7 @@ class ShardedValues(ModuleWrapper):
         if not self._wrapping.replicated:
             for place, child in self.module.named_modules():
                 child.register_load_state_dict_pre_hook(partial(_refuse_loading, name_in_states(place)))
-        self.module.register_state_dict_post_hook(fill)  # type: ignore[no-untyped-call]
+        self.module.register_state_dict_post_hook(_Fill(self))  # type: ignore[no-untyped-call]
         self.register_load_state_dict_post_hook(end_of_loading)  # type: ignore[no-untyped-call]
 
     def _fill(self, state: dict[str, Any], prefix: str) -> None:
@@ -456,6 +451,17 @@ def _set_groups(optimizer: torch.optim.Optimizer, info: CheckpointInfo) -> None:
 def _of_caller(info: CheckpointInfo) -> CheckpointInfo:
     """A caller's own part of `extra`."""
     return replace(info, extra={key: value for key, value in info.extra.items() if key != _GROUPS})
+
+
+class _Fill(Uncopied):
+    """The hook by which `state_dict()` of the user's module gives values, as long as there is a wrapper."""
+
+    def __init__(self, wrapper: ShardedValues) -> None:
+        self._wrapper = weakref.ref(wrapper)
+
+    def __call__(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+        if (found := self._wrapper()) is not None:
+            found._fill(state, prefix)
 
 
 def _refuse_loading(place: str, module: nn.Module, state_dict: Mapping[str, Any], prefix: str, *_: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import inspect
@@ -197,6 +198,19 @@ def test_it_is_not_copied_and_not_pickled(what: str, make_fsdp2: Callable[[], An
     if what == "copied deep":
         with pytest.raises(AssertionError, match="state dict"):
             REFUSED[what](fsdp2)
+
+
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize("what", REFUSED)
+@pytest.mark.parametrize("strategy", ALL)
+def test_the_module_inside_is_not_copied_and_not_pickled(strategy: ShardingStrategy, what: str, inside: bool) -> None:
+    """A copy would be hooked to the model: its `state_dict()` gave the model's values."""
+    model = wrap(strategy)
+    with model.summon_full_params() if inside else contextlib.nullcontext():
+        if what == "copied":  # shares all with it, in torch, too
+            return
+        with pytest.raises(Misuse, match=r"inside a wrapped one cannot be (copied|pickled).*state_dict"):
+            REFUSED[what](model.module)
 
 
 @pytest.mark.parametrize("strategy", ALL)

@@ -109,8 +109,7 @@ class Restores:
             if (spec := model.registration.spec) is not None
         }
         a.room().check(placements, f"the restore of {resumes[0].uri}")
-        anew = resumes[0].uri == FIRST_VALUES
-        reason = "the job begins again" if anew else f"checkpoint {resumes[0].uri} is restored"
+        reason = _reason(resumes[0])
         self._answer(CheckpointError(f"cancelled: {reason} instead"))
         self._snapshots.abandon(CheckpointError(f"the checkpoint was not written: {reason}"))
         a.stepping.abort_all(reason)
@@ -246,6 +245,19 @@ class Restores:
         call, self._call = self._call, -1
         if call >= 0:
             self._out.reply(call, result)
+
+
+def _reason(resume: Resume) -> str:
+    """Why steps under way are aborted, in the words of whoever called for it."""
+    if resume.uri == FIRST_VALUES:
+        return "the job begins again"
+    if resume.uri == UPLOADED:
+        model = f" of model {resume.model!r}" if resume.model else ""
+        return (
+            f"the values{model} were replaced by a worker, by load_state_dict() or the like: a step whose backward was "
+            "before that is dropped"
+        )
+    return f"checkpoint {resume.uri} is restored"
 
 
 def _resume(model: Model) -> Resume:
