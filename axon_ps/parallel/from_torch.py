@@ -85,7 +85,7 @@ class MovedOptimizer(ServerOptimizer):
         self.param_groups = state["param_groups"]
         super().__setstate__({key: value for key, value in state.items() if key != "param_groups"})
 
-    def _check_moments(self, version: int) -> None:
+    def _check_moments(self, model: str | None, version: int) -> None:
         """The frameworks' adapters bring moments back, before or after the state dict."""
 
     @property

@@ -27,6 +27,7 @@ from axon_ps.parallel.counterpart import as_in_torch
 from axon_ps.parallel.fsdp.fsdp import FullyShardedDataParallel
 from axon_ps.parallel.fsdp.runtime import Runtime
 from axon_ps.parallel.fsdp.tensors.sent_gradients import Home
+from axon_ps.parallel.server_state import ServerState
 from axon_ps.types import Hyper, OptimizerSpec, StepResult
 
 Params: TypeAlias = FullyShardedDataParallel | Iterable[Any]
@@ -39,7 +40,7 @@ _DECOUPLED: Final = {"adam": False, "adamw": True}
 """The value of this key of torch's groups where it is given."""
 
 _SERVERS: Final = "axon_ps"
-"""Keys in state dicts of the moments that are on the servers: the version since which they are, and the present one."""
+"""Key in state dicts: the model whose moments are on the servers, the version since which they are, the present one."""
 
 _add_param_group = uncompiled(inspect.unwrap(torch.optim.Optimizer.add_param_group))
 _zero_grad = uncompiled(inspect.unwrap(torch.optim.Optimizer.zero_grad))
@@ -68,7 +69,7 @@ class ServerOptimizer(torch.optim.Optimizer):
     def __init__(self, params: Params, name: str, **hyper: Any) -> None:
         self._runtime: Runtime | None = None
         self._rules = create(name)
-        self._ungrouped: list[torch.nn.Parameter] = []  # trainable parameters in no group
+        self._takes_state = True  # what `state` is set to
         defaults = as_in_torch(self._rules.defaults) | dict.fromkeys(_WAYS_TO_COMPUTE)
         if unknown := sorted(hyper.keys() - defaults.keys() - self._rules.defaults.keys()):
             raise InvalidRequest(
@@ -86,7 +87,7 @@ class ServerOptimizer(torch.optim.Optimizer):
             owner.runtime.register_optimizer(spec)
         else:
             owner.runtime.change_optimizer(spec)
-        self._sizes = self._group_sizes()
+        self._grouped = self._grouping()
         self._runtime = owner.runtime
         self._runtime.optimizers.add(self)
         self._runtime.current = weakref.ref(self)
@@ -114,12 +115,43 @@ class ServerOptimizer(torch.optim.Optimizer):
     def _take_groups(self) -> None:
         """Have the groups that there are now move their parameters from the next step on."""
         assert self._runtime is not None
-        if (sizes := self._group_sizes()) != self._sizes:
+        if (grouped := self._grouping()) != self._grouped:
             self._runtime.change_optimizer(self._spec(), retains_moments=True)
-            self._sizes = sizes
+            self._grouped = grouped
 
-    def _group_sizes(self) -> list[int]:
-        return [len(group["params"]) for group in self.param_groups]
+    def _grouping(self) -> list[list[int]]:
+        """Which parameters each group has, of whatever model."""
+        return [[id(param) for param in group["params"]] for group in self.param_groups]
+
+    @property
+    def state(self) -> ServerState:  # type: ignore[override]  # torch's is an attribute
+        """Empty: moments are on the servers. To clear it, or to set it to an empty one, has them begin anew."""
+        return self._state
+
+    @state.setter
+    def state(self, values: Mapping[torch.Tensor, Any]) -> None:
+        if self.__dict__.get("_runtime") is None:
+            self._state = ServerState(weakref.WeakMethod(self._begin_anew))
+        elif values is self._state or not self._takes_state:
+            return
+        elif not values:
+            self._begin_anew()
+        else:
+            self._check_has_no(values)
+            assert self._runtime is not None
+            self._runtime.load_optimizer_state(dict(values), self._hyper())
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__({key: value for key, value in state.items() if key != "state"})
+        if "state" in state:
+            self.state = state["state"]
+
+    def _begin_anew(self) -> None:
+        """The moments begin anew, with the next step. Those of an optimizer that makes no more steps are gone."""
+        if self._runtime is not None and self._is_current:
+            spec = self._spec()
+            self._runtime.change_optimizer(spec)
+            self._needed, self._before, self._grouped = spec.groups, (), self._grouping()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients of the model, as torch's optimizers do; to be called in each step, as for those.
@@ -135,7 +167,7 @@ class ServerOptimizer(torch.optim.Optimizer):
         Raises:
             Misuse: under NO_SHARD, some were on their way to the other workers when backward was broken off.
         """
-        if self._runtime is None or self._runtime.zero_grad(set_to_none=set_to_none, leaving=self._ungrouped):
+        if self._runtime is None or self._runtime.zero_grad(set_to_none=set_to_none, leaving=self._ungrouped()):
             _zero_grad(self, set_to_none)
 
     def step(  # type: ignore[override]
@@ -191,12 +223,11 @@ class ServerOptimizer(torch.optim.Optimizer):
         Elsewhere moments are on the servers, and in checkpoints; `load_state_dict` says what becomes of them.
         """
         assert self._runtime is not None
-        self.state.update(self._runtime.optimizer_state(self))
-        try:
+        with self._state.holding(self._runtime.optimizer_state(self)):
             packed = super().state_dict()
-        finally:
-            self.state.clear()
-        return {**packed, _SERVERS: {"moments_of": self._runtime.moments_of, "version": self._runtime.version}}
+        model = self._model.name if self._on_servers else None
+        since, now = self._runtime.moments_of, self._runtime.version
+        return {**packed, _SERVERS: {"model": model, "moments_of": since, "version": now}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take the groups' values from a state dict, and under NO_SHARD the moments.
@@ -206,30 +237,42 @@ class ServerOptimizer(torch.optim.Optimizer):
 
         Raises:
             ValueError: the groups are not those of the state dict.
-            InvalidRequest: it has moments, and this optimizer's are on the servers: `load_checkpoint` brings those.
+            InvalidRequest: it has moments, and this optimizer's are on the servers: `load_checkpoint` brings those; or
+                those that it stands for are on the servers, and another model's.
         """
         assert self._runtime is not None
         saved = state_dict.get(_SERVERS)
-        if self._on_servers and state_dict["state"]:
+        self._check_has_no(state_dict["state"])
+        if saved is not None:
+            self._check_moments(saved.get("model"), saved["version"])
+        self._takes_state = not self._on_servers
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            self._takes_state = True
+        if self._on_servers and saved is not None and saved["moments_of"] == self._runtime.moments_of:
+            self._runtime.retain_moments()
+
+    def _check_has_no(self, state: Mapping[Any, Any]) -> None:
+        if self._on_servers and state:
             raise InvalidRequest(
-                f"the state dict has the moments of {len(state_dict['state'])} parameters, and those of this optimizer "
+                f"the state dict has the moments of {len(state)} parameters, and those of this optimizer "
                 "are on the shard servers; model.save_checkpoint(uri, optimizer) and load_checkpoint(uri, optimizer) "
                 'bring them there. To take only the groups\' values, empty its "state"'
             )
-        super().load_state_dict(state_dict)
-        state = {param: dict(values) for param, values in self.state.items()}
-        self.state.clear()
-        if not self._on_servers:
-            self._runtime.load_optimizer_state(state, self._hyper())
-        elif saved is not None:
-            if saved["moments_of"] == self._runtime.moments_of:
-                self._runtime.retain_moments()
-            self._check_moments(saved["version"])
 
-    def _check_moments(self, version: int) -> None:
-        """A state dict of this version was loaded: whether its moments are there."""
+    def _check_moments(self, model: str | None, version: int) -> None:
+        """Whether the moments are there of a state dict of this version; `model` is None if they are in it."""
         assert self._runtime is not None
-        if version != self._runtime.version:
+        mine = self._model.name if self._on_servers else None
+        if model is not None and model != mine:
+            raise InvalidRequest(
+                f"this state dict is of the optimizer of model {model!r}, whose moments are on the shard servers and "
+                f"not in it, and this optimizer's are {'those of ' + repr(mine) if mine else 'on this worker'}. "
+                f"load_checkpoint(uri, optimizer) brings moments back to the model that had them. To take only the "
+                f"groups' values, take {_SERVERS!r} out of it"
+            )
+        if self._on_servers and version != self._runtime.version:
             warnings.warn(
                 f"this state dict is of version {version}, and the moments on the shard servers are of version "
                 f"{self._runtime.version}: they stay as they are. load_checkpoint(uri, optimizer) brings moments back",
@@ -268,7 +311,7 @@ class ServerOptimizer(torch.optim.Optimizer):
     def _expected(self) -> tuple[Hyper, ...] | None:
         """The hyperparameters of the next step, if what it makes can be known before it is decided."""
         hyper = self._hyper()
-        changes = self._runtime is None or self._runtime.changes_optimizer
+        changes = self._runtime is None or self._runtime.changes_optimizer or self._grouping() != self._grouped
         return None if changes or self._needs_more(hyper) else hyper
 
     def _needs_more(self, hyper: tuple[Hyper, ...]) -> bool:
@@ -284,15 +327,21 @@ class ServerOptimizer(torch.optim.Optimizer):
 
     def _group_of(self, owner: FullyShardedDataParallel) -> tuple[int, ...]:
         """The group of each parameter of the layout; -1 for those in none, which are left alone, as in torch."""
+        grouped = [param for group in self.param_groups for param in group["params"]]
         group_of = {param: i for i, group in enumerate(self.param_groups) for param in group["params"]}
-        result, ungrouped = [], []
+        if len(group_of) < len(grouped):
+            twice = next(param for param in grouped if sum(other is param for other in grouped) > 1)
+            home: Home | None = getattr(twice, "_axon_home", None)
+            raise InvalidRequest(
+                f"parameter {'?' if home is None else home.name!r} is in the optimizer's groups twice, and torch would "
+                "move it twice with each step: leave it in one of them"
+            )
+        result = []
         for flat in owner.runtime.flats:
             for spec, param in zip(flat.unit.parameters, flat.params, strict=True):
                 group = group_of.pop(param, -1)
                 result.append(group if flat.trainable else -1)
-                if group < 0 and flat.trainable:
-                    ungrouped.append(param)
-                elif group >= 0 and param in owner.runtime.left:
+                if group >= 0 and param in owner.runtime.left:
                     raise Misuse(
                         f"parameter {spec.name!r} was in no group of the optimizer before, and got gradients that its "
                         "zero_grad() left: torch would apply their sum with the next step, and the shard servers have "
@@ -316,8 +365,12 @@ class ServerOptimizer(torch.optim.Optimizer):
                 f"{len(group_of)} parameters of the optimizer's groups are not of the wrapped model; make the groups "
                 "from model.parameters() after wrapping, and for another model another optimizer"
             )
-        self._ungrouped = ungrouped
         return tuple(result)
+
+    def _ungrouped(self) -> list[torch.nn.Parameter]:
+        """Trainable parameters in no group."""
+        grouped = {param for group in self.param_groups for param in group["params"]}
+        return [p for flat in self._model.runtime.flats if flat.trainable for p in flat.params if p not in grouped]
 
 
 def owner_of(groups: list[dict[str, Any]]) -> FullyShardedDataParallel:

@@ -228,6 +228,36 @@ def momentum_later(side: Side, model: Any) -> Iterator[Any]:
     yield made
 
 
+def _by_layer(side: Side, model: Any) -> Any:
+    inner = side.inner(model)
+    groups = [{"params": list(inner[0].parameters()), "lr": 0.1}, {"params": list(inner[2].parameters())}]
+    return side.optimizer("SGD", groups, lr=0.01, momentum=0.9)
+
+
+def exchanged(side: Side, model: Any) -> Iterator[Made]:
+    made = _by_layer(side, model)
+    yield made
+    one, other = made.param_groups
+    one["params"], other["params"] = other["params"], one["params"]
+    yield made
+
+
+def cleared(side: Side, model: Any) -> Iterator[Made]:
+    made = side.optimizer("AdamW", model.parameters(), lr=0.05)
+    yield made
+    made.state.clear()
+    yield made
+    made.state = type(made.state)(dict) if not hasattr(side, "world") else {}  # type: ignore[assignment]
+    yield made
+
+
+def one_cleared(side: Side, model: Any) -> Iterator[Made]:
+    made = side.optimizer("AdamW", model.parameters(), lr=0.05)
+    yield made
+    made.state.pop(next(iter(model.parameters())))
+    yield made
+
+
 def _lived(side: Side, life: Callable[[Side, Any], Iterator[Any]]) -> Values:
     model = side.wrap(built(small))
     for number, made in enumerate(life(side, model)):
@@ -246,6 +276,9 @@ for _name, _life, _says in (
     ("a hook before each step", step_hook, ""),
     ("two of one model", both, r"two optimizers"),
     ("momentum from 0 to 0.9", momentum_later, ""),
+    ("parameters are exchanged between groups", exchanged, ""),
+    ("its state is cleared", cleared, ""),
+    ("the state of one parameter is cleared", one_cleared, r"the state of one parameter"),
 ):
     add(f"optimizers: {_name}", lambda side, life=_life: _lived(side, life), says=_says)
 
@@ -303,6 +336,19 @@ def _(side: Side) -> Values:
         return side.values(model)
     theirs.step(closure)  # type: ignore[arg-type]
     raise Wrong("LBFGS has stepped on parameters that are on the servers")
+
+
+@case("optimizers: the state of another model's", wrappers=SHARDED, says=r"of another model's optimizer")
+def _(side: Side) -> Values:
+    names: tuple[dict[str, str], ...] = ({"name": "a"}, {"name": "b"}) if hasattr(side, "world") else ({}, {})
+    models: list[Any] = [side.wrap(built(small, seed), **name) for seed, name in enumerate(names)]
+    made = [side.optimizer("AdamW", model.parameters(), lr=0.05) for model in models]
+    go_on(side, models[0], made[0], 0)
+    go_on(side, models[1], made[1], 2)
+    models[1].load_state_dict(models[0].state_dict())
+    made[1].load_state_dict(made[0].state_dict())
+    go_on(side, models[1], made[1], 4)
+    return side.values(models[1])
 
 
 @case("optimizers: one of two models", wrappers=SHARDED, says=r"optimizer.*two models|one optimizer.*model")

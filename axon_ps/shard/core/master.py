@@ -88,11 +88,10 @@ class Master:
 
     def set_groups(self, group_of: Sequence[int]) -> None:
         """Set the group of each parameter; `group_of` covers the whole layout."""
-        before = self._groups or [0] * len(self._unit.parameters)
+        counts = self.parameter_updates()
         self._groups = group_of[self._first_parameter : self._first_parameter + len(self._unit.parameters)]
-        self._updates_before = [  # one that was in no group begins to be updated now
-            -self.updates if last < 0 <= group else count
-            for last, group, count in zip(before, self._groups, self._updates_before, strict=True)
+        self._updates_before = [
+            count - self.updates if group >= 0 else count for group, count in zip(self._groups, counts, strict=True)
         ]
         self._ranges = kernel_ranges(self._unit, self._groups, self._updates_before)
 
@@ -114,7 +113,7 @@ class Master:
         """Per parameter of the unit, how many updates it has had (torch's `step`)."""
         groups = self._groups or [0] * len(self._unit.parameters)
         return tuple(
-            before + self.updates if group >= 0 else 0
+            before + self.updates if group >= 0 else before  # one that is in no group stays at its count
             for before, group in zip(self._updates_before, groups, strict=True)
         )
 
@@ -175,8 +174,8 @@ class Master:
         self.updates += 1
         self.settle()
         if self.leaves(update.untouched):
-            before = enumerate(self._updates_before, self._first_parameter)
-            self._updates_before = [count - (number in update.untouched) for number, count in before]
+            before = enumerate(zip(self._updates_before, self._groups, strict=True), self._first_parameter)
+            self._updates_before = [count - (n in update.untouched and group >= 0) for n, (count, group) in before]
             self._ranges = kernel_ranges(self._unit, self._groups, self._updates_before)
 
     # ------------------------------------------------------------------ arithmetic

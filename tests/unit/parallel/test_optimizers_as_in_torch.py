@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -217,7 +218,76 @@ def momentum_later(m: Any, k: Any) -> Iterator[Any]:
     yield optimizer
 
 
+def two_groups(m: Any, k: Any) -> Any:
+    params = list(m.parameters())
+    return k.SGD([{"params": params[:2], "lr": 0.1}, {"params": params[2:4], "lr": 0.01}], lr=0.1, momentum=0.9)
+
+
+def exchanged(m: Any, k: Any) -> Iterator[Any]:
+    optimizer = two_groups(m, k)
+    yield optimizer
+    one, other = optimizer.param_groups
+    one["params"], other["params"] = other["params"], one["params"]
+    yield optimizer
+
+
+def replaced(m: Any, k: Any) -> Iterator[Any]:
+    optimizer = two_groups(m, k)
+    yield optimizer
+    optimizer.param_groups[1]["params"] = list(m.parameters())[4:]
+    yield optimizer
+    optimizer.param_groups[1]["params"][:] = list(m.parameters())[2:4]  # with the momentum that they had
+    yield optimizer
+
+
+def cleared(m: Any, k: Any) -> Iterator[Any]:
+    optimizer = k.AdamW(m.parameters(), lr=0.05)
+    optimizer.state.clear()
+    yield optimizer
+    optimizer.state.clear()
+    yield optimizer
+    optimizer.state = defaultdict(dict)
+    yield optimizer
+    optimizer.__setstate__({"state": defaultdict(dict)})
+    yield optimizer
+    optimizer.param_groups[0]["lr"] = 0.01
+    optimizer.state = optimizer.state
+    yield optimizer
+
+
+def cleared_and_regrouped(m: Any, k: Any) -> Iterator[Any]:
+    optimizer = two_groups(m, k)
+    yield optimizer
+    optimizer.state.clear()
+    optimizer.add_param_group({"params": list(m.parameters())[4:], "lr": 0.05})
+    yield optimizer
+
+
+def cleared_by_a_hook(m: Any, k: Any) -> Iterator[Any]:
+    optimizer = k.AdamW(m.parameters(), lr=0.05)
+    yield optimizer
+    handle = optimizer.register_step_pre_hook(lambda o, args, kwargs: o.state.clear())  # after the backward
+    yield optimizer
+    handle.remove()
+    yield optimizer
+
+
+def cleared_and_loaded(m: Any, k: Any) -> Iterator[Any]:
+    optimizer = k.AdamW(m.parameters(), lr=0.05)
+    yield optimizer
+    saved = copy.deepcopy(optimizer.state_dict())
+    optimizer.state.clear()
+    optimizer.load_state_dict(saved)
+    yield optimizer
+
+
 LIVES = [
+    exchanged,
+    replaced,
+    cleared,
+    cleared_and_regrouped,
+    cleared_by_a_hook,
+    cleared_and_loaded,
     again,
     again_with_another_rate,
     another_type,
@@ -254,7 +324,7 @@ def test_gradients_that_torch_would_have_added_up_are_refused(strategy: Sharding
 
 
 @ON_SERVERS
-@pytest.mark.parametrize("life", [another_type, momentum_later, added])
+@pytest.mark.parametrize("life", [another_type, momentum_later, added, exchanged, cleared])
 def test_two_workers_change_optimizers_together(life: Make, strategy: ShardingStrategy) -> None:
     def train(world: World) -> dict[str, Any]:
         made = FSDP(module(), sharding_strategy=strategy, unit_types={nn.Linear})
@@ -283,6 +353,117 @@ def test_two_optimizers_of_one_model_are_refused_by_name(strategy: ShardingStrat
         with pytest.raises(Misuse, match=r"another optimizer of model .* was made after this AdamW"):
             first.step()
         assert second.step().committed
+
+
+@BOTH
+def test_moments_of_one_parameter_are_not_changed_without_a_word(strategy: ShardingStrategy) -> None:
+    with World.mock():
+        made = FSDP(module(), sharding_strategy=strategy)
+        mine = ours.AdamW(made.parameters(), lr=0.01)
+        steps(made, mine, 0, 1)
+        first, state = next(made.parameters()), mine.state
+        changes: list[Callable[[], Any]] = [
+            lambda: state[first]["exp_avg"].zero_(),
+            lambda: state.__setitem__(first, {}),
+            lambda: state.__delitem__(first),
+            lambda: state.pop(first, None),
+            lambda: state.setdefault(first, {}),
+            lambda: state.update({first: {}}),
+        ]
+        for change in changes:
+            with pytest.raises(Misuse, match=r"optimizer\.state has no entry.*save_checkpoint"):
+                change()
+        assert not state
+        assert first not in state
+
+
+@BOTH
+def test_an_optimizer_that_was_replaced_is_cleared_without_effect(strategy: ShardingStrategy) -> None:
+    expected = module()
+    with World.mock():
+        made = FSDP(module(), sharding_strategy=strategy)
+        for model, package in ((made, ours), (expected, torch.optim)):
+            old = package.SGD(model.parameters(), lr=0.01, momentum=0.9)  # type: ignore[attr-defined]
+            steps(model, old, 0, 2)
+            new = package.AdamW(model.parameters(), lr=0.01)  # type: ignore[attr-defined]
+            steps(model, new, 2, 2)
+            old.state.clear()
+            steps(model, new, 4, 2)
+        same(made, expected)
+
+
+@BOTH
+def test_a_parameter_is_in_one_group_once(strategy: ShardingStrategy) -> None:
+    with World.mock():
+        made = FSDP(module(), sharding_strategy=strategy)
+        mine = two_groups(made, ours)
+        backward(made, 0)
+        mine.param_groups[1]["params"] = mine.param_groups[0]["params"]
+        with pytest.raises(InvalidRequest, match=r"'0\.weight' is in the optimizer's groups twice"):
+            mine.step()
+
+
+@BOTH
+def test_gradients_are_dropped_of_the_groups_that_there_are(strategy: ShardingStrategy) -> None:
+    expected = module()
+    with World.mock():
+        made = FSDP(module(), sharding_strategy=strategy)
+        for model, package in ((made, ours), (expected, torch.optim)):
+            params = list(model.parameters())
+            optimizer = package.SGD(params[:2], lr=0.1)  # type: ignore[attr-defined]
+            backward(model, 0)
+            optimizer.step()
+            optimizer.param_groups[0]["params"] = params[4:]
+            optimizer.zero_grad()
+            for p in params[:4]:
+                p.grad = None
+            backward(model, 1)
+            optimizer.step()
+        same(made, expected)
+
+
+@pytest.mark.parametrize(("of", "into"), [(FULL, FULL), (FULL, NONE), (NONE, FULL), (NONE, NONE)])
+def test_moments_of_another_model_are_not_its_own(of: ShardingStrategy, into: ShardingStrategy) -> None:
+    theirs = [module(), module()]
+    with World.mock():
+        models = [
+            FSDP(module(), sharding_strategy=strategy, name=name)
+            for strategy, name in zip((of, into), ("first", "second"), strict=True)
+        ]
+        pairs = [
+            [package.AdamW(m.parameters(), lr=0.05) for m in made]  # type: ignore[attr-defined]
+            for made, package in ((models, ours), (theirs, torch.optim))
+        ]
+        for (made, plain), (mine, torchs) in zip(
+            zip(models, theirs, strict=True), zip(*pairs, strict=True), strict=True
+        ):
+            steps(made, mine, 0 if made is models[0] else 2, 2)
+            steps(plain, torchs, 0 if made is models[0] else 2, 2)
+        saved = pairs[0][0].state_dict()
+        if (of, into) != (NONE, NONE):
+            says = "of model 'first'" if of is FULL else "has the moments of 6 parameters"
+            with pytest.raises(InvalidRequest, match=says):
+                pairs[0][1].load_state_dict(saved)
+        else:
+            pairs[0][1].load_state_dict(saved)
+            pairs[1][1].load_state_dict(pairs[1][0].state_dict())
+        steps(models[1], pairs[0][1], 4, 2)
+        steps(theirs[1], pairs[1][1], 4, 2)
+        same(models[1], theirs[1])
+
+
+@ON_SERVERS
+def test_a_step_that_load_state_dict_has_overtaken_says_so(strategy: ShardingStrategy) -> None:
+    with World.mock():
+        made = FSDP(module(), sharding_strategy=strategy, unit_types={nn.Linear})
+        mine = ours.AdamW(made.parameters(), lr=0.01)
+        backward(made, 0)
+        made.load_state_dict(module().state_dict())
+        result = mine.step()
+        assert not result.committed
+        assert "replaced by a worker, by load_state_dict() or the like: a step whose backward" in result.reason
+        mine.zero_grad()
+        steps(made, mine, 1, 1)
 
 
 def test_moments_of_torch_are_not_dropped_without_a_word() -> None:

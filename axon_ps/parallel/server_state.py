@@ -1,0 +1,57 @@
+"""`optimizer.state` of an optimizer whose moments are elsewhere: empty, and no place to write to."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NoReturn
+
+import torch
+
+from axon_ps.errors import Misuse
+
+
+class ServerState(defaultdict[torch.Tensor, Any]):
+    """Without entries; `clear()` has the moments begin anew, as in torch, and what is for one parameter is refused.
+
+    Args:
+        begin_anew: gives what has the moments of all parameters begin anew; None once the optimizer is gone.
+    """
+
+    def __init__(self, begin_anew: Callable[[], Callable[[], None] | None]) -> None:
+        super().__init__()
+        self._begin_anew = begin_anew
+
+    def clear(self) -> None:
+        """Have the moments of all parameters begin anew."""
+        if (begin_anew := self._begin_anew()) is not None:
+            begin_anew()
+
+    @contextlib.contextmanager
+    def holding(self, values: Mapping[torch.Tensor, Any]) -> Iterator[None]:
+        """Have entries for the time of the block."""
+        dict.update(self, values)
+        try:
+            yield
+        finally:
+            dict.clear(self)
+
+    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
+        raise Misuse(
+            "optimizer.state has no entry of a parameter: its moments are on the shard servers, and under NO_SHARD in "
+            "the state that optimizer.state_dict() gives. optimizer.state.clear() has all moments begin anew with the "
+            "next step; model.save_checkpoint(uri, optimizer) saves them and load_checkpoint(uri, optimizer) brings "
+            "them back. Under NO_SHARD an optimizer of torch.optim has its state here"
+        )
+
+    def __missing__(self, key: torch.Tensor) -> NoReturn:
+        self._refuse()
+
+    def __reduce__(self) -> Any:
+        return defaultdict, (dict,)
+
+    __setitem__ = __delitem__ = __ior__ = update = setdefault = pop = popitem = _refuse  # type: ignore[assignment]
+
+
+__all__ = ["ServerState"]
