@@ -124,7 +124,7 @@ class ServerOptimizer(torch.optim.Optimizer):
         return [[id(param) for param in group["params"]] for group in self.param_groups]
 
     @property
-    def state(self) -> ServerState:  # type: ignore[override]  # torch's is an attribute
+    def state(self) -> ServerState:
         """Empty: moments are on the servers. To clear it, or to set it to an empty one, has them begin anew."""
         return self._state
 

@@ -51,7 +51,7 @@ class ServerState(defaultdict[torch.Tensor, Any]):
     def __reduce__(self) -> Any:
         return defaultdict, (dict,)
 
-    __setitem__ = __delitem__ = __ior__ = update = setdefault = pop = popitem = _refuse  # type: ignore[assignment]
+    __setitem__ = __delitem__ = __ior__ = update = setdefault = pop = popitem = _refuse
 
 
 __all__ = ["ServerState"]

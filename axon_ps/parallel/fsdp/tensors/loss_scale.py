@@ -52,7 +52,11 @@ def _begin(scale: float, _: torch.Tensor) -> None:
     while len(_scales) >= _MOST:
         _scales.pop(next(iter(_scales)), None)
     _scales[task] = threading.get_ident(), scale
-    torch.autograd.Variable._execution_engine.queue_callback(partial(_scales.pop, task, None))
+    torch.autograd.Variable._execution_engine.queue_callback(partial(_end, task))
+
+
+def _end(task: int) -> None:
+    _scales.pop(task, None)
 
 
 def scale_of_backward() -> float:
