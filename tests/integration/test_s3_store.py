@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import subprocess
 import sys
 import time
@@ -60,7 +61,8 @@ def test_a_large_file_goes_in_parts_and_a_small_one_in_one_request(store: FileSt
     put(store, "small", b"few bytes")
     assert not any("uploads" in url for _, url in server.faults.requests)
     put(store, "large", LARGE)
-    assert sum("partNumber=" in url for _, url in server.faults.requests) == 3
+    parts = {match[0] for _, url in server.faults.requests if (match := re.search(r"partNumber=\d+", url))}
+    assert len(parts) == 3  # a slow one may be sent again
     assert store.names() == ["large", "small"]
     assert get(store, "large") == LARGE
     assert get(store, "small") == b"few bytes"
