@@ -96,7 +96,7 @@ class GradScaler(torch.amp.GradScaler):
 
 
 def _scaled(outputs: Any, scale: float) -> Any:
-    """What torch's scaler made of one loss or of several, each of which begins a backward of this scale."""
+    """The product of torch's scaler, one loss or several, each of which begins a backward of this scale."""
     if isinstance(outputs, torch.Tensor):
         return scaled(outputs, scale)
     found: Iterable[Any] = (_scaled(output, scale) for output in outputs)

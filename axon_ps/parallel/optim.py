@@ -120,7 +120,7 @@ class ServerOptimizer(torch.optim.Optimizer):
             self._grouped = grouped
 
     def _grouping(self) -> list[list[int]]:
-        """Which parameters each group has, of whatever model."""
+        """The parameters of each group, of whatever model, by `id`."""
         return [[id(param) for param in group["params"]] for group in self.param_groups]
 
     @property
@@ -262,7 +262,15 @@ class ServerOptimizer(torch.optim.Optimizer):
             )
 
     def _check_moments(self, model: str | None, version: int) -> None:
-        """Whether the moments are there of a state dict of this version; `model` is None if they are in it."""
+        """Refuse a state dict whose moments are another model's, and warn where they are of another version.
+
+        Args:
+            model: whose moments the servers have; None if they are in the state dict.
+            version: of the state dict.
+
+        Raises:
+            InvalidRequest: they are another model's.
+        """
         assert self._runtime is not None
         mine = self._model.name if self._on_servers else None
         if model is not None and model != mine:

@@ -100,7 +100,7 @@ class ModuleWrapper(nn.Module):
 
 
 class Uncopied:
-    """What hooks of the user's module refer to: with it neither the module nor a part of it is copied or pickled."""
+    """An object that hooks of the user's module refer to: neither the module nor a part of it is copied or pickled."""
 
     def __copy__(self) -> NoReturn:
         _refuse("a module inside a wrapped one", "copied")

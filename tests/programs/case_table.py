@@ -193,7 +193,7 @@ def _pairs(family: str, how: Configuration) -> list[tuple[object, ...]]:
 
 
 def _times(met: Counter[tuple[object, ...]], pairs: list[tuple[object, ...]]) -> tuple[int, int]:
-    """How often a family has met this wrapper, and all pairs together."""
+    """The times that a family has met this wrapper, and those of all pairs together."""
     return met[pairs[0]], sum(met[pair] for pair in pairs)
 
 

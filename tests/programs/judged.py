@@ -17,7 +17,7 @@ from sides import Values, Wrapped, distance, run_plain, worst_of
 TOLERANCE = {"f32": 1e-5, "f64": 1e-5, "bf16": 0.02}
 """Of a parameter or buffer, ||a - b|| / ||b||; servers have masters in f32."""
 ROUNDING = 30.0
-"""What is allowed beside it, in units of what another precision and two jitters change in torch's own values.
+"""The allowance beside it, in units of the change that another precision and two jitters make in torch's own values.
 
 A true gradient of zero (of a bias before a batch norm) is one of 1e-9, up or down, that Adam makes a step of.
 """

@@ -95,7 +95,7 @@ class Wrapping:
 
     @property
     def wire(self) -> DType:
-        """What is gathered as: the job's wire dtype; what is compressed, in what the model computes in."""
+        """The dtype that a gather gives: the job's wire dtype; for compressed values, that of the computation."""
         wire, compute = self.spec.precision, self.precision.compute(self.built)
         return wire.param if wire.param_compression is None else dtype_from_torch(compute, "param_dtype")
 

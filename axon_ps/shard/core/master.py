@@ -80,7 +80,7 @@ class Master:
         self._first_parameter = first_parameter
         self._wire_dtype = wire_dtype
         self._updates_before = [0] * len(unit.parameters)
-        self._groups: Sequence[int] = ()  # of the unit's parameters
+        self._groups: Sequence[int] = [0] * len(unit.parameters)  # of the unit's parameters
         self._given_up: Moments | None = None
         self._ranges: tuple[KernelRange, ...] = ()
 
@@ -111,10 +111,9 @@ class Master:
 
     def parameter_updates(self) -> tuple[int, ...]:
         """Per parameter of the unit, how many updates it has had (torch's `step`)."""
-        groups = self._groups or [0] * len(self._unit.parameters)
         return tuple(
             before + self.updates if group >= 0 else before  # one that is in no group stays at its count
-            for before, group in zip(self._updates_before, groups, strict=True)
+            for before, group in zip(self._updates_before, self._groups, strict=True)
         )
 
     def forget_moments(self) -> None:

@@ -17,7 +17,7 @@ from axon_ps.parallel.fsdp.steps import Position
 
 
 def holders(storage: torch.UntypedStorage) -> int:
-    """How many tensors and other objects have this memory."""
+    """The number of tensors and other objects that have this memory."""
     return torch._C._storage_Use_Count(storage._cdata)
 
 
