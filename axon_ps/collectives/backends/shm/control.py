@@ -43,6 +43,9 @@ from axon_ps.types import Array
 INLINE_BYTES = 64 << 10
 """Arrays up to this size travel beside the header of their call."""
 TEXT_BYTES = 1024
+DYING_S = 1.0
+"""How long a process may take to end after its sockets are closed."""
+
 RING_ENTRIES = 8
 ENTRY_HEADER_BYTES = 64
 
@@ -293,6 +296,13 @@ class Control:
             f"rank {self.ranks[rank]} of group {self.name!r} is gone: its process "
             f"{peer.pid if peer else ''} ended in the middle of what the group does"
         )
+
+    def hung_up(self, rank: int, error: AxonError) -> AxonError:
+        """The error for a rank (position) that cannot be asked: it is lost, if its process has ended or does now."""
+        peer = self.peers[rank]
+        if peer is not None and peer.ends(DYING_S):
+            return self.lost(rank)
+        return Broken(f"rank {self.ranks[rank]}: {error}")
 
     def departed(self, rank: int) -> Broken:
         """The error for a rank (position) that closed the group while we wait for it."""

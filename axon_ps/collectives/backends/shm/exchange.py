@@ -40,7 +40,7 @@ from axon_ps.collectives.backends.shm.control import (
     SLOTS,
     Control,
 )
-from axon_ps.errors import AxonError, Broken, Busy
+from axon_ps.errors import AxonError, Busy
 from axon_ps.host import shared_memory
 from axon_ps.host.host_peer import HostPeer
 from axon_ps.host.leases import address_of
@@ -172,7 +172,7 @@ class PeerMemory:
             with self._lock:
                 return peer.view(segment, offset, size_bytes)
         except AxonError as error:
-            raise self.control.fail(Broken(f"shared array of rank {self.control.ranks[rank]}: {error}")) from error
+            raise self.control.fail(self.control.hung_up(rank, error)) from error
 
     def unmap_closed(self) -> None:
         """Unmap the segments that their owners have closed."""
@@ -185,7 +185,7 @@ class PeerMemory:
                     with self._lock:
                         peer.take()
                 except AxonError as error:
-                    raise self.control.fail(Broken(f"rank {self.control.ranks[rank]}: {error}")) from error
+                    raise self.control.fail(self.control.hung_up(rank, error)) from error
 
     def slots(self, deadline: float) -> list[list[Array]]:
         """All ranks' slots, u8[slot_bytes] by buffer index and rank; the first rank makes them when first needed.
