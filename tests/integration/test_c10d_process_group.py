@@ -38,11 +38,11 @@ def sum_of_ranks(group: Any = None) -> int:
 # ---------------------------------------------------------------------- beginning and ending
 
 
-def begin_in_every_way(ports: tuple[int, int]) -> dict[str, Any]:
+def begin_in_every_way(ports: tuple[int, int, int]) -> dict[str, Any]:
     seen: dict[str, Any] = {}
     cluster = {name: os.environ.pop(name) for name in ("AXON_PS_COORDINATOR", "AXON_PS_TOKEN", "MASTER_PORT")}
 
-    for attempt, port in zip(("embedded", "embedded again"), ports, strict=True):
+    for attempt, port in zip(("embedded", "embedded again"), ports[:2], strict=True):
         os.environ["MASTER_PORT"] = str(port)  # as torchrun does it: no coordinator anywhere
         dist.init_process_group("axon")
         objects: list[Any] = [None] * 2
@@ -57,6 +57,11 @@ def begin_in_every_way(ports: tuple[int, int]) -> dict[str, Any]:
         seen[attempt] = sum_of_ranks()
         dist.destroy_process_group()
         seen[f"after {attempt}"] = axon_ps.World.current() is None
+
+    rank = int(os.environ["RANK"])
+    left = dist.TCPStore("127.0.0.1", ports[2], 2, is_master=not rank)
+    left.set(str(rank), "")
+    left.wait(["0", "1"])  # a world is of whoever is there: the other has left the one before, too
 
     with axon_ps.World.init() as world:
         dist.init_process_group("axon", init_method="axon://")
@@ -110,8 +115,8 @@ STORE_SAW = [
 
 def test_it_begins_and_ends_in_every_way() -> None:
     with LocalCluster(shards=1, world_size=2) as cluster:
-        first = free_ports(2)
-        results = cluster.run_workers(begin_in_every_way, args=((first, first + 1),))
+        first = free_ports(3)
+        results = cluster.run_workers(begin_in_every_way, args=((first, first + 1, first + 2),))
     for result in results:
         seen = result.value
         for attempt in ("embedded", "embedded again"):
