@@ -43,11 +43,10 @@ from axon_ps.types import Array
 INLINE_BYTES = 64 << 10
 """Arrays up to this size travel beside the header of their call."""
 TEXT_BYTES = 1024
-DYING_S = 1.0
-"""How long a process may take to end after its sockets are closed."""
-
 RING_ENTRIES = 8
 ENTRY_HEADER_BYTES = 64
+DYING_S = 1.0
+"""A process that dies counts as ended within so many seconds after its sockets are closed."""
 
 _LINE = 64  # bytes of a cache line; numbers of different writers lie in different lines
 _HEAD_BYTES = 4096
