@@ -166,8 +166,10 @@ class Delivery:
         if known is not None and event.generation < known.generation:
             raise InternalError(f"the coordinator announces generation {event.generation} after {known.generation}")
         events = self._settle(event)
+        if known is not None and event.generation == known.generation:  # a generation is immutable
+            return events
         self.membership = event
-        return events if event == known else [*events, event]
+        return [*events, event]
 
     def _settle(self, membership: Membership) -> list[Event]:
         """Drop the messages of generations that are over; returns an abort for every vote among them."""

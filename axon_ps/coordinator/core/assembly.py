@@ -122,10 +122,10 @@ class Assembly:
         self.needed_shards = durable.needed_shards or config.num_shards
         for member in (*known.workers, *known.shards):
             self.roster.add(member, None, now + config.lease_s)
-        self.membership = self._describe({number: known.progress(number) for number in durable.models})
+        self.membership = known if known.generation else self._describe({})
         self.stepping = Stepping(models, self.roster, out, self.membership, disturbed=self.was_complete)
         self.counters = self.stepping.counters
-        if (known.workers or known.shards) and self.membership.complete != known.complete:  # other options than before
+        if (known.workers or known.shards) and self._describe({}).complete != known.complete:  # other options than before
             self.change("the coordinator was restarted with other options")
 
     @property

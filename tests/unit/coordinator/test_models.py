@@ -127,6 +127,25 @@ def test_a_death_aborts_the_step_of_every_model_and_changes_no_version() -> None
     assert versions(d) == {"policy": 1, "critic": 2, "target": 0}
 
 
+@pytest.mark.parametrize("by_node", [False, True])
+def test_a_restarted_coordinator_announces_the_generation_that_it_announced(*, by_node: bool) -> None:
+    """Models that were registered after a generation had begun are none of what it announced, before or after."""
+    d = Driver(num_shards=1)
+    s, a, b = d.shard(), d.worker(), d.worker()
+    for w in (a, b):
+        d.register(w, dataclasses.replace(SPEC, replica_is_node=by_node), name="first")
+        d.register(w, OTHER, OTHER_OPTIMIZER, name="second")
+    for model in range(2):
+        s.initialized(model=model)
+        step([a, b], [s], model)
+    announced = a.last(Membership)
+    d.restart()
+    for peer in (s, a, b):
+        peer.join()
+    assert [peer.last(Membership) for peer in (s, a, b)] == [announced] * 3
+    assert versions(d) == {"first": 1, "second": 1}
+
+
 def test_a_restarted_coordinator_knows_every_model() -> None:
     d, workers, servers = several()
     step(workers, servers, 1)
