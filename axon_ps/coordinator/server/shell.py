@@ -6,7 +6,8 @@ Note: [Written before published]
     pushes and replies. Moving records before pushes of the same batch is harmless: they are written earlier than
     they had to be. A full disk delays everything until there is space again, since a decision can neither be revoked
     nor announced; any other failure of the store ends the shell, and nothing is announced any more. So does the loss of
-    the lead, where several coordinators have the store: the members go to the next leader.
+    the lead, where several coordinators have the store. Both are the coordinator's end and not the members': they retain
+    what they have, and join the next one.
 
 Bounds: a session's queue holds `QUEUE_EVENTS`; a member that lets it fill up loses its session. `MAX_CALLS` calls
 wait at a time.
@@ -430,14 +431,14 @@ class Shell:
             answer.set_result(result)
 
     def _fail(self, error: AxonError) -> None:
-        """Announce nothing any more: members and callers get the error, and `failed` raises it.
+        """Announce nothing any more: members and callers are to come again, and `failed` raises the error.
 
         What they asked for may have been done: whether it was, the next leader knows.
         """
         if not self._failing:
             self._failing = True
-            gone = "this coordinator leads no more; the next one knows what was done"
-            self._close_everything(Broken(gone) if isinstance(error, NotLeader) else error)
+            why = "" if isinstance(error, NotLeader) else f", since its state store failed: {error}"
+            self._close_everything(Broken(f"this coordinator leads no more{why}; the next one knows what was done"))
             self._failed.set_exception(error)
 
     def _check(self) -> None:

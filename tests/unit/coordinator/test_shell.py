@@ -186,7 +186,9 @@ def test_a_full_disk_does_not_keep_it_from_stopping() -> None:
     run(test)
 
 
-def test_a_broken_store_ends_the_coordinator() -> None:
+def test_a_broken_store_ends_the_coordinator_and_not_its_members() -> None:
+    """They are told what a member takes for the loss of its stream: it joins the next coordinator with what it has."""
+
     async def test(shell: Shell, store: SlowStore) -> None:
         store.errors = [OSError("the disk is gone")]
         session = join(shell)
@@ -194,9 +196,9 @@ def test_a_broken_store_ends_the_coordinator() -> None:
         store.gate.release()
         with pytest.raises(InternalError, match="the disk is gone"):
             await shell.failed()
-        with pytest.raises(InternalError):
+        with pytest.raises(Broken, match="its state store failed"):
             await writing
-        with pytest.raises(InternalError):
+        with pytest.raises(Broken, match="the next one knows what was done"):
             await anext(session.events())
 
     run(test)
