@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 from axon_ps.coordinator.core.committed import checked
 from axon_ps.coordinator.core.events import (
     MAX_BLOCKS,
+    Awaited,
     CheckpointReply,
     CheckpointStatus,
     Copied,
@@ -48,6 +49,7 @@ from axon_ps.wire.differences import announced, difference_to_proto
 from axon_ps.wire.v1 import (
     checkpoint_pb2,
     logs_pb2,
+    membership_pb2,
     memory_pb2,
     placement_pb2,
     policy_pb2,
@@ -423,6 +425,8 @@ def event_to_proto(event: ServerEvent, before: Membership | None = None) -> sess
         return session_pb2.SessionEvent(membership=codec.membership_to_proto(event))
     if isinstance(event, JobState):
         return session_pb2.SessionEvent(job=job_to_proto(event))
+    if isinstance(event, Awaited):
+        return session_pb2.SessionEvent(awaited=membership_pb2.AwaitedEvent(incarnations=sorted(event.incarnations)))
     if isinstance(event, StepDue):
         due = policy_pb2.StepDue(generation=event.generation, step=event.step, model=event.model)
         return session_pb2.SessionEvent(due=due)
@@ -473,6 +477,8 @@ def event_from_proto(message: session_pb2.SessionEvent, before: Membership | Non
         return announced(message.difference, before)
     if kind == "job":
         return job_from_proto(message.job)
+    if kind == "awaited":
+        return Awaited(incarnations=frozenset(message.awaited.incarnations))
     if kind == "due":
         due = message.due
         return StepDue(generation=due.generation, step=due.step, model=due.model)
@@ -534,6 +540,7 @@ def status_to_proto(status: Status, *, membership: bool = True) -> status_pb2.St
         models=[status_pb2.ModelStatus(**dataclasses.asdict(m)) for m in status.models],
         replication=status.replication,
         draining=status.draining,
+        awaited=sorted(status.awaited),
         checkpoints=status_pb2.CheckpointStatus(**dataclasses.asdict(status.checkpoints)),
         progress=None if status.progress is None else status_pb2.ProgressReport(**dataclasses.asdict(status.progress)),
         phase=status.phase.value,
@@ -577,6 +584,7 @@ def status_from_proto(message: status_pb2.StatusReply) -> Status:
         ),
         replication=message.replication,
         draining=tuple(message.draining),
+        awaited=frozenset(message.awaited),
         checkpoints=CheckpointStatus(
             uri=message.checkpoints.uri,
             version=message.checkpoints.version,

@@ -13,7 +13,7 @@ Note: [Declustered backups]
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from axon_ps.errors import InvalidRequest
@@ -94,9 +94,9 @@ class Placement:
         """Every server that holds something."""
         return frozenset(rank for h in self.holders for rank in h.servers)
 
-    def lacking(self, copies: int) -> int:
-        """How many slices fewer servers have than are to."""
-        return sum(len(h.complete) < copies for h in self.holders)
+    def lacking(self, copies: int, unknown: Collection[int] = ()) -> int:
+        """How many slices fewer servers have than are to; those of whom it is `unknown` whether they live do not count."""
+        return sum(len([rank for rank in h.complete if rank not in unknown]) < copies for h in self.holders)
 
     def slices_of(self, rank: int) -> tuple[int, ...]:
         """The slices that a server holds, or is to hold."""

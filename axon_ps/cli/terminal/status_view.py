@@ -116,6 +116,8 @@ def _members_table(reply: Status, width: int) -> Table:
         replica = str(m.replica) if m.replica >= 0 else "finished" if m in membership.finished else ""
         if m in membership.shards and m.rank in reply.draining:
             replica = "draining"
+        if m.incarnation in reply.awaited:
+            replica = "not back yet"
         resident = measured[m.role].get(m.rank, {}).get("memory_bytes", 0.0)
         memory = size(resident) if resident else ""
         row = {"role": m.role.value, "rank": str(m.rank), "node": m.node, "address": m.address}

@@ -21,6 +21,7 @@ Note: [Asynchronous steps]
 from __future__ import annotations
 
 from axon_ps.coordinator.core.events import (
+    Awaited,
     Event,
     JobState,
     Ready,
@@ -108,7 +109,7 @@ class Delivery:
             )
             if is_new:
                 self._decided(event)
-        elif isinstance(event, StepDue):
+        elif isinstance(event, (Awaited, StepDue)):
             is_new = True
         elif isinstance(event, SnapshotOrder):
             is_new, self._snapshot_id = event.id > self._snapshot_id, max(event.id, self._snapshot_id)

@@ -154,12 +154,42 @@ class StepDue:
     model: int = 0
 
 
+@dataclass(frozen=True, kw_only=True)
+class Awaited:
+    """To a shard server: the others that a restarted coordinator has not heard of, so whether they live is not known.
+
+    Attributes:
+        incarnations: theirs; who is no member any more is awaited no more.
+    """
+
+    incarnations: frozenset[str]
+
+
 ServerEvent = (
-    Welcome | Membership | JobState | Decision | StepDue | SnapshotOrder | RestoreOrder | TraceOrder | RevokedNames
+    Welcome
+    | Membership
+    | Awaited
+    | JobState
+    | Decision
+    | StepDue
+    | SnapshotOrder
+    | RestoreOrder
+    | TraceOrder
+    | RevokedNames
 )
 """What the coordinator pushes."""
 
-Event = Membership | JobState | Decision | StepDue | SnapshotOrder | RestoreOrder | SessionLost | SessionRestored
+Event = (
+    Membership
+    | Awaited
+    | JobState
+    | Decision
+    | StepDue
+    | SnapshotOrder
+    | RestoreOrder
+    | SessionLost
+    | SessionRestored
+)
 """What a client's `on_event` gets, in order."""
 
 
@@ -492,6 +522,8 @@ class Status:
         models: the job's models by number.
         replication: how many shard servers are to hold each slice.
         draining: ranks of the shard servers that give up what they hold.
+        awaited: incarnations of the members that a restarted coordinator has not heard of: whether they live is not
+            known.
         checkpoints: its checkpoints.
         progress: what the training script has reported last; None = nothing.
         phase: what the job is doing.
@@ -513,6 +545,7 @@ class Status:
     models: tuple[ModelStatus, ...] = ()
     replication: int = 1
     draining: tuple[int, ...] = ()
+    awaited: frozenset[str] = frozenset()
     checkpoints: CheckpointStatus = field(default_factory=CheckpointStatus)
     progress: Report | None = None
     phase: JobPhase = JobPhase.UNKNOWN

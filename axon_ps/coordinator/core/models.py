@@ -7,7 +7,7 @@ asked. Messages name a model by its number.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 
 from axon_ps.coordinator.core import records
@@ -128,8 +128,17 @@ class Model:
             return registered
         return covering(replace(registered, groups=self.hyper), registered.groups)
 
-    def status(self, shards: list[Member], copies: int, steps_per_s: float) -> ModelStatus:
-        """Its current state, for users; each slice is to have so many copies."""
+    def status(
+        self, shards: list[Member], copies: int, steps_per_s: float, awaited: Collection[int] = ()
+    ) -> ModelStatus:
+        """Its current state, for users.
+
+        Args:
+            shards: the live shard servers.
+            copies: how many copies each slice is to have.
+            steps_per_s: its rate.
+            awaited: ranks of those of which it is not known whether they live; what they hold does not count.
+        """
         spec, placement = self.registration.spec, self.registration.parameters.placement
         state = self.state(shards)
         return ModelStatus(
@@ -141,7 +150,7 @@ class Model:
             initialized=state.initialized,
             parameters=0 if spec is None else spec.layout.numel,
             slices=0 if placement is None else len(placement.holders),
-            lacking=0 if placement is None else placement.lacking(copies),
+            lacking=0 if placement is None else placement.lacking(copies, awaited),
             steps_per_s=steps_per_s,
         )
 

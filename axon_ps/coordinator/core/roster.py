@@ -132,6 +132,10 @@ class Roster:
         """The shard server that others reach at an address, if any."""
         return next((s for s in self.of_role(Role.SHARD) if s.member.address == address), None)
 
+    def awaited(self, role: Role) -> list[Member]:
+        """The members of a role that have not come back after the coordinator's restart, by rank."""
+        return [entry.member for entry in self.of_role(role) if entry.session is None]
+
     def sessions(self) -> list[int]:
         """Every session, workers and shard servers in rank order."""
         entries = [*self.of_role(Role.SHARD), *self.of_role(Role.WORKER)]

@@ -599,7 +599,9 @@ class CoordinatorState:
         last_norm = 0.0 if first is None else first.last_norm
         counters: dict[str, float] = {**a.counters, "last_grad_norm": last_norm, "kv_keys": len(self._kv)}
         rates = {m.number: 0.0 if now is None else self.history.steps_per_s(now, m.number) for m in self._models}
-        models = tuple(m.status(shards, self.config.copies, rates[m.number]) for m in self._models.registered)
+        away = {role: a.roster.awaited(role) for role in (Role.SHARD, Role.WORKER)}
+        unknown = [member.rank for member in away[Role.SHARD]]
+        models = tuple(m.status(shards, self.config.copies, rates[m.number], unknown) for m in self._models.registered)
         report = parse(self._kv.peek(REPORT_KEY))
         rate = 0.0 if first is None else rates[first.number]
         if report is not None and first is not None:
@@ -631,6 +633,7 @@ class CoordinatorState:
             models=models,
             replication=self.config.copies,
             draining=tuple(sorted(a.draining)),
+            awaited=frozenset(member.incarnation for role in away for member in away[role]),
             progress=report,
             steps_per_s=report.steps_per_s if report is not None and not models else rate,
         )

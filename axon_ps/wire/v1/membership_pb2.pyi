@@ -72,6 +72,12 @@ class MembershipDifference(_message.Message):
     finished_gone: int
     def __init__(self, since: _Optional[int] = ..., now: _Optional[_Union[MembershipEvent, _Mapping]] = ..., workers_gone: _Optional[_Iterable[int]] = ..., shards_gone: _Optional[_Iterable[int]] = ..., finished_gone: _Optional[int] = ...) -> None: ...
 
+class AwaitedEvent(_message.Message):
+    __slots__ = ("incarnations",)
+    INCARNATIONS_FIELD_NUMBER: _ClassVar[int]
+    incarnations: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, incarnations: _Optional[_Iterable[str]] = ...) -> None: ...
+
 class Leave(_message.Message):
     __slots__ = ("reason", "finished")
     REASON_FIELD_NUMBER: _ClassVar[int]

@@ -154,7 +154,7 @@ class Initialized(_message.Message):
     def __init__(self, version: _Optional[int] = ..., epoch: _Optional[int] = ..., model: _Optional[int] = ...) -> None: ...
 
 class SessionEvent(_message.Message):
-    __slots__ = ("welcome", "membership", "job", "decision", "snapshot", "restore", "trace", "revocations", "difference", "due")
+    __slots__ = ("welcome", "membership", "job", "decision", "snapshot", "restore", "trace", "revocations", "difference", "due", "awaited")
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     MEMBERSHIP_FIELD_NUMBER: _ClassVar[int]
     JOB_FIELD_NUMBER: _ClassVar[int]
@@ -165,6 +165,7 @@ class SessionEvent(_message.Message):
     REVOCATIONS_FIELD_NUMBER: _ClassVar[int]
     DIFFERENCE_FIELD_NUMBER: _ClassVar[int]
     DUE_FIELD_NUMBER: _ClassVar[int]
+    AWAITED_FIELD_NUMBER: _ClassVar[int]
     welcome: Welcome
     membership: _membership_pb2.MembershipEvent
     job: JobEvent
@@ -175,7 +176,8 @@ class SessionEvent(_message.Message):
     revocations: _revocation_pb2.RevocationsEvent
     difference: _membership_pb2.MembershipDifference
     due: _policy_pb2.StepDue
-    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., membership: _Optional[_Union[_membership_pb2.MembershipEvent, _Mapping]] = ..., job: _Optional[_Union[JobEvent, _Mapping]] = ..., decision: _Optional[_Union[DecisionEvent, _Mapping]] = ..., snapshot: _Optional[_Union[_checkpoint_pb2.SnapshotOrder, _Mapping]] = ..., restore: _Optional[_Union[_checkpoint_pb2.RestoreOrder, _Mapping]] = ..., trace: _Optional[_Union[_trace_pb2.TraceOrder, _Mapping]] = ..., revocations: _Optional[_Union[_revocation_pb2.RevocationsEvent, _Mapping]] = ..., difference: _Optional[_Union[_membership_pb2.MembershipDifference, _Mapping]] = ..., due: _Optional[_Union[_policy_pb2.StepDue, _Mapping]] = ...) -> None: ...
+    awaited: _membership_pb2.AwaitedEvent
+    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., membership: _Optional[_Union[_membership_pb2.MembershipEvent, _Mapping]] = ..., job: _Optional[_Union[JobEvent, _Mapping]] = ..., decision: _Optional[_Union[DecisionEvent, _Mapping]] = ..., snapshot: _Optional[_Union[_checkpoint_pb2.SnapshotOrder, _Mapping]] = ..., restore: _Optional[_Union[_checkpoint_pb2.RestoreOrder, _Mapping]] = ..., trace: _Optional[_Union[_trace_pb2.TraceOrder, _Mapping]] = ..., revocations: _Optional[_Union[_revocation_pb2.RevocationsEvent, _Mapping]] = ..., difference: _Optional[_Union[_membership_pb2.MembershipDifference, _Mapping]] = ..., due: _Optional[_Union[_policy_pb2.StepDue, _Mapping]] = ..., awaited: _Optional[_Union[_membership_pb2.AwaitedEvent, _Mapping]] = ...) -> None: ...
 
 class Welcome(_message.Message):
     __slots__ = ("rank", "lease_s", "world_size", "num_shards", "state_id", "released")

@@ -15,7 +15,7 @@ class StatusRequest(_message.Message):
     def __init__(self, context: _Optional[_Union[_common_pb2.CallContext, _Mapping]] = ...) -> None: ...
 
 class StatusReply(_message.Message):
-    __slots__ = ("job", "membership", "version", "step", "registered", "initialized", "parameters", "uptime_s", "counters", "pending", "lease_s", "models", "replication", "draining", "checkpoints", "progress", "phase", "headline", "steps_per_s")
+    __slots__ = ("job", "membership", "version", "step", "registered", "initialized", "parameters", "uptime_s", "counters", "pending", "lease_s", "models", "replication", "draining", "awaited", "checkpoints", "progress", "phase", "headline", "steps_per_s")
     class CountersEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -37,6 +37,7 @@ class StatusReply(_message.Message):
     MODELS_FIELD_NUMBER: _ClassVar[int]
     REPLICATION_FIELD_NUMBER: _ClassVar[int]
     DRAINING_FIELD_NUMBER: _ClassVar[int]
+    AWAITED_FIELD_NUMBER: _ClassVar[int]
     CHECKPOINTS_FIELD_NUMBER: _ClassVar[int]
     PROGRESS_FIELD_NUMBER: _ClassVar[int]
     PHASE_FIELD_NUMBER: _ClassVar[int]
@@ -56,12 +57,13 @@ class StatusReply(_message.Message):
     models: _containers.RepeatedCompositeFieldContainer[ModelStatus]
     replication: int
     draining: _containers.RepeatedScalarFieldContainer[int]
+    awaited: _containers.RepeatedScalarFieldContainer[str]
     checkpoints: CheckpointStatus
     progress: ProgressReport
     phase: str
     headline: str
     steps_per_s: float
-    def __init__(self, job: _Optional[str] = ..., membership: _Optional[_Union[_membership_pb2.MembershipEvent, _Mapping]] = ..., version: _Optional[int] = ..., step: _Optional[int] = ..., registered: bool = ..., initialized: bool = ..., parameters: _Optional[int] = ..., uptime_s: _Optional[float] = ..., counters: _Optional[_Mapping[str, float]] = ..., pending: _Optional[_Iterable[str]] = ..., lease_s: _Optional[float] = ..., models: _Optional[_Iterable[_Union[ModelStatus, _Mapping]]] = ..., replication: _Optional[int] = ..., draining: _Optional[_Iterable[int]] = ..., checkpoints: _Optional[_Union[CheckpointStatus, _Mapping]] = ..., progress: _Optional[_Union[ProgressReport, _Mapping]] = ..., phase: _Optional[str] = ..., headline: _Optional[str] = ..., steps_per_s: _Optional[float] = ...) -> None: ...
+    def __init__(self, job: _Optional[str] = ..., membership: _Optional[_Union[_membership_pb2.MembershipEvent, _Mapping]] = ..., version: _Optional[int] = ..., step: _Optional[int] = ..., registered: bool = ..., initialized: bool = ..., parameters: _Optional[int] = ..., uptime_s: _Optional[float] = ..., counters: _Optional[_Mapping[str, float]] = ..., pending: _Optional[_Iterable[str]] = ..., lease_s: _Optional[float] = ..., models: _Optional[_Iterable[_Union[ModelStatus, _Mapping]]] = ..., replication: _Optional[int] = ..., draining: _Optional[_Iterable[int]] = ..., awaited: _Optional[_Iterable[str]] = ..., checkpoints: _Optional[_Union[CheckpointStatus, _Mapping]] = ..., progress: _Optional[_Union[ProgressReport, _Mapping]] = ..., phase: _Optional[str] = ..., headline: _Optional[str] = ..., steps_per_s: _Optional[float] = ...) -> None: ...
 
 class ProgressReport(_message.Message):
     __slots__ = ("step", "steps", "loss", "steps_per_s", "values", "at", "by_version")

@@ -15,6 +15,7 @@ from axon_ps.errors import (
     PermissionDenied,
     Timeout,
 )
+from axon_ps.shard.server.job_watch import JobWatch
 from axon_ps.sharding.job import JobSpec
 from axon_ps.storage.state_store import MemoryStateStore
 from axon_ps.types import Decision, Membership, Outcome, Role
@@ -247,6 +248,39 @@ def test_after_a_restart_members_have_one_lease_to_come_back_without_a_new_gener
     assert w.membership.generation == before.generation + 1
     assert "worker 1 (node a) did not come back within 5 s after the coordinator's restart" in w.last(Decision).reason
     assert other.join().last(Welcome).rank == 1
+
+
+def test_after_a_restart_what_is_not_known_is_shown_as_not_known() -> None:
+    """Killed together with the coordinator, a server counts neither as there nor as a copy before it has come back."""
+    d = Driver(num_shards=3)
+    (w, other), servers = d.assembled(shards=3)
+
+    def safe() -> list[bool]:
+        """What each server says when it is asked whether another may go."""
+        watches = [JobWatch() for _ in servers]
+        for watch, server in zip(watches, servers, strict=True):
+            for event in server.inbox:
+                watch.on_event(event)
+        return [watch.safe for watch in watches]
+
+    assert (d.state.status(d.clock()).models[0].lacking, safe()) == (0, [True] * 3)
+    d.restart()
+    for p in (servers[0], servers[2], w):
+        p.join()
+    status = d.state.status(d.clock())
+    (model,) = status.models
+    assert status.awaited == {servers[1].incarnation, other.incarnation}
+    assert model.lacking == len(servers[1].last(JobState).placement.slices_of(1)) > 0
+    assert status.headline.startswith(
+        "waiting for shard server 1 (node s), worker 1 (node a) to come back after the coordinator's restart, "
+        f"{model.lacking} of {model.slices} slices lack copies"
+    )
+    assert safe() == [False, True, False], "the one in the middle has heard nothing"
+    servers[1].join()
+    assert safe() == [True] * 3
+    other.join()
+    assert d.state.status(d.clock()).awaited == frozenset()
+    assert "lack" not in d.state.status(d.clock()).headline
 
 
 def test_after_a_restart_a_replacement_waits_until_it_is_known_that_the_member_does_not_come_back() -> None:

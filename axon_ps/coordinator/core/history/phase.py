@@ -6,6 +6,7 @@ import dataclasses
 from typing import Final
 
 from axon_ps.coordinator.core.events import JobPhase, Status
+from axon_ps.coordinator.core.roster import names_of
 from axon_ps.coordinator.core.steps.decision import format_ranks
 
 STALLED_S: Final = 10.0
@@ -37,7 +38,7 @@ def with_phase(status: Status, *, stepped: bool, step_s: float, since_s: float) 
 def _phase(status: Status, *, stepped: bool, step_s: float, since_s: float) -> JobPhase:
     if status.membership.is_over:
         return JobPhase.FINISHED
-    if not status.membership.complete:
+    if not status.membership.complete or status.awaited:
         return JobPhase.WAITING
     if not status.registered:
         return JobPhase.RUNNING
@@ -54,13 +55,20 @@ def _headline(phase: JobPhase, status: Status, since_s: float) -> str:
     workers = "its worker has" if count == 1 else f"all {count} workers have"
     return {
         JobPhase.FINISHED: f"finished: {workers} done all there was to do",
-        JobPhase.WAITING: f"waiting for {status.membership.waiting_for or 'members'}",
+        JobPhase.WAITING: f"waiting for {_waits_for(status)}",
         JobPhase.RUNNING: "running, no model on the shard servers",
         JobPhase.READY: "ready to train",
         JobPhase.LOADING: "loading parameters",
         JobPhase.STALLED: f"no step has committed for {since_s:.0f} s",
         JobPhase.TRAINING: "training",
     }[phase]
+
+
+def _waits_for(status: Status) -> str:
+    membership = status.membership
+    away = [m for m in (*membership.shards, *membership.workers) if m.incarnation in status.awaited]
+    back = [f"{names_of(away)} to come back after the coordinator's restart"] if away else []
+    return " and ".join([*([membership.waiting_for] if membership.waiting_for else []), *back]) or "members"
 
 
 def _flaws(status: Status) -> list[str]:

@@ -102,6 +102,7 @@ const isDraining = (m) => isServer(m) && (model.status.draining ?? []).includes(
 
 function mark(m) {
   const load = loadOf(m);
+  if ((model.status.awaited ?? []).includes(m.incarnation)) return ["slow", "has not come back after the coordinator's restart"];
   if (isDraining(m)) return ["busy", "draining"];
   if (isServer(m) && load.copying_slices) return ["busy", `copying ${load.copying_slices} slices`];
   const workers = (model.membership.workers ?? []).length;
