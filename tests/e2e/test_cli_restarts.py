@@ -85,32 +85,35 @@ def test_when_restarts_are_used_up_the_run_ends_with_the_workers_error(
 
 
 TRAINS = """
-import hashlib, os, signal, sys, time
+import hashlib, os, resource, signal, sys, time
 import torch
 import axon_ps
 from axon_ps.parallel import FSDP, SGD
 from axon_ps.storage.manifest import list_checkpoints
 
-def server():
+def service(role):
     for name in filter(str.isdigit, os.listdir("/proc")):
         try:
             parent = open(f"/proc/{name}/stat").read().rpartition(")")[2].split()[1]
             command = open(f"/proc/{name}/cmdline", "rb").read().split(bytes(1))
         except OSError:
             continue
-        if int(parent) == os.getppid() and b"shard" in command:
+        if int(parent) == os.getppid() and role.encode() in command:
             return int(name)
 
 with axon_ps.World.init() as world:
     torch.manual_seed(0)
     model = FSDP(torch.nn.Linear(64, 8), world)
-    optimizer, kills = SGD(model, lr=0.1), "kill" in sys.argv
+    optimizer, faults = SGD(model, lr=0.1), sys.argv[1:]
     while world.version < 9:
-        if kills and world.version == 5:
-            kills = False
-            while not list_checkpoints(os.environ["AXON_PS_CHECKPOINT_DIR"]):
+        if faults and world.version == 5:
+            role, fault = faults.pop(0).split()
+            while role == "shard" and not list_checkpoints(os.environ["AXON_PS_CHECKPOINT_DIR"]):
                 time.sleep(0.01)
-            os.kill(server(), signal.SIGKILL)
+            if fault == "dies":
+                os.kill(service(role), signal.SIGKILL)
+            else:  # nothing that it writes is written any more
+                resource.prlimit(service(role), resource.RLIMIT_FSIZE, (0, 0))
         torch.manual_seed(world.version)
         model(torch.randn(16, 64)).square().mean().backward()
         optimizer.step()
@@ -127,7 +130,7 @@ def test_a_shard_server_that_dies_is_replaced_and_the_job_goes_on_from_a_checkpo
     with LocalCluster(shards=1, world_size=1) as cluster:
         (undisturbed,) = cluster.run_workers(run_script, args=(path,))
     options = ["--checkpoint-dir", str(tmp_path / "checkpoints"), "--checkpoint-every", "2", "--checkpoint-limit", "1"]
-    done = axon_ps("run", *options, path, "kill")
+    done = axon_ps("run", *options, path, "shard dies")
     assert done.returncode == 0, done.stderr
     assert done.stdout == f"[worker 0] {undisturbed.output}", "the bits of a run that was not disturbed"
     lines = done.stderr.splitlines()
@@ -135,6 +138,31 @@ def test_a_shard_server_that_dies_is_replaced_and_the_job_goes_on_from_a_checkpo
         "axon-ps: shard 0 was ended by SIGKILL; it is started again: the job restores its newest checkpoint "
         "(restart 1 of 5)" in lines
     )
+
+
+@pytest.mark.parametrize(
+    ("fault", "ending"),
+    [("dies", "was ended by SIGKILL"), ("cannot write", "exited with code 2")],
+)
+def test_a_coordinator_that_fails_is_started_again_and_nothing_is_lost(
+    fault: str, ending: str, script: Callable[[str], str]
+) -> None:
+    path = script(TRAINS)
+    with LocalCluster(shards=1, world_size=1) as cluster:
+        (undisturbed,) = cluster.run_workers(run_script, args=(path,))
+    done = axon_ps("run", path, f"coordinator {fault}")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == f"[worker 0] {undisturbed.output}", "the bits of a run that was not disturbed"
+    assert (
+        f"axon-ps: coordinator {ending}; it is started again: it has its state, and all others come back to it "
+        "(restart 1 of 5)" in done.stderr.splitlines()
+    )
+
+
+def test_a_coordinator_without_a_state_is_not_started_again(script: Callable[[str], str]) -> None:
+    done = axon_ps("run", "--state", "memory", script(TRAINS), "coordinator dies")
+    assert done.returncode == 137
+    assert "axon-ps: coordinator failed first: it was ended by SIGKILL" in done.stderr.splitlines()[-1]
 
 
 def test_checkpoints_need_a_directory_and_a_period_that_can_be(script: Callable[[str], str]) -> None:

@@ -3,8 +3,8 @@
 How it ends:
 - every worker exits with 0: the services are asked to drain, exit code 0.
 - a worker fails without a restart left (see `workers`), or a service fails: everything else is ended; its exit code is
-  that of the command. Its traceback, and below it a line that names it and its error, are the last on the screen. With
-  --checkpoint-every a shard server is started again.
+  that of the command. Its traceback, and below it a line that names it and its error, are the last on the screen. A
+  service that fails is started again where the job can go on with it; see `_Launcher._watch_service`.
 - Ctrl-C or SIGTERM: workers get it first (SIGINT as `KeyboardInterrupt`), services after them; 130 or 143.
   A second signal kills all.
 """
@@ -21,6 +21,7 @@ import tempfile
 import time
 from collections.abc import Awaitable, Iterable, Mapping
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from axon_ps.cli.launch.console import Console
 from axon_ps.cli.launch.network import wait_until_listening
@@ -28,16 +29,17 @@ from axon_ps.cli.launch.plan import Launch
 from axon_ps.cli.launch.processes import PYTHON, Process
 from axon_ps.cli.launch.restarts import Restarts
 from axon_ps.cli.launch.workers import Workers
-from axon_ps.cli.settings import DEFAULT_JOB, Settings, child_environment, variable_is_set
+from axon_ps.cli.settings import DEFAULT_JOB, Settings, child_environment, state_directory, variable_is_set
 from axon_ps.errors import AxonError
 from axon_ps.host import loop_cache
 from axon_ps.host.ports import free_ports
 from axon_ps.observe.variables import misspelt
+from axon_ps.storage.state_store.sqlite import UNSYNCED
 
 WORKER_GRACE_S = 5.0
 SERVICE_GRACE_S = 10.0
-SHARD_RESTARTS = 5
-"""How often in a row a shard server is started again; see `restarts`."""
+SERVICE_RESTARTS = 5
+"""How often in a row a service is started again; see `restarts`."""
 
 
 async def perform(launch: Launch, settings: Settings) -> int:
@@ -61,7 +63,8 @@ class _Launcher:
         self._address = ""  # of the coordinator, once it is known
         self._workers_address = ""  # of what workers take for the coordinator
         self._url = ""  # of the coordinator's HTTP endpoint, if it is this node's
-        self._private = ""  # directory for files that other users must not read, if any
+        self._starts_coordinator = not settings.coordinator and launch.node_rank <= 0
+        self._private: Path | None = None  # directory for files that other users must not read, once there are any
 
     async def run(self) -> int:
         self._catch_signals()
@@ -89,7 +92,7 @@ class _Launcher:
         await _all(p.end(*steps) for p in self._workers.processes)
         await _all(p.end((signal.SIGTERM, SERVICE_GRACE_S)) for p in self._services[1:])
         await _all(p.end((signal.SIGTERM, SERVICE_GRACE_S)) for p in self._services[:1])
-        if self._private:
+        if self._private is not None:
             shutil.rmtree(self._private, ignore_errors=True)
 
     # ------------------------------------------------------------------ starting
@@ -113,12 +116,12 @@ class _Launcher:
     async def _start_services(self) -> str:
         """Start this node's services, all at once: shard servers import while the coordinator opens its port."""
         launch = self._launch
-        if launch.node_rank > 0:
+        if not self._starts_coordinator:
             address = f"{launch.master_addr}:{launch.coordinator_port}"
             await wait_until_listening(address, launch.connect_timeout_s, self._console.print)
             await self._start_shards(address)
             return address
-        coordinator = self._start_service("coordinator", self._coordinator_command(), ready=True)
+        coordinator = self._start_coordinator(launch.coordinator_port, launch.http_port)
         self._services.append(coordinator)
         await self._start_shards("-")
         at, _, self._url = (await coordinator.address()).partition(" ")
@@ -128,10 +131,16 @@ class _Launcher:
             shard.child.send_line(address)
         return address
 
-    def _coordinator_command(self) -> list[str]:
+    def _start_coordinator(self, port: int, http_port: int | None) -> Process:
         launch = self._launch
-        command = ["coordinator", "--host", launch.host, "--port", str(launch.coordinator_port)]
-        command += ["--world-size", str(launch.world_size), "--shards", str(launch.shards), "--state", launch.state]
+        command = ["coordinator", "--host", launch.host, "--port", str(port)]
+        command += ["--world-size", str(launch.world_size), "--shards", str(launch.shards)]
+        if launch.state:
+            command += ["--state", launch.state]
+        else:  # a file that goes with the launch; what is audited remains
+            command += ["--state", f"sqlite:{self._private_file('state.sqlite')}{UNSYNCED}"]
+            audited = state_directory() / f"{self._settings.job}.audit.jsonl"
+            command += [] if self._settings.audit_log else ["--audit-log", str(audited)]
         if launch.min_workers is not None:
             command += ["--min-workers", str(launch.min_workers)]
         if launch.step_timeout_s is not None:
@@ -139,12 +148,12 @@ class _Launcher:
         command += ["--replication", str(launch.replication)]
         if launch.resume:
             command += ["--resume", launch.resume]
-        if launch.http_port is not None:
-            command += ["--http-port", str(launch.http_port)]
+        if http_port is not None:
+            command += ["--http-port", str(http_port)]
         if launch.checkpoint_every:
             command += ["--checkpoint-dir", launch.checkpoint_dir, "--checkpoint-every", launch.checkpoint_every]
             command += ["--checkpoint-limit", str(launch.checkpoint_limit)]
-        return command
+        return self._start_service("coordinator", command, ready=True)
 
     async def _start_shards(self, coordinator: str) -> None:
         if self._launch.shards_here:
@@ -248,11 +257,16 @@ class _Launcher:
         """A file with the token that the launcher generated, for this user only; None if it generated none."""
         if not self._launch.token or self._settings.resolved_token:
             return None
-        self._private = tempfile.mkdtemp(prefix="axon-ps-")
-        path = Path(self._private) / "token"
+        path = self._private_file("token")
         path.touch(mode=0o600)
         path.write_text(self._launch.token)
         return path
+
+    def _private_file(self, name: str) -> Path:
+        """A path in a directory of this user that goes with the launch."""
+        if self._private is None:
+            self._private = Path(tempfile.mkdtemp(prefix="axon-ps-"))
+        return self._private / name
 
     def _worker_environment(self) -> dict[str, str]:
         """The variables that all workers of this node get; each gets its ranks in addition."""
@@ -302,35 +316,47 @@ class _Launcher:
             await asyncio.wait((working, *services))
 
     async def _watch_service(self, at: int) -> None:
-        """Return when a service has ended for good: a shard server is replaced where the job goes on without it.
+        """Return when a service has ended for good. One that fails is started again where the job goes on with it.
 
-        It does where others hold its slices, or checkpoints are restored. One that was drained is not missed. A proxy
-        is always replaced.
+        It goes on with a coordinator that has its state; with a shard server if others hold its slices, or checkpoints
+        are restored; with a proxy always. One that was drained is not missed.
         """
-        first_shard = self._first_shard
-        is_proxy = self._launch.proxy and at == first_shard - 1
-        replicated = self._launch.shards > 1 and self._launch.replication != 1
-        goes_on = "the others go on, and it gets copies" if replicated else "the job restores its newest checkpoint"
-        goes_on = "its workers come back" if is_proxy else goes_on
-        restarts = Restarts(SHARD_RESTARTS, time.monotonic(), in_a_row=True)
+        restarts = Restarts(SERVICE_RESTARTS, time.monotonic(), in_a_row=True)
         while True:
             process = self._services[at]
             await process.wait()
-            if at >= first_shard and not process.failed:
+            if at >= self._first_shard and not process.failed:
                 self._console.print(f"axon-ps: {process.source.name} was drained")
                 await asyncio.get_running_loop().create_future()  # cancelled when the workers have ended
-            replaced = is_proxy or (at >= first_shard and (replicated or self._launch.checkpoint_every))
-            pause_s = restarts.ended(time.monotonic()) if replaced else None
+            goes_on = self._goes_on(at) if process.failed else ""
+            pause_s = restarts.ended(time.monotonic()) if goes_on else None
             if pause_s is None:
                 return
             how = restarts.described(f"it is started again: {goes_on}", pause_s)
             self._console.print(f"axon-ps: {process.source.name} {process.child.ending}; {how}")
             await asyncio.sleep(pause_s)
-            if is_proxy:
-                self._services[at] = self._start_proxy(port=int(self._workers_address.rpartition(":")[2]))
-            else:
-                self._services[at] = self._start_shard(at - first_shard, self._address)
+            self._services[at] = self._start_again(at)
             restarts.began(time.monotonic())
+
+    def _goes_on(self, at: int) -> str:
+        """How the job goes on with another process in the place of a service; "" = it cannot."""
+        launch = self._launch
+        if at >= self._first_shard:
+            if launch.shards > 1 and launch.replication != 1:
+                return "the others go on, and it gets copies"
+            return "the job restores its newest checkpoint" if launch.checkpoint_every else ""
+        if at == 0 and self._starts_coordinator:
+            return "" if launch.state == "memory" else "it has its state, and all others come back to it"
+        return "its workers come back"
+
+    def _start_again(self, at: int) -> Process:
+        """Another process in the place of a service, where others look for it."""
+        if at >= self._first_shard:
+            return self._start_shard(at - self._first_shard, self._address)
+        if at == 0 and self._starts_coordinator:
+            http_port = urlsplit(self._url).port if self._url else None
+            return self._start_coordinator(int(self._address.rpartition(":")[2]), http_port)
+        return self._start_proxy(port=int(self._workers_address.rpartition(":")[2]))
 
     def _catch_signals(self) -> None:
         def on_signal(number: int) -> None:

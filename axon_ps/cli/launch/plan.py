@@ -24,7 +24,7 @@ class Launch:
         coordinator_port: port of the embedded coordinator; 0 = any free one.
         host: address that embedded services listen on.
         advertise: address at which other nodes reach this node's shard servers; empty = found automatically.
-        state: the embedded coordinator's state store.
+        state: the embedded coordinator's state store; empty = a file that goes with the launch.
         resume: checkpoint to start from, or empty.
         checkpoint_dir: where the embedded coordinator writes checkpoints by itself; empty = it writes none.
         checkpoint_every: how often, as the user gave it.
@@ -68,6 +68,11 @@ class Launch:
     def world_size(self) -> int:
         """Workers of the job."""
         return self.nnodes * self.nproc_per_node
+
+    @property
+    def keeps_state(self) -> bool:
+        """Whether the coordinator's state may have the job from a launch before."""
+        return self.state not in ("", "memory")
 
     def http_port_of(self, index: int) -> int | None:
         """The HTTP port of a shard server of this node, by its position here, from 0."""

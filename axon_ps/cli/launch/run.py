@@ -74,8 +74,12 @@ def run(
         bool, typer.Option("--proxy", help="Have this machine's workers share one session with the coordinator.")
     ] = False,
     state: Annotated[
-        str, typer.Option(help="State of the coordinator: sqlite file, 'memory', or NAME:ADDRESS.")
-    ] = "memory",
+        str,
+        typer.Option(
+            help="State of the coordinator: sqlite file, 'memory', or NAME:ADDRESS.",
+            show_default="a file that goes with the command",
+        ),
+    ] = "",
     audit_log: o.AuditLog = None,
     http_port: o.HttpPort = None,
     trace_every: o.TraceEvery = None,
@@ -197,14 +201,14 @@ def _resume(launch: Launch, checkpoint_dir: str) -> str:
     from axon_ps.storage.manifest import newest, nothing_at, read_manifest
 
     if launch.resume != AUTO:
-        if launch.state == "memory":  # else the coordinator looks: its state may have the job
+        if not launch.keeps_state:  # else the coordinator looks: its state may have the job
             read_manifest(launch.resume)
         return launch.resume
     found = newest(checkpoint_dir)
     if launch.checkpoint_every:
         return ""  # the coordinator takes the newest, unless its state has the job, and says so
     if found is None:
-        then = "the job begins anew" if launch.state == "memory" else "the job begins anew, unless its state has it"
+        then = "the job begins anew" if not launch.keeps_state else "the job begins anew, unless its state has it"
         print(f"axon-ps: --resume auto: {nothing_at(checkpoint_dir)}; {then}", file=sys.stderr)
         return ""
     print(f"axon-ps: --resume auto: {found.uri}, version {found.version}", file=sys.stderr)
@@ -221,7 +225,7 @@ def _check(launch: Launch, *, embedded: bool) -> None:
     if embedded and launch.shards < 1:
         raise ConfigurationError("--shards is 0, but a job without --coordinator needs a shard server of its own")
     of_coordinator = launch.resume, launch.min_workers, launch.step_timeout_s, launch.checkpoint_every
-    if not embedded and (any(of_coordinator) or launch.state != "memory"):
+    if not embedded and (any(of_coordinator) or launch.state):
         raise ConfigurationError(
             "--resume, --state, --min-workers, --step-timeout-s and --checkpoint-every are the coordinator's; give "
             "them where you start it, since --coordinator names one that runs already"

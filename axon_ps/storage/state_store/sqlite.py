@@ -23,6 +23,9 @@ GIVEN_BACK_PAGES: Final = 2048
 JOURNAL_BYTES: Final = 16 << 20
 """What is left of the journal's file when it was larger."""
 
+UNSYNCED: Final = "?synchronous=off"
+"""An address that ends with it is of a store that does not wait for the disk."""
+
 APPLICATION_ID: Final = 0x41584F4E
 """Marks a sqlite file as one of axon_ps: "AXON"."""
 
@@ -32,10 +35,12 @@ class SqliteStateStore(StateStore):
     """Records in a sqlite file, on a local disk.
 
     WAL journal with `synchronous=FULL`: a committed batch has been synced to the disk. An exclusive lock keeps a second
-    coordinator out; it ends with the process.
+    coordinator out; it ends with the process. `--state sqlite:PATH?synchronous=off` does not wait for the disk: what is
+    committed outlives the process, and not the machine.
 
     Args:
         path: the file; created (with its directory) if it does not exist.
+        synchronous: whether a batch waits for the disk.
 
     Attributes:
         path: the same.
@@ -46,8 +51,9 @@ class SqliteStateStore(StateStore):
         StorageFull: there is no space to create it.
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    def __init__(self, path: str | os.PathLike[str], *, synchronous: bool = True) -> None:
         self.path = os.fspath(path)
+        self._synchronous = "FULL" if synchronous else "OFF"
         self._db: sqlite3.Connection | None = None
         self._shrinking = False
         try:
@@ -60,6 +66,12 @@ class SqliteStateStore(StateStore):
         except BaseException:
             self.close()
             raise
+
+    @classmethod
+    def open(cls, address: str) -> SqliteStateStore:
+        """The store at a path, which may end with the option."""
+        path = address.removesuffix(UNSYNCED)
+        return cls(path, synchronous=path == address)
 
     def load(self) -> Mapping[str, bytes]:
         """Everything stored.
@@ -139,7 +151,7 @@ class SqliteStateStore(StateStore):
                 db.execute("VACUUM")
         db.execute("PRAGMA journal_mode = WAL")
         db.execute(f"PRAGMA journal_size_limit = {JOURNAL_BYTES}")
-        db.execute("PRAGMA synchronous = FULL")
+        db.execute(f"PRAGMA synchronous = {self._synchronous}")
         db.execute("BEGIN IMMEDIATE")  # takes the lock now: a second coordinator fails here, not later
         db.execute("CREATE TABLE IF NOT EXISTS records (key TEXT PRIMARY KEY, value BLOB NOT NULL)")
         db.execute(f"PRAGMA application_id = {APPLICATION_ID}")
