@@ -10,6 +10,7 @@ import math
 import re
 from collections.abc import Iterable, Sequence
 
+from axon_ps.coordinator.core.build import Build
 from axon_ps.coordinator.core.committed import checked
 from axon_ps.coordinator.core.events import (
     MAX_BLOCKS,
@@ -22,7 +23,9 @@ from axon_ps.coordinator.core.events import (
     JobState,
     JoinRequest,
     KnownNames,
+    ModelPosition,
     ModelStatus,
+    Position,
     Ready,
     RestoreOrder,
     RevokedNames,
@@ -33,17 +36,19 @@ from axon_ps.coordinator.core.events import (
     SnapshotReport,
     Status,
     StepDue,
+    Tell,
     Vote,
     Welcome,
 )
 from axon_ps.coordinator.core.history.report import Report
+from axon_ps.coordinator.core.knowledge import Knowledge, ModelKnowledge
 from axon_ps.coordinator.core.records import restore_from_proto, restore_to_proto
 from axon_ps.coordinator.span_messages import order_from_proto, order_to_proto
 from axon_ps.errors import InvalidRequest
 from axon_ps.observe.log_buffer import Logged
 from axon_ps.observe.tracing.span import TraceOrder
 from axon_ps.rpc.status import error_from_detail, error_to_detail
-from axon_ps.types import Decision, Membership, Role
+from axon_ps.types import Decision, Membership, ModelProgress, Role
 from axon_ps.wire import codec
 from axon_ps.wire.differences import announced, difference_to_proto
 from axon_ps.wire.v1 import (
@@ -107,6 +112,8 @@ def join_to_proto(request: JoinRequest, role: Role) -> session_pb2.SessionReques
             memory=None if request.memory is None else memory_pb2.Memory(**vars(request.memory)),
             state_id=request.state_id,
             differences=True,
+            position=_position_to_proto(request.position),
+            build=_build_to_proto(request.build),
         )
     )
 
@@ -131,6 +138,87 @@ def join_from_proto(message: session_pb2.Join) -> tuple[Role, JoinRequest]:
         known=_known_from_proto(message) if message.optimizers or message.compressors else None,
         memory=_memory_from_proto(message.memory) if message.HasField("memory") else None,
         state_id=codec.name_from_proto(message.state_id, "the state's id", empty=True),
+        position=_position_from_proto(message.position),
+        build=_build_from_proto(message.build),
+    )
+
+
+def _build_to_proto(build: Build) -> membership_pb2.Build:
+    return membership_pb2.Build(version=build.version, protocol=build.protocol)
+
+
+def _build_from_proto(message: membership_pb2.Build) -> Build:
+    return Build(
+        version=codec.name_from_proto(message.version, "the version of axon_ps", empty=True), protocol=message.protocol
+    )
+
+
+def _position_to_proto(position: Position) -> membership_pb2.Position:
+    return membership_pb2.Position(
+        generation=position.generation,
+        models=[membership_pb2.ModelPosition(**vars(model)) for model in position.models],
+        released=sorted(position.released),
+        snapshot_id=position.snapshot_id,
+    )
+
+
+def _position_from_proto(message: membership_pb2.Position) -> Position:
+    return Position(
+        generation=message.generation,
+        models=tuple(
+            ModelPosition(model=m.model, epoch=m.epoch, step=m.step, version=m.version, placement=m.placement)
+            for m in message.models
+        ),
+        released=frozenset(message.released),
+        snapshot_id=message.snapshot_id,
+    )
+
+
+def knowledge_to_proto(known: Knowledge) -> session_pb2.SessionRequest:
+    """What a shard server knows, as the events that it has from."""
+    events: list[ServerEvent] = [known.membership, RevokedNames(reasons=known.revoked)]
+    events += [SnapshotOrder(id=known.snapshot_id, uri="-", version=0)]
+    events += [JobState(model=number, released=True) for number in sorted(known.released)]
+    for model in known.models:
+        events += [model.state, *model.decisions, *([] if model.restore is None else [model.restore])]
+    progress = [
+        ModelProgress(model=model.state.model, step=model.step, version=model.state.version) for model in known.models
+    ]
+    return session_pb2.SessionRequest(
+        knowledge=session_pb2.Knowledge(
+            events=map(event_to_proto, events), progress=map(codec.progress_to_proto, progress)
+        )
+    )
+
+
+def knowledge_from_proto(message: session_pb2.Knowledge) -> Knowledge:
+    """What a shard server knows.
+
+    Raises:
+        InvalidRequest: an event is malformed, or the membership is missing.
+    """
+    events = [event_from_proto(event) for event in message.events]
+    memberships = [event for event in events if isinstance(event, Membership)]
+    if not memberships:
+        raise InvalidRequest("a shard server tells what it knows without the members")
+    decisions = [event for event in events if isinstance(event, Decision)]
+    restores = {event.model: event for event in events if isinstance(event, RestoreOrder)}
+    states = {event.model: event for event in events if isinstance(event, JobState)}
+    return Knowledge(
+        membership=memberships[-1],
+        models=tuple(
+            ModelKnowledge(
+                state=states[p.model],
+                step=p.step,
+                decisions=tuple(d for d in decisions if d.model == p.model),
+                restore=restores.get(p.model),
+            )
+            for p in map(codec.progress_from_proto, message.progress)
+            if p.model in states and not states[p.model].released
+        ),
+        released=frozenset(number for number, state in states.items() if state.released),
+        snapshot_id=max((event.id for event in events if isinstance(event, SnapshotOrder)), default=0),
+        revoked={k: v for event in events if isinstance(event, RevokedNames) for k, v in event.reasons.items()},
     )
 
 
@@ -425,6 +513,8 @@ def event_to_proto(event: ServerEvent, before: Membership | None = None) -> sess
         return session_pb2.SessionEvent(membership=codec.membership_to_proto(event))
     if isinstance(event, JobState):
         return session_pb2.SessionEvent(job=job_to_proto(event))
+    if isinstance(event, Tell):
+        return session_pb2.SessionEvent(tell=True)
     if isinstance(event, Awaited):
         return session_pb2.SessionEvent(awaited=membership_pb2.AwaitedEvent(incarnations=sorted(event.incarnations)))
     if isinstance(event, StepDue):
@@ -447,13 +537,14 @@ def event_to_proto(event: ServerEvent, before: Membership | None = None) -> sess
     if isinstance(event, RevokedNames):
         return session_pb2.SessionEvent(revocations=revocation_pb2.RevocationsEvent(reasons=event.reasons))
     return session_pb2.SessionEvent(
-        welcome=session_pb2.Welcome(
+        welcome=membership_pb2.Welcome(
             rank=event.rank,
             lease_s=event.lease_s,
             world_size=event.world_size,
             num_shards=event.num_shards,
             state_id=event.state_id,
             released=event.released,
+            build=_build_to_proto(event.build),
         )
     )
 
@@ -477,6 +568,8 @@ def event_from_proto(message: session_pb2.SessionEvent, before: Membership | Non
         return announced(message.difference, before)
     if kind == "job":
         return job_from_proto(message.job)
+    if kind == "tell":
+        return Tell()
     if kind == "awaited":
         return Awaited(incarnations=frozenset(message.awaited.incarnations))
     if kind == "due":
@@ -503,7 +596,7 @@ def event_from_proto(message: session_pb2.SessionEvent, before: Membership | Non
     return None
 
 
-def _welcome_from_proto(welcome: session_pb2.Welcome) -> Welcome:
+def _welcome_from_proto(welcome: membership_pb2.Welcome) -> Welcome:
     if welcome.rank > MAX_RANK:  # it is asked for again after a restart, as a number of 32 bits with a sign
         raise InvalidRequest(f"the coordinator gives rank {welcome.rank}; at most {MAX_RANK} can be asked for again")
     if not MIN_LEASE_S <= welcome.lease_s < math.inf:  # heartbeats are sent as often
@@ -515,6 +608,7 @@ def _welcome_from_proto(welcome: session_pb2.Welcome) -> Welcome:
         num_shards=welcome.num_shards,
         state_id=welcome.state_id,
         released=tuple(welcome.released),
+        build=_build_from_proto(welcome.build),
     )
 
 

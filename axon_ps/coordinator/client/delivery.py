@@ -12,6 +12,9 @@ Note: [Several models]
     Each model has its own decisions, restores and messages. A model that was released while the stream was broken is
     named in the Welcome; nothing is sent about it any more.
 
+Note: [Knowledge]
+    What was received is also what a coordinator is told whose state is older; see `coordinator.core.knowledge`.
+
 Note: [Asynchronous steps]
     Where each replica's gradient is a step of its own, a shard server may have reported several of them, so messages
     are kept per replica. Their `step` is the replica's clock. They are settled by a decision on that replica, or by one
@@ -20,10 +23,15 @@ Note: [Asynchronous steps]
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
+
 from axon_ps.coordinator.core.events import (
     Awaited,
     Event,
     JobState,
+    ModelPosition,
+    Position,
     Ready,
     RestoreOrder,
     ServerEvent,
@@ -32,9 +40,13 @@ from axon_ps.coordinator.core.events import (
     Vote,
     Welcome,
 )
+from axon_ps.coordinator.core.knowledge import Knowledge, ModelKnowledge
+from axon_ps.coordinator.core.records import retained
+from axon_ps.coordinator.core.registration import optimizer_after
 from axon_ps.coordinator.messages import step_message_to_proto
-from axon_ps.errors import InternalError
-from axon_ps.types import Decision, Membership, Outcome, Turn
+from axon_ps.errors import InternalError, Misuse
+from axon_ps.sharding.job import JobSpec
+from axon_ps.types import Decision, Membership, OptimizerSpec, Outcome, Turn
 from axon_ps.wire.v1 import session_pb2
 
 
@@ -50,7 +62,11 @@ class _ModelDelivery:
         corrupted_sums: by slice, our newest report that a sum of the step under way is lost.
         messages: our newest vote or report, by replica; None: of all replicas together.
         step: the newest decided.
-        epoch: of the newest restore order.
+        version: committed steps.
+        decisions: the newest.
+        changes: those with another optimizer, since the state that had one.
+        spec, optimizer: the newest that came with a state; None = none did.
+        restore: the newest order to restore it.
     """
 
     def __init__(self) -> None:
@@ -62,7 +78,59 @@ class _ModelDelivery:
         self.corrupted_sums: dict[int, session_pb2.SessionRequest] = {}
         self.messages: dict[int | None, Vote | Ready] = {}
         self.step = -1
-        self.epoch = 0
+        self.version = 0
+        self.decisions: list[Decision] = []
+        self.changes: list[Decision] = []
+        self.spec: JobSpec | None = None
+        self.optimizer: OptimizerSpec | None = None
+        self.restore: RestoreOrder | None = None
+
+    @property
+    def epoch(self) -> int:
+        """Of the newest restore order."""
+        return 0 if self.restore is None else self.restore.epoch
+
+    def set_state(self, state: JobState) -> None:
+        """Take a state, which has layout and optimizer only now and then."""
+        if self.state is None or state.epoch != self.state.epoch:
+            self.version = state.version
+        self.state, self.spec = state, state.spec or self.spec
+        if state.optimizer is not None:
+            self.optimizer, self.changes = state.optimizer, []
+
+    def decided(self, decision: Decision) -> None:
+        """Take a decision that is new."""
+        self.step, self.version = decision.step, decision.version
+        self.decisions = retained(self.decisions, decision)
+        if decision.optimizer is not None:
+            self.changes.append(decision)
+
+    def position(self, number: int, first_step: int) -> ModelPosition:
+        """How far knowledge of it goes, in a generation that begins with `first_step`."""
+        placement = None if self.state is None else self.state.placement
+        return ModelPosition(
+            model=number,
+            epoch=max(self.epoch, 0 if self.state is None else self.state.epoch),
+            step=max(first_step, self.step + 1),
+            version=self.version,
+            placement=0 if placement is None else placement.number,
+        )
+
+    def knowledge(self, first_step: int) -> ModelKnowledge | None:
+        """What is known of it; None where its layout is not."""
+        if self.state is None or self.spec is None:
+            return None
+        optimizer, committed = self.optimizer, dict(self.state.committed)
+        for decision in self.changes:
+            optimizer = None if optimizer is None else optimizer_after(optimizer, decision)
+        for decision in self.decisions:
+            committed |= decision.commit if decision.version > self.state.version else {}
+        return ModelKnowledge(
+            state=replace(self.state, spec=self.spec, optimizer=optimizer, version=self.version, committed=committed),
+            step=max(first_step, self.step + 1),
+            decisions=tuple(self.decisions),
+            restore=self.restore,
+        )
 
 
 class Delivery:
@@ -100,7 +168,7 @@ class Delivery:
             self._models.pop(event.model, None)
         elif isinstance(event, JobState):
             is_new = event != self._of(event.model).state
-            self._of(event.model).state = event
+            self._of(event.model).set_state(event)
         elif isinstance(event, Decision):
             # Without a membership this is a new process, which ignores earlier decisions, now and after a reconnect.
             known = self.membership
@@ -115,12 +183,47 @@ class Delivery:
             is_new, self._snapshot_id = event.id > self._snapshot_id, max(event.id, self._snapshot_id)
         elif isinstance(event, RestoreOrder):
             model = self._of(event.model)
-            is_new, model.epoch = event.epoch > model.epoch, max(event.epoch, model.epoch)
+            if is_new := event.epoch > model.epoch:
+                model.restore = event
         else:
             assert isinstance(event, Welcome)
             gone = [JobState(model=number, released=True) for number in event.released]
             return [each for state in gone for each in self.receive(state)]
         return [event] if is_new else []
+
+    @property
+    def position(self) -> Position:
+        """How far what this member knows of the job goes."""
+        members = self.membership
+        if members is None:
+            return Position()
+        return Position(
+            generation=members.generation,
+            models=tuple(
+                model.position(number, members.progress(number)[0])
+                for number, model in sorted(self._models.items())
+                if model.state is not None and model.state.placement is not None
+            ),
+            released=frozenset(self._released),
+            snapshot_id=self._snapshot_id,
+        )
+
+    def knowledge(self, revoked: Mapping[str, str]) -> Knowledge:
+        """What this member knows of the job, and what is `revoked`.
+
+        Raises:
+            Misuse: it has been no member.
+        """
+        if self.membership is None:
+            raise Misuse("a process that has been no member of the job knows nothing of it")
+        told = (m.knowledge(self.membership.progress(n)[0]) for n, m in sorted(self._models.items()))
+        return Knowledge(
+            membership=self.membership,
+            models=tuple(model for model in told if model is not None),
+            released=frozenset(self._released),
+            snapshot_id=self._snapshot_id,
+            revoked=revoked,
+        )
 
     def record_initialized(self, message: session_pb2.SessionRequest) -> None:
         """Record our report that we hold the parameters of a model."""
@@ -170,6 +273,8 @@ class Delivery:
         if known is not None and event.generation == known.generation:  # a generation is immutable
             return events
         self.membership = event
+        for number, model in self._models.items():
+            model.version = event.progress(number)[1]
         return [*events, event]
 
     def _settle(self, membership: Membership) -> list[Event]:
@@ -207,7 +312,7 @@ class Delivery:
     def _decided(self, decision: Decision) -> None:
         """Drop the messages that a decision settles."""
         model = self._of(decision.model)
-        model.step = decision.step
+        model.decided(decision)
         model.corrupted_sums.clear()
         turn = decision.turn
         for replica, message in list(model.messages.items()):

@@ -27,6 +27,7 @@ from axon_ps.coordinator.client.delivery import Delivery
 from axon_ps.coordinator.client.heartbeat import heartbeat
 from axon_ps.coordinator.client.operator import SERVICE, OperatorClient
 from axon_ps.coordinator.client.succession import successor
+from axon_ps.coordinator.core import build
 from axon_ps.coordinator.core.events import (
     CheckpointReply,
     Copied,
@@ -47,6 +48,7 @@ from axon_ps.coordinator.core.events import (
     SnapshotOrder,
     SnapshotReport,
     Status,
+    Tell,
     Vote,
     Welcome,
 )
@@ -56,6 +58,7 @@ from axon_ps.coordinator.messages import (
     event_from_proto,
     initialized_to_proto,
     join_to_proto,
+    knowledge_to_proto,
     snapshot_report_to_proto,
     step_message_to_proto,
 )
@@ -85,7 +88,15 @@ from axon_ps.rpc.service import Stub
 from axon_ps.rpc.status import error_to_detail
 from axon_ps.rpc.stream import Stream
 from axon_ps.types import Decision, Membership, Role
-from axon_ps.wire.v1 import checkpoint_pb2, common_pb2, coordinator_pb2, membership_pb2, memory_pb2, session_pb2
+from axon_ps.wire.v1 import (
+    checkpoint_pb2,
+    common_pb2,
+    coordinator_pb2,
+    membership_pb2,
+    memory_pb2,
+    policy_pb2,
+    session_pb2,
+)
 
 __all__ = [
     "CheckpointReply",
@@ -297,7 +308,7 @@ class CoordinatorClient(Calls):
 
     def arrived(self, *, generation: int, step: int, model: int = 0, blocked: bool = False) -> None:
         """Worker: report that it waits in a step until the servers take what it has computed."""
-        arrived = session_pb2.Arrived(generation=generation, step=step, model=model, blocked=blocked)
+        arrived = policy_pb2.Arrived(generation=generation, step=step, model=model, blocked=blocked)
         self._call_soon(self._send, session_pb2.SessionRequest(arrived=arrived))
 
     def ready(self, ready: Ready, replica: int | None = None) -> None:
@@ -417,6 +428,9 @@ class CoordinatorClient(Calls):
         try:
             await stream.write(join_to_proto(_join_request(self), self.role))
             async for event in _events(stream):
+                if isinstance(event, Tell):
+                    await stream.write(knowledge_to_proto(self._delivery.knowledge(self.revocations.reasons)))
+                    continue
                 await self._receive(event)
                 if not tasks:  # not before the Welcome, which has the lease
                     tasks.append(asyncio.create_task(self._write(stream, self._outbox)))
@@ -466,6 +480,7 @@ class CoordinatorClient(Calls):
         if isinstance(event, TraceOrder):
             return self.tracer.order(event, self.spans)
         if isinstance(event, Welcome):
+            build.check(event.build, f"the coordinator at {self.address}", f"this {self.role.value}")
             self.rank, self.lease_s, self.state_id = event.rank, event.lease_s, event.state_id
             self.world_size, self.num_shards = event.world_size or self.world_size, event.num_shards
         was_member = self.membership is not None
@@ -597,6 +612,7 @@ def _join_request(client: CoordinatorClient) -> JoinRequest:
         known=client._known,
         memory=client.memory(),
         state_id=client.state_id,
+        position=client._delivery.position,
     )
 
 

@@ -125,7 +125,9 @@ class Assembly:
         self.membership = known if known.generation else self._describe({})
         self.stepping = Stepping(models, self.roster, out, self.membership, disturbed=self.was_complete)
         self.counters = self.stepping.counters
-        if (known.workers or known.shards) and self._describe({}).complete != known.complete:  # other options than before
+        if (known.workers or known.shards) and self._describe(
+            {}
+        ).complete != known.complete:  # other options than before
             self.change("the coordinator was restarted with other options")
 
     @property

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Final
 
+from axon_ps.coordinator.core.build import Build, ours
 from axon_ps.coordinator.core.history.report import Report
 from axon_ps.errors import AxonError
 from axon_ps.observe.tracing.span import TraceOrder
@@ -29,6 +30,7 @@ class Welcome:
         num_shards: shard servers of the job.
         state_id: of the coordinator's durable state; another one than before means that it has lost its state.
         released: numbers of the models that the job has no more.
+        build: which axon_ps the coordinator is.
     """
 
     rank: int
@@ -37,6 +39,7 @@ class Welcome:
     num_shards: int
     state_id: str = ""
     released: tuple[int, ...] = ()
+    build: Build = field(default_factory=ours)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,8 +168,14 @@ class Awaited:
     incarnations: frozenset[str]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Tell:
+    """To a shard server that asks to join: say first what you know, which is more than this coordinator does."""
+
+
 ServerEvent = (
     Welcome
+    | Tell
     | Membership
     | Awaited
     | JobState
@@ -180,15 +189,7 @@ ServerEvent = (
 """What the coordinator pushes."""
 
 Event = (
-    Membership
-    | Awaited
-    | JobState
-    | Decision
-    | StepDue
-    | SnapshotOrder
-    | RestoreOrder
-    | SessionLost
-    | SessionRestored
+    Membership | Awaited | JobState | Decision | StepDue | SnapshotOrder | RestoreOrder | SessionLost | SessionRestored
 )
 """What a client's `on_event` gets, in order."""
 
@@ -217,6 +218,42 @@ class ServerMemory:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ModelPosition:
+    """How far knowledge of a model goes.
+
+    Attributes:
+        model: its number.
+        epoch: how often it was restored.
+        step: the step attempt under way.
+        version: committed steps.
+        placement: number of the newest placement.
+    """
+
+    model: int
+    epoch: int
+    step: int
+    version: int
+    placement: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Position:
+    """How far knowledge of a job goes.
+
+    Attributes:
+        generation: the newest.
+        models: of each model.
+        released: the numbers of models that were released.
+        snapshot_id: of the newest order of a checkpoint; 0 = there was none.
+    """
+
+    generation: int = 0
+    models: tuple[ModelPosition, ...] = ()
+    released: frozenset[int] = frozenset()
+    snapshot_id: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
 class JoinRequest:
     """What a member sends about itself when it joins.
 
@@ -231,6 +268,8 @@ class JoinRequest:
         known: shard server: what it can make; None = it does not list it, and nothing is checked.
         memory: shard server: what it has for parameters; None = it does not say, and nothing is checked.
         state_id: of the durable state in which it was a member; empty = in none.
+        position: how far what it knows of the job goes.
+        build: which axon_ps it is.
         credentials: ids of the certificate and token that it has shown; by one of these it would be revoked.
         makes_itself: whether it holds the job's secret, and so can make itself other credentials.
     """
@@ -245,6 +284,8 @@ class JoinRequest:
     known: KnownNames | None = None
     memory: ServerMemory | None = None
     state_id: str = ""
+    position: Position = Position()
+    build: Build = field(default_factory=ours)
     credentials: tuple[str, ...] = ()
     makes_itself: bool = False
 

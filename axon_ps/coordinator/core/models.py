@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from axon_ps.coordinator.core import records
 from axon_ps.coordinator.core.actions import Outbox
-from axon_ps.coordinator.core.events import JobState, ModelStatus
+from axon_ps.coordinator.core.events import JobState, ModelPosition, ModelStatus
 from axon_ps.coordinator.core.records import Durable, DurableModel, deletions, models_record
 from axon_ps.coordinator.core.registration import Registration, covering
 from axon_ps.coordinator.core.steps.attempts import Attempts
@@ -84,6 +84,18 @@ class Model:
     def progress(self) -> ModelProgress:
         """Its step and version."""
         return ModelProgress(model=self.number, step=self.step, version=self.version)
+
+    @property
+    def position(self) -> ModelPosition:
+        """How far what is known of it goes."""
+        r = self.registration
+        return ModelPosition(
+            model=self.number,
+            epoch=r.parameters.epoch,
+            step=self.step,
+            version=self.version,
+            placement=r.placement_number,
+        )
 
     def state(self, shards: list[Member], *, full: bool = False) -> JobState:
         """What members get of it; the layout only when `full`."""

@@ -272,13 +272,8 @@ class Registration:
 
         One that differs in nothing but hyperparameters stays as registered, so that those who join find it so.
         """
-        if (change := decision.optimizer) is not None and self.optimizer is not None:
-            same = dataclasses.replace(self.optimizer, groups=change.spec.groups, moments=())
-            if same != change.spec:
-                moments = self.optimizer.moments if change.retains_moments else ()
-                self.optimizer = dataclasses.replace(change.spec, moments=moments)
-        if self.optimizer is not None and decision.hyper:
-            self.optimizer = covering(self.optimizer, decision.hyper)
+        if self.optimizer is not None:
+            self.optimizer = optimizer_after(self.optimizer, decision)
 
     def is_loaded(self, shard: Member) -> bool:
         """Whether a shard server has its parameters."""
@@ -489,6 +484,16 @@ def _check_groups(optimizer: OptimizerSpec, spec: JobSpec) -> None:
             raise InvalidRequest(
                 f"parameter {p.name!r} is in group {group}; the optimizer has groups 0 to {len(optimizer.groups) - 1}"
             )
+
+
+def optimizer_after(optimizer: OptimizerSpec, decision: Decision) -> OptimizerSpec:
+    """The optimizer once a step has committed; see `Registration.change_optimizer`."""
+    if (change := decision.optimizer) is not None:
+        same = dataclasses.replace(optimizer, groups=change.spec.groups, moments=())
+        if same != change.spec:
+            moments = optimizer.moments if change.retains_moments else ()
+            optimizer = dataclasses.replace(change.spec, moments=moments)
+    return covering(optimizer, decision.hyper) if decision.hyper else optimizer
 
 
 def covering(optimizer: OptimizerSpec, hypers: Sequence[Hyper]) -> OptimizerSpec:

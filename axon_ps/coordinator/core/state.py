@@ -22,6 +22,7 @@ from axon_ps.coordinator.core.access.revocations import RevocationList
 from axon_ps.coordinator.core.actions import Action, Outbox
 from axon_ps.coordinator.core.assembly import Assembly
 from axon_ps.coordinator.core.barriers import Barriers
+from axon_ps.coordinator.core.build import check as check_build
 from axon_ps.coordinator.core.checkpoints.restores import Restores, Resume
 from axon_ps.coordinator.core.checkpoints.snapshots import SavedModel, Snapshots
 from axon_ps.coordinator.core.config import CoordinatorConfig
@@ -32,6 +33,7 @@ from axon_ps.coordinator.core.events import (
     Corrupted,
     JobState,
     JoinRequest,
+    Position,
     Ready,
     SnapshotReport,
     Status,
@@ -41,11 +43,12 @@ from axon_ps.coordinator.core.history.history import History
 from axon_ps.coordinator.core.history.phase import with_phase
 from axon_ps.coordinator.core.history.report import REPORT_KEY, parse
 from axon_ps.coordinator.core.isolation import Isolation
+from axon_ps.coordinator.core.knowledge import Knowledge, behind, check_told
 from axon_ps.coordinator.core.kv import KeyValues
 from axon_ps.coordinator.core.members import Members
 from axon_ps.coordinator.core.models import Models
 from axon_ps.coordinator.core.registrations import Registrations
-from axon_ps.coordinator.core.roster import RosterEntry, names_of
+from axon_ps.coordinator.core.roster import NOUN, RosterEntry, names_of
 from axon_ps.coordinator.core.statistics import statistics
 from axon_ps.errors import (
     AxonError,
@@ -115,12 +118,14 @@ class CoordinatorState:
 
         Raises:
             PermissionDenied: it wants another job.
-            InvalidRequest: it was a member in another state than ours; its rank is taken, its world size is not the
+            InvalidRequest: it is an axon_ps that does not go together with this; it was a member in another state than
+                ours; its rank is taken, its world size is not the
                 job's, or a shard server does not know an optimizer or a compressor of the job.
             Busy: the job has no rank for it.
         """
         if request.job != self.config.job:
             raise PermissionDenied(f"this coordinator runs job {self.config.job!r}, not {request.job!r}")
+        check_build(request.build, f"the {NOUN[role]} at node {request.node}", "this coordinator")
         if request.state_id not in ("", self.id):
             raise InvalidRequest(
                 "the coordinator came back without the state it had, so the job cannot go on with this process (was "
@@ -132,6 +137,32 @@ class CoordinatorState:
             self._kv.remove(REPORT_KEY)  # it is of the run before
             attachments.begin_run(self._kv)
         return self._out.take()
+
+    def behind(self, role: Role, request: JoinRequest) -> str:
+        """How what a process knows goes further than this state, as text; "" = it does not.
+
+        A worker of an earlier generation begins the present one with what the servers have.
+        """
+        if request.state_id != self.id:
+            return ""
+        theirs = request.position
+        if role is Role.WORKER and theirs.generation < self.membership.generation:
+            return ""
+        ours = Position(
+            generation=self.membership.generation,
+            models=tuple(model.position for model in self._models),
+            released=frozenset(self._models.released),
+            snapshot_id=self._snapshots.last_id,
+        )
+        return behind(ours, theirs)
+
+    def check_told(self, known: Knowledge) -> None:
+        """Check that it can be knowledge of this job.
+
+        Raises:
+            InvalidRequest: it cannot.
+        """
+        check_told(known, self.id, self.membership.generation)
 
     def heartbeat(self, session: int, metrics: Mapping[str, float], now: float) -> list[Action]:
         """A member has sent a heartbeat."""

@@ -21,7 +21,7 @@ from axon_ps.coordinator.server.audit import NO_AUDIT, AuditLog
 from axon_ps.coordinator.server.feed import Feed
 from axon_ps.coordinator.server.page.routes import page_routes
 from axon_ps.coordinator.server.servicer import CoordinatorServicer
-from axon_ps.coordinator.server.shell import Shell
+from axon_ps.coordinator.server.shell import Shell, StateLearned
 from axon_ps.coordinator.server.standby import Switch, rest, stand_by
 from axon_ps.errors import Broken, StorageFull
 from axon_ps.observe.log_buffer import LogBuffer, collect
@@ -101,7 +101,7 @@ async def serve(
             store.address = _name_of(server.address)
             await _lead_in_turn(config, store, switch, stop, server.set_serving, log, audit)
         else:
-            await _lead(config, store, switch, stop, begin, log, audit)
+            await _lead_until(config, store, switch, stop, begin, log, audit)
     finally:
         if log is not None:
             log.close()
@@ -139,6 +139,28 @@ async def _lead_in_turn(
             await set_serving(False)
             await asyncio.to_thread(store.resign)
         await rest(stop, REST_S)
+
+
+async def _lead_until(
+    config: CoordinatorConfig,
+    store: StateStore,
+    switch: Switch,
+    stop: asyncio.Event,
+    begin: Callable[[], Awaitable[None]],
+    log: LogBuffer | None,
+    audit: AuditLog,
+) -> None:
+    """Lead until we are to stop, and again from what was learned meanwhile; see `_lead`."""
+    while True:
+        try:
+            return await _lead(config, store, switch, stop, begin, log, audit)
+        except StateLearned as learned:
+            _logger.warning("%s; the job goes on from that", learned)
+            begin = _began
+
+
+async def _began() -> None:
+    """It listens already."""
 
 
 async def _lead(

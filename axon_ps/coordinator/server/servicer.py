@@ -22,6 +22,7 @@ from axon_ps.coordinator.core.events import (
     JoinRequest,
     RevokeReply,
     SnapshotFile,
+    Tell,
 )
 from axon_ps.coordinator.core.kv import KVResult
 from axon_ps.coordinator.core.models import MAX_MODELS
@@ -32,10 +33,12 @@ from axon_ps.coordinator.messages import (
     checkpoint_to_proto,
     copied_from_proto,
     corrupted_from_proto,
+    event_to_proto,
     files_from_proto,
     incarnation_from_proto,
     job_to_proto,
     join_from_proto,
+    knowledge_from_proto,
     ready_from_proto,
     snapshot_report_from_proto,
     status_to_proto,
@@ -149,6 +152,8 @@ class CoordinatorServicer:
         except PermissionDenied as error:
             refused(self, "join", auth.calling(), context.peer(), error)
             raise
+        if why := self._shell.state.behind(role, request):
+            await self._learn(context, role, why)
         session = self._shell.open_session(differences=first.join.differences, send_soon=context.send_soon)
         reader: asyncio.Task[None] | None = None
         end = auth.stream_end()
@@ -166,6 +171,23 @@ class CoordinatorServicer:
             self._shell.close_session(session)
             if self._ends.get(request.incarnation) is end:
                 self._ends.pop(request.incarnation, None)
+
+    async def _learn(self, context: ServerStream, role: Role, why: str) -> None:
+        """The state is older than what a process knows that asks to join: learn it of a shard server.
+
+        Raises:
+            Broken: it is to come again.
+        """
+        _logger.warning("this coordinator's state is older than what a %s knows: %s", role.value, why)
+        if role is Role.SHARD:
+            await context.write(event_to_proto(Tell()).SerializeToString())
+            told = await _first(context, "what it knows")
+            if told is not EOF and told.HasField("knowledge"):
+                await self._shell.learn(knowledge_from_proto(told.knowledge), why)
+        raise Broken(
+            f"the coordinator's state is older than what this process knows ({why}); it waits for a shard server that "
+            "knows as much. If there is none any more: restore a newer state or a checkpoint, and start again"
+        )
 
     async def host_session(self, context: ServerStream) -> None:
         """The calls of a host's members: its proxy, which holds the job's secret, says who makes each."""

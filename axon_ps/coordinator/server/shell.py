@@ -6,8 +6,8 @@ Note: [Written before published]
     pushes and replies. Moving records before pushes of the same batch is harmless: they are written earlier than
     they had to be. A full disk delays everything until there is space again, since a decision can neither be revoked
     nor announced; any other failure of the store ends the shell, and nothing is announced any more. So does the loss of
-    the lead, where several coordinators have the store. Both are the coordinator's end and not the members': they retain
-    what they have, and join the next one.
+    the lead, where several coordinators have the store. Both are the coordinator's end and not the members': they
+    retain what they have, and join the next one.
 
 Bounds: a session's queue holds `QUEUE_EVENTS`; a member that lets it fill up loses its session. `MAX_CALLS` calls
 wait at a time.
@@ -28,6 +28,7 @@ from typing import Any, Final
 from axon_ps.coordinator.core.actions import Action, CloseSession, Happened, Persist, Reply, SendEvent
 from axon_ps.coordinator.core.events import UPLOADED, RestoreOrder, ServerEvent, SnapshotOrder, Status
 from axon_ps.coordinator.core.history.logs import COORDINATOR
+from axon_ps.coordinator.core.knowledge import Knowledge, learned
 from axon_ps.coordinator.core.state import CoordinatorState
 from axon_ps.coordinator.messages import event_to_proto, logged_to_proto
 from axon_ps.coordinator.server.audit import NO_AUDIT, OF_MEMBERS, AuditLog
@@ -63,6 +64,10 @@ ASKED_LEASES: Final = 2
 """For how many leases no member was there when a standby that they have asked may lead."""
 
 _logger = logging.getLogger(__name__)
+
+
+class StateLearned(Broken):
+    """The state is newer than the one that this leadership began with: the next begins with it."""
 
 
 class Session:
@@ -264,6 +269,32 @@ class Shell:
             await asyncio.wait([self._failed], timeout=LEAD_LOOK_S if self._store.is_shared else None)
         self._failed.result()
 
+    async def learn(self, known: Knowledge, why: str) -> None:
+        """Write what a shard server knows, which is more than the state had. Then this leadership is over.
+
+        Args:
+            known: that.
+            why: how it is more, as text.
+
+        Raises:
+            Broken: the coordinator is stopping.
+            InvalidRequest: it cannot be knowledge of this job.
+        """
+        self._check()
+        self.state.check_told(known)
+        self._failing = True  # nothing is decided any more
+        if self._writer is not None:
+            await asyncio.wait([self._writer])
+        try:
+            await self._loop.run_in_executor(self._executor, self._learn, known)
+        except Exception as error:
+            self._end(error)
+        else:
+            self._end(StateLearned(f"the coordinator's state was older than what a shard server knows: {why}"))
+
+    def _learn(self, known: Knowledge) -> None:
+        self._store.apply(learned(self._store.load(), known))
+
     async def close(self) -> None:
         """Stop: sessions end as broken and calls fail. Members come back when a coordinator is back."""
         self._closed = True
@@ -365,11 +396,8 @@ class Shell:
                 await self._write([r for a in batch if isinstance(a, Persist) for r in a.records])
                 self._publish(batch)
             self._writer = None
-        except NotLeader as error:
-            self._fail(error)
         except Exception as error:
-            _logger.exception("the state store failed; the coordinator cannot go on")
-            self._fail(error if isinstance(error, AxonError) else InternalError(f"the state store failed: {error!r}"))
+            self._fail(error)
 
     async def _write(self, records: list[Record]) -> None:
         while records:
@@ -430,16 +458,24 @@ class Shell:
         else:
             answer.set_result(result)
 
-    def _fail(self, error: AxonError) -> None:
-        """Announce nothing any more: members and callers are to come again, and `failed` raises the error.
+    def _fail(self, error: Exception) -> None:
+        """Announce nothing any more; see `_end`."""
+        if not self._failing:
+            self._failing = True
+            self._end(error)
+
+    def _end(self, error: Exception) -> None:
+        """Members and callers are to come again, and `failed` raises the error.
 
         What they asked for may have been done: whether it was, the next leader knows.
         """
-        if not self._failing:
-            self._failing = True
-            why = "" if isinstance(error, NotLeader) else f", since its state store failed: {error}"
-            self._close_everything(Broken(f"this coordinator leads no more{why}; the next one knows what was done"))
-            self._failed.set_exception(error)
+        if not isinstance(error, (Broken, StorageFull)):
+            _logger.error("the state store failed; the coordinator cannot go on", exc_info=error)
+        if not isinstance(error, AxonError):
+            error = InternalError(f"the state store failed: {error!r}")
+        failed = "" if isinstance(error, Broken) else "this coordinator's state store failed: "
+        self._close_everything(Broken(f"{failed}{error}; the next coordinator knows what was done"))
+        self._failed.set_exception(error)
 
     def _check(self) -> None:
         if self._closed or self._failing:

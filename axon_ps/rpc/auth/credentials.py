@@ -160,6 +160,11 @@ class Revocations:
         self._calls: defaultdict[str, set[asyncio.Task[object]]] = defaultdict(set)
         self._ended: set[asyncio.Task[object]] = set()
 
+    @property
+    def reasons(self) -> Mapping[str, str]:
+        """What is revoked, by name, and why."""
+        return self._reasons
+
     def set(self, reasons: Mapping[str, str]) -> None:
         """Set what is revoked, by name, and why; calls under way of what is new there are ended."""
         new = [name for name in reasons if name not in self._reasons]

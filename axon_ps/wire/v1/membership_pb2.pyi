@@ -72,6 +72,58 @@ class MembershipDifference(_message.Message):
     finished_gone: int
     def __init__(self, since: _Optional[int] = ..., now: _Optional[_Union[MembershipEvent, _Mapping]] = ..., workers_gone: _Optional[_Iterable[int]] = ..., shards_gone: _Optional[_Iterable[int]] = ..., finished_gone: _Optional[int] = ...) -> None: ...
 
+class Welcome(_message.Message):
+    __slots__ = ("rank", "lease_s", "world_size", "num_shards", "state_id", "released", "build")
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    LEASE_S_FIELD_NUMBER: _ClassVar[int]
+    WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
+    NUM_SHARDS_FIELD_NUMBER: _ClassVar[int]
+    STATE_ID_FIELD_NUMBER: _ClassVar[int]
+    RELEASED_FIELD_NUMBER: _ClassVar[int]
+    BUILD_FIELD_NUMBER: _ClassVar[int]
+    rank: int
+    lease_s: float
+    world_size: int
+    num_shards: int
+    state_id: str
+    released: _containers.RepeatedScalarFieldContainer[int]
+    build: Build
+    def __init__(self, rank: _Optional[int] = ..., lease_s: _Optional[float] = ..., world_size: _Optional[int] = ..., num_shards: _Optional[int] = ..., state_id: _Optional[str] = ..., released: _Optional[_Iterable[int]] = ..., build: _Optional[_Union[Build, _Mapping]] = ...) -> None: ...
+
+class Build(_message.Message):
+    __slots__ = ("version", "protocol")
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    PROTOCOL_FIELD_NUMBER: _ClassVar[int]
+    version: str
+    protocol: int
+    def __init__(self, version: _Optional[str] = ..., protocol: _Optional[int] = ...) -> None: ...
+
+class Position(_message.Message):
+    __slots__ = ("generation", "models", "released", "snapshot_id")
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    MODELS_FIELD_NUMBER: _ClassVar[int]
+    RELEASED_FIELD_NUMBER: _ClassVar[int]
+    SNAPSHOT_ID_FIELD_NUMBER: _ClassVar[int]
+    generation: int
+    models: _containers.RepeatedCompositeFieldContainer[ModelPosition]
+    released: _containers.RepeatedScalarFieldContainer[int]
+    snapshot_id: int
+    def __init__(self, generation: _Optional[int] = ..., models: _Optional[_Iterable[_Union[ModelPosition, _Mapping]]] = ..., released: _Optional[_Iterable[int]] = ..., snapshot_id: _Optional[int] = ...) -> None: ...
+
+class ModelPosition(_message.Message):
+    __slots__ = ("model", "epoch", "step", "placement", "version")
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    PLACEMENT_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    model: int
+    epoch: int
+    step: int
+    placement: int
+    version: int
+    def __init__(self, model: _Optional[int] = ..., epoch: _Optional[int] = ..., step: _Optional[int] = ..., placement: _Optional[int] = ..., version: _Optional[int] = ...) -> None: ...
+
 class AwaitedEvent(_message.Message):
     __slots__ = ("incarnations",)
     INCARNATIONS_FIELD_NUMBER: _ClassVar[int]

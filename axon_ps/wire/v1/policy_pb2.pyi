@@ -41,3 +41,15 @@ class StepDue(_message.Message):
     step: int
     model: int
     def __init__(self, generation: _Optional[int] = ..., step: _Optional[int] = ..., model: _Optional[int] = ...) -> None: ...
+
+class Arrived(_message.Message):
+    __slots__ = ("generation", "step", "model", "blocked")
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    BLOCKED_FIELD_NUMBER: _ClassVar[int]
+    generation: int
+    step: int
+    model: int
+    blocked: bool
+    def __init__(self, generation: _Optional[int] = ..., step: _Optional[int] = ..., model: _Optional[int] = ..., blocked: bool = ...) -> None: ...

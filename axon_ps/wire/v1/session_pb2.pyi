@@ -15,7 +15,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class SessionRequest(_message.Message):
-    __slots__ = ("join", "heartbeat", "vote", "ready", "initialized", "snapshot", "restore", "leave", "arrived", "copied", "spans", "no_room", "corrupted")
+    __slots__ = ("join", "heartbeat", "vote", "ready", "initialized", "snapshot", "restore", "leave", "arrived", "copied", "spans", "no_room", "corrupted", "knowledge")
     JOIN_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
     VOTE_FIELD_NUMBER: _ClassVar[int]
@@ -29,6 +29,7 @@ class SessionRequest(_message.Message):
     SPANS_FIELD_NUMBER: _ClassVar[int]
     NO_ROOM_FIELD_NUMBER: _ClassVar[int]
     CORRUPTED_FIELD_NUMBER: _ClassVar[int]
+    KNOWLEDGE_FIELD_NUMBER: _ClassVar[int]
     join: Join
     heartbeat: _membership_pb2.Heartbeat
     vote: Vote
@@ -37,15 +38,16 @@ class SessionRequest(_message.Message):
     snapshot: _checkpoint_pb2.SnapshotReport
     restore: _checkpoint_pb2.RestoreReport
     leave: _membership_pb2.Leave
-    arrived: Arrived
+    arrived: _policy_pb2.Arrived
     copied: _placement_pb2.Copied
     spans: _trace_pb2.SpanReport
     no_room: _memory_pb2.NoRoom
     corrupted: _placement_pb2.Corrupted
-    def __init__(self, join: _Optional[_Union[Join, _Mapping]] = ..., heartbeat: _Optional[_Union[_membership_pb2.Heartbeat, _Mapping]] = ..., vote: _Optional[_Union[Vote, _Mapping]] = ..., ready: _Optional[_Union[Ready, _Mapping]] = ..., initialized: _Optional[_Union[Initialized, _Mapping]] = ..., snapshot: _Optional[_Union[_checkpoint_pb2.SnapshotReport, _Mapping]] = ..., restore: _Optional[_Union[_checkpoint_pb2.RestoreReport, _Mapping]] = ..., leave: _Optional[_Union[_membership_pb2.Leave, _Mapping]] = ..., arrived: _Optional[_Union[Arrived, _Mapping]] = ..., copied: _Optional[_Union[_placement_pb2.Copied, _Mapping]] = ..., spans: _Optional[_Union[_trace_pb2.SpanReport, _Mapping]] = ..., no_room: _Optional[_Union[_memory_pb2.NoRoom, _Mapping]] = ..., corrupted: _Optional[_Union[_placement_pb2.Corrupted, _Mapping]] = ...) -> None: ...
+    knowledge: Knowledge
+    def __init__(self, join: _Optional[_Union[Join, _Mapping]] = ..., heartbeat: _Optional[_Union[_membership_pb2.Heartbeat, _Mapping]] = ..., vote: _Optional[_Union[Vote, _Mapping]] = ..., ready: _Optional[_Union[Ready, _Mapping]] = ..., initialized: _Optional[_Union[Initialized, _Mapping]] = ..., snapshot: _Optional[_Union[_checkpoint_pb2.SnapshotReport, _Mapping]] = ..., restore: _Optional[_Union[_checkpoint_pb2.RestoreReport, _Mapping]] = ..., leave: _Optional[_Union[_membership_pb2.Leave, _Mapping]] = ..., arrived: _Optional[_Union[_policy_pb2.Arrived, _Mapping]] = ..., copied: _Optional[_Union[_placement_pb2.Copied, _Mapping]] = ..., spans: _Optional[_Union[_trace_pb2.SpanReport, _Mapping]] = ..., no_room: _Optional[_Union[_memory_pb2.NoRoom, _Mapping]] = ..., corrupted: _Optional[_Union[_placement_pb2.Corrupted, _Mapping]] = ..., knowledge: _Optional[_Union[Knowledge, _Mapping]] = ...) -> None: ...
 
 class Join(_message.Message):
-    __slots__ = ("job", "role", "incarnation", "node", "address", "requested_rank", "world_size", "standby", "optimizers", "compressors", "memory", "state_id", "differences")
+    __slots__ = ("job", "role", "incarnation", "node", "address", "requested_rank", "world_size", "standby", "optimizers", "compressors", "memory", "state_id", "differences", "position", "build")
     JOB_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
@@ -59,6 +61,8 @@ class Join(_message.Message):
     MEMORY_FIELD_NUMBER: _ClassVar[int]
     STATE_ID_FIELD_NUMBER: _ClassVar[int]
     DIFFERENCES_FIELD_NUMBER: _ClassVar[int]
+    POSITION_FIELD_NUMBER: _ClassVar[int]
+    BUILD_FIELD_NUMBER: _ClassVar[int]
     job: str
     role: _common_pb2.Role
     incarnation: str
@@ -72,7 +76,9 @@ class Join(_message.Message):
     memory: _memory_pb2.Memory
     state_id: str
     differences: bool
-    def __init__(self, job: _Optional[str] = ..., role: _Optional[_Union[_common_pb2.Role, str]] = ..., incarnation: _Optional[str] = ..., node: _Optional[str] = ..., address: _Optional[str] = ..., requested_rank: _Optional[int] = ..., world_size: _Optional[int] = ..., standby: bool = ..., optimizers: _Optional[_Iterable[str]] = ..., compressors: _Optional[_Iterable[str]] = ..., memory: _Optional[_Union[_memory_pb2.Memory, _Mapping]] = ..., state_id: _Optional[str] = ..., differences: bool = ...) -> None: ...
+    position: _membership_pb2.Position
+    build: _membership_pb2.Build
+    def __init__(self, job: _Optional[str] = ..., role: _Optional[_Union[_common_pb2.Role, str]] = ..., incarnation: _Optional[str] = ..., node: _Optional[str] = ..., address: _Optional[str] = ..., requested_rank: _Optional[int] = ..., world_size: _Optional[int] = ..., standby: bool = ..., optimizers: _Optional[_Iterable[str]] = ..., compressors: _Optional[_Iterable[str]] = ..., memory: _Optional[_Union[_memory_pb2.Memory, _Mapping]] = ..., state_id: _Optional[str] = ..., differences: bool = ..., position: _Optional[_Union[_membership_pb2.Position, _Mapping]] = ..., build: _Optional[_Union[_membership_pb2.Build, _Mapping]] = ...) -> None: ...
 
 class Vote(_message.Message):
     __slots__ = ("generation", "step", "max_norm", "hyper", "version", "model", "copy", "blocked", "commit", "traceparent", "weight", "untouched", "withdrawn", "optimizer")
@@ -113,18 +119,6 @@ class Vote(_message.Message):
     optimizer: _common_pb2.OptimizerChange
     def __init__(self, generation: _Optional[int] = ..., step: _Optional[int] = ..., max_norm: _Optional[float] = ..., hyper: _Optional[_Iterable[_Union[_common_pb2.Hyper, _Mapping]]] = ..., version: _Optional[int] = ..., model: _Optional[int] = ..., copy: _Optional[_Union[_membership_pb2.CopyFrom, _Mapping]] = ..., blocked: bool = ..., commit: _Optional[_Mapping[str, str]] = ..., traceparent: _Optional[str] = ..., weight: _Optional[float] = ..., untouched: _Optional[_Iterable[int]] = ..., withdrawn: bool = ..., optimizer: _Optional[_Union[_common_pb2.OptimizerChange, _Mapping]] = ...) -> None: ...
 
-class Arrived(_message.Message):
-    __slots__ = ("generation", "step", "model", "blocked")
-    GENERATION_FIELD_NUMBER: _ClassVar[int]
-    STEP_FIELD_NUMBER: _ClassVar[int]
-    MODEL_FIELD_NUMBER: _ClassVar[int]
-    BLOCKED_FIELD_NUMBER: _ClassVar[int]
-    generation: int
-    step: int
-    model: int
-    blocked: bool
-    def __init__(self, generation: _Optional[int] = ..., step: _Optional[int] = ..., model: _Optional[int] = ..., blocked: bool = ...) -> None: ...
-
 class Ready(_message.Message):
     __slots__ = ("generation", "step", "sums_of_squares", "replica", "model", "placement", "digests")
     GENERATION_FIELD_NUMBER: _ClassVar[int]
@@ -154,7 +148,7 @@ class Initialized(_message.Message):
     def __init__(self, version: _Optional[int] = ..., epoch: _Optional[int] = ..., model: _Optional[int] = ...) -> None: ...
 
 class SessionEvent(_message.Message):
-    __slots__ = ("welcome", "membership", "job", "decision", "snapshot", "restore", "trace", "revocations", "difference", "due", "awaited")
+    __slots__ = ("welcome", "membership", "job", "decision", "snapshot", "restore", "trace", "revocations", "difference", "due", "awaited", "tell")
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     MEMBERSHIP_FIELD_NUMBER: _ClassVar[int]
     JOB_FIELD_NUMBER: _ClassVar[int]
@@ -166,7 +160,8 @@ class SessionEvent(_message.Message):
     DIFFERENCE_FIELD_NUMBER: _ClassVar[int]
     DUE_FIELD_NUMBER: _ClassVar[int]
     AWAITED_FIELD_NUMBER: _ClassVar[int]
-    welcome: Welcome
+    TELL_FIELD_NUMBER: _ClassVar[int]
+    welcome: _membership_pb2.Welcome
     membership: _membership_pb2.MembershipEvent
     job: JobEvent
     decision: DecisionEvent
@@ -177,23 +172,16 @@ class SessionEvent(_message.Message):
     difference: _membership_pb2.MembershipDifference
     due: _policy_pb2.StepDue
     awaited: _membership_pb2.AwaitedEvent
-    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., membership: _Optional[_Union[_membership_pb2.MembershipEvent, _Mapping]] = ..., job: _Optional[_Union[JobEvent, _Mapping]] = ..., decision: _Optional[_Union[DecisionEvent, _Mapping]] = ..., snapshot: _Optional[_Union[_checkpoint_pb2.SnapshotOrder, _Mapping]] = ..., restore: _Optional[_Union[_checkpoint_pb2.RestoreOrder, _Mapping]] = ..., trace: _Optional[_Union[_trace_pb2.TraceOrder, _Mapping]] = ..., revocations: _Optional[_Union[_revocation_pb2.RevocationsEvent, _Mapping]] = ..., difference: _Optional[_Union[_membership_pb2.MembershipDifference, _Mapping]] = ..., due: _Optional[_Union[_policy_pb2.StepDue, _Mapping]] = ..., awaited: _Optional[_Union[_membership_pb2.AwaitedEvent, _Mapping]] = ...) -> None: ...
+    tell: bool
+    def __init__(self, welcome: _Optional[_Union[_membership_pb2.Welcome, _Mapping]] = ..., membership: _Optional[_Union[_membership_pb2.MembershipEvent, _Mapping]] = ..., job: _Optional[_Union[JobEvent, _Mapping]] = ..., decision: _Optional[_Union[DecisionEvent, _Mapping]] = ..., snapshot: _Optional[_Union[_checkpoint_pb2.SnapshotOrder, _Mapping]] = ..., restore: _Optional[_Union[_checkpoint_pb2.RestoreOrder, _Mapping]] = ..., trace: _Optional[_Union[_trace_pb2.TraceOrder, _Mapping]] = ..., revocations: _Optional[_Union[_revocation_pb2.RevocationsEvent, _Mapping]] = ..., difference: _Optional[_Union[_membership_pb2.MembershipDifference, _Mapping]] = ..., due: _Optional[_Union[_policy_pb2.StepDue, _Mapping]] = ..., awaited: _Optional[_Union[_membership_pb2.AwaitedEvent, _Mapping]] = ..., tell: bool = ...) -> None: ...
 
-class Welcome(_message.Message):
-    __slots__ = ("rank", "lease_s", "world_size", "num_shards", "state_id", "released")
-    RANK_FIELD_NUMBER: _ClassVar[int]
-    LEASE_S_FIELD_NUMBER: _ClassVar[int]
-    WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
-    NUM_SHARDS_FIELD_NUMBER: _ClassVar[int]
-    STATE_ID_FIELD_NUMBER: _ClassVar[int]
-    RELEASED_FIELD_NUMBER: _ClassVar[int]
-    rank: int
-    lease_s: float
-    world_size: int
-    num_shards: int
-    state_id: str
-    released: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, rank: _Optional[int] = ..., lease_s: _Optional[float] = ..., world_size: _Optional[int] = ..., num_shards: _Optional[int] = ..., state_id: _Optional[str] = ..., released: _Optional[_Iterable[int]] = ...) -> None: ...
+class Knowledge(_message.Message):
+    __slots__ = ("events", "progress")
+    EVENTS_FIELD_NUMBER: _ClassVar[int]
+    PROGRESS_FIELD_NUMBER: _ClassVar[int]
+    events: _containers.RepeatedCompositeFieldContainer[SessionEvent]
+    progress: _containers.RepeatedCompositeFieldContainer[_membership_pb2.ModelProgress]
+    def __init__(self, events: _Optional[_Iterable[_Union[SessionEvent, _Mapping]]] = ..., progress: _Optional[_Iterable[_Union[_membership_pb2.ModelProgress, _Mapping]]] = ...) -> None: ...
 
 class JobEvent(_message.Message):
     __slots__ = ("spec", "optimizer", "initialized", "version", "epoch", "model", "name", "copied", "released", "placement", "committed", "no_room")

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
+from axon_ps.coordinator.core import build
+from axon_ps.coordinator.core.build import Build
 from axon_ps.coordinator.core.config import CoordinatorConfig
-from axon_ps.coordinator.core.events import JobState, Welcome
+from axon_ps.coordinator.core.events import JobState, JoinRequest, Welcome
 from axon_ps.errors import (
     Broken,
     Busy,
@@ -281,6 +285,21 @@ def test_after_a_restart_what_is_not_known_is_shown_as_not_known() -> None:
     other.join()
     assert d.state.status(d.clock()).awaited == frozenset()
     assert "lack" not in d.state.status(d.clock()).headline
+
+
+@pytest.mark.parametrize("theirs", [Build(), Build(version="0.1.9", protocol=build.OLDEST - 1)], ids=str)
+def test_members_of_protocols_that_do_not_go_together_are_refused_by_the_names_of_both(theirs: Build) -> None:
+    d = Driver()
+    for role, what in ((Role.WORKER, "worker"), (Role.SHARD, "shard server")):
+        request = JoinRequest(job="job", incarnation="a" * 32, node="b", address="c:1", build=theirs)
+        with pytest.raises(
+            InvalidRequest, match=re.escape(f"the {what} at node b is {theirs}, and this coordinator is")
+        ):
+            d.state.join(1, role, request, d.clock())
+    with pytest.raises(InvalidRequest, match=re.escape(f"the coordinator is {theirs}, and this worker is")):
+        build.check(theirs, "the coordinator", "this worker")
+    for newer in (0, 1):
+        build.check(Build(version="9", protocol=build.PROTOCOL + newer), "the coordinator", "this worker")
 
 
 def test_after_a_restart_a_replacement_waits_until_it_is_known_that_the_member_does_not_come_back() -> None:

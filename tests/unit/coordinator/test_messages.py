@@ -29,7 +29,7 @@ from axon_ps.coordinator.core.events import (
 )
 from axon_ps.errors import InvalidRequest, StorageFull
 from axon_ps.types import CopyFrom, Decision, Member, Membership, ModelProgress, Outcome, Role
-from axon_ps.wire.v1 import checkpoint_pb2, common_pb2, placement_pb2, session_pb2, status_pb2
+from axon_ps.wire.v1 import checkpoint_pb2, common_pb2, membership_pb2, placement_pb2, session_pb2, status_pb2
 from coordinator_driver import OPTIMIZER, SPEC
 
 MEMBERSHIP = Membership(
@@ -156,7 +156,7 @@ def test_status() -> None:
 
 
 def welcome(rank: int = 0, lease_s: float = 5.0) -> session_pb2.SessionEvent:
-    return session_pb2.SessionEvent(welcome=session_pb2.Welcome(rank=rank, lease_s=lease_s))
+    return session_pb2.SessionEvent(welcome=membership_pb2.Welcome(rank=rank, lease_s=lease_s))
 
 
 def reported(**values: float) -> status_pb2.StatusReply:

@@ -196,9 +196,9 @@ def test_a_broken_store_ends_the_coordinator_and_not_its_members() -> None:
         store.gate.release()
         with pytest.raises(InternalError, match="the disk is gone"):
             await shell.failed()
-        with pytest.raises(Broken, match="its state store failed"):
+        with pytest.raises(Broken, match="this coordinator's state store failed"):
             await writing
-        with pytest.raises(Broken, match="the next one knows what was done"):
+        with pytest.raises(Broken, match="the next coordinator knows what was done"):
             await anext(session.events())
 
     run(test)

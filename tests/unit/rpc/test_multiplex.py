@@ -48,7 +48,7 @@ async def session(context: ServerStream) -> None:
     while (message := await context.read()) is not EOF:
         if message.leave.reason == "end":
             raise PermissionDenied("it was asked to")
-        await context.write(session_pb2.SessionEvent(welcome=session_pb2.Welcome(state_id=message.leave.reason)))
+        await context.write(session_pb2.SessionEvent(welcome=membership_pb2.Welcome(state_id=message.leave.reason)))
 
 
 @asynccontextmanager
@@ -225,7 +225,7 @@ def test_equal_messages_for_several_calls_are_one_frame() -> None:
                 take(frame)
 
             client._take = counted  # type: ignore[method-assign]
-            event = session_pb2.SessionEvent(welcome=session_pb2.Welcome(state_id="all")).SerializeToString()
+            event = session_pb2.SessionEvent(welcome=membership_pb2.Welcome(state_id="all")).SerializeToString()
             assert all(send(event) for send in waiting)
             assert [await read(s, 1) for s in streams] == [["all"]] * 30
             assert [len(frame.calls) for frame in sent] == [30]

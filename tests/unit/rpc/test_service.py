@@ -242,7 +242,7 @@ def test_errors_arrive_while_the_client_still_writes(raised: AxonError) -> None:
 def test_errors_arrive_in_a_two_way_stream(raised: AxonError) -> None:
     async def session(context: Any) -> None:
         request = await context.read()
-        await context.write(session_pb2.SessionEvent(welcome=session_pb2.Welcome(rank=request.join.world_size)))
+        await context.write(session_pb2.SessionEvent(welcome=membership_pb2.Welcome(rank=request.join.world_size)))
         await context.read()
         raise raised
 
