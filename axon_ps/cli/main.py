@@ -41,6 +41,7 @@ _MODULES: Final = {
     "trace": "terminal.trace",
     "drain": "operate",
     "release": "operate",
+    "kill": "kill",
     "checkpoint": "checkpoint",
     "auth": "auth",
     "chaos": "chaos",

@@ -85,7 +85,7 @@ def test_when_restarts_are_used_up_the_run_ends_with_the_workers_error(
 
 
 TRAINS = """
-import hashlib, os, resource, signal, sys, time
+import hashlib, os, resource, subprocess, sys, time
 import torch
 import axon_ps
 from axon_ps.parallel import FSDP, SGD
@@ -111,7 +111,7 @@ with axon_ps.World.init() as world:
             while role == "shard" and not list_checkpoints(os.environ["AXON_PS_CHECKPOINT_DIR"]):
                 time.sleep(0.01)
             if fault == "dies":
-                os.kill(service(role), signal.SIGKILL)
+                subprocess.run([sys.executable, "-m", "axon_ps.cli.main", "kill", role], check=True, stdout=sys.stderr)
             else:  # nothing that it writes is written any more
                 resource.prlimit(service(role), resource.RLIMIT_FSIZE, (0, 0))
         torch.manual_seed(world.version)

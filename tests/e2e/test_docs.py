@@ -28,7 +28,7 @@ def test_a_command_that_is_not_run_is_one_that_there_is(
             (tmp_path / file).parent.mkdir(exist_ok=True)
             (tmp_path / file).touch()  # the block before makes them
         match words:
-            case ["axon-ps", *arguments]:
+            case ["axon-ps" | ".venv/bin/axon-ps", *arguments]:
                 understood(arguments)
             case ["make", target]:
                 targets = re.findall(r"^([\w-]+):.*##", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
@@ -54,8 +54,6 @@ def test_a_command_that_is_not_run_is_one_that_there_is(
                 begin = next(i for i, w in enumerate(arguments) if w.startswith("axon-ps-"))
                 service = arguments[begin].removeprefix("axon-ps-")
                 understood([*entry_point(service), *arguments[begin + 1 :]])
-            case ["pkill", "-9", "-o", "-f", what]:
-                assert what == "axon_ps.cli.main shard", "what `axon-ps run` starts is called so"
             case ["pip", "install", what]:
                 extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
                 named_extras = re.fullmatch(r"(?:axon-ps|\.)(?:\[([\w,]+)\])?", what)
