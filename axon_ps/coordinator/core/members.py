@@ -126,15 +126,15 @@ class Members:
                 f"incarnation {request.incarnation} is a member already, {entry.name}, of another role"
             )
         else:
-            old = a.roster.attach(entry, session)
-            self._out.close(old, replaced)
+            attached = a.roster.attach(entry, session)
+            self._out.close(attached, replaced)
             a.roster.renew(entry, now + self._config.lease_s)
             if role is Role.SHARD:  # an order may have been lost with the old stream
                 self._snapshots.lost([entry.member.rank], f"the stream of {entry.name} was replaced")
                 self.placements.cancel_copies(entry.member)
             a.greet(entry, joined=False)
             self._out.push([session], a.membership)
-            if role is Role.SHARD and old is None and not a.roster.awaited(role):
+            if role is Role.SHARD and attached is None and not a.roster.awaited(role):
                 self._out.push([s.session for s in a.roster.of_role(role)], Awaited(incarnations=frozenset()))
             if role is Role.WORKER:
                 self.due.again(entry)
