@@ -14,7 +14,6 @@ from axon_ps.coordinator.core.build import Build
 from axon_ps.coordinator.core.committed import checked
 from axon_ps.coordinator.core.events import (
     MAX_BLOCKS,
-    Awaited,
     CheckpointReply,
     CheckpointStatus,
     Copied,
@@ -515,8 +514,6 @@ def event_to_proto(event: ServerEvent, before: Membership | None = None) -> sess
         return session_pb2.SessionEvent(job=job_to_proto(event))
     if isinstance(event, Tell):
         return session_pb2.SessionEvent(tell=True)
-    if isinstance(event, Awaited):
-        return session_pb2.SessionEvent(awaited=membership_pb2.AwaitedEvent(incarnations=sorted(event.incarnations)))
     if isinstance(event, StepDue):
         due = policy_pb2.StepDue(generation=event.generation, step=event.step, model=event.model)
         return session_pb2.SessionEvent(due=due)
@@ -570,8 +567,6 @@ def event_from_proto(message: session_pb2.SessionEvent, before: Membership | Non
         return job_from_proto(message.job)
     if kind == "tell":
         return Tell()
-    if kind == "awaited":
-        return Awaited(incarnations=frozenset(message.awaited.incarnations))
     if kind == "due":
         due = message.due
         return StepDue(generation=due.generation, step=due.step, model=due.model)

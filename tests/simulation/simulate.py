@@ -97,7 +97,8 @@ class Faults:
         """A fault now, or in the midst of what a member is doing next."""
         rng = self._rng
         if rng.random() < 0.5:
-            rng.choice((self._kill, self._kill, self._cut, self._reset, self._slow, self._flip))(*self._pair())
+            faults = (self._kill, self._kill, self._cut, self._reset, self._slow, self._flip, self._fail_disk)
+            rng.choice(faults)(*self._pair())
             return
         one, other = self._pair()
         fault = rng.choice((self._kill, self._cut, self._reset, self._flip))
@@ -126,10 +127,22 @@ class Faults:
         if self._job.ends or role not in self._job.names or (role.startswith("shard") and not self._may_lose(role)):
             return
         self._job.kill(role)
-        if role == "coordinator" and self._rng.random() < 0.1:
-            self._network.note(f"{role} loses its disk")
-            self._job.lose_disk()
+        if role == "coordinator":
+            self._hurt_disk()
         self._later(self._rng.choice((0.2, 3.0, 10.0)), lambda: self._job.start(role))
+
+    def _hurt_disk(self) -> None:
+        """Something has become of what the coordinator has written, or nothing."""
+        chance = self._rng.random()
+        if chance < 0.1:
+            self._network.note("coordinator loses its disk")
+            self._job.lose_disk()
+        elif chance < 0.4 and self._job.older_disk(lost := self._rng.choice((1, 3, 10, 30))):
+            self._network.note(f"the coordinator's disk has lost the end of it: {lost} batches")
+
+    def _fail_disk(self, _role: str, _other: str) -> None:
+        self._network.note("the coordinator's disk fails")
+        self._job.disk.fails = True
 
     def _may_lose(self, role: str) -> bool:
         """Whether a shard server may be lost: no other one is cut off, or there are checkpoints."""

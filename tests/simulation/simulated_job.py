@@ -14,7 +14,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import errno
 import itertools
+import os
 import uuid
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Final
@@ -26,7 +28,8 @@ from axon_ps.coordinator.client.session import CoordinatorClient, Decision, Memb
 from axon_ps.coordinator.core import records
 from axon_ps.coordinator.core.checkpoints.schedule import CheckpointPolicy
 from axon_ps.coordinator.core.config import CoordinatorConfig
-from axon_ps.coordinator.core.events import FIRST_VALUES, Vote
+from axon_ps.coordinator.core.events import FIRST_VALUES, ModelPosition, Position, Vote
+from axon_ps.coordinator.core.knowledge import behind
 from axon_ps.coordinator.core.records import Record
 from axon_ps.coordinator.server import retention
 from axon_ps.coordinator.server import server as coordinator_server
@@ -73,10 +76,34 @@ class Violation(AssertionError):
     """Something does not hold that must."""
 
 
+class Disk(MemoryStateStore):
+    """The coordinator's disk.
+
+    Attributes:
+        batches: what was written to it.
+        fails: whether the next batch is not written, but an error raised.
+    """
+
+    def __init__(self, batches: Sequence[Sequence[Record]] = ()) -> None:
+        super().__init__()
+        self.batches: list[Sequence[Record]] = []
+        self.fails = False
+        for batch in batches:
+            self.apply(batch)
+
+    def apply(self, records: Sequence[Record]) -> None:
+        """See `StateStore`."""
+        if self.fails:
+            self.fails = False
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        super().apply(records)
+        self.batches.append(records)
+
+
 class Store(MemoryStateStore):
     """The coordinator's disk, which outlives it. What a dead coordinator writes does not reach it."""
 
-    def __init__(self, disk: MemoryStateStore, alive: Callable[[], bool], written: Callable[[Any], None]) -> None:
+    def __init__(self, disk: Disk, alive: Callable[[], bool], written: Callable[[Any], None]) -> None:
         super().__init__()
         self._disk, self._alive, self._written = disk, alive, written
 
@@ -398,7 +425,7 @@ class Job:
             in_worker=True,
             checkpoints=CheckpointPolicy(directory=directory, every_steps=bool(directory), limit=2),
         )
-        self.disk = MemoryStateStore()
+        self.disk = Disk()
         self._truths: dict[str, Truth] = {}
         self._stored = ""  # id of the state that is on the disk
         self._lives = itertools.count(1)
@@ -461,11 +488,58 @@ class Job:
 
     def lose_disk(self) -> None:
         """What the coordinator has written is lost; it is not there."""
-        self.disk = MemoryStateStore()
+        self.disk = Disk()
         self._lost_disk = next(self._lives)
 
+    def older_disk(self, lost: int) -> bool:
+        """Of what the coordinator, which is not there, has written the end is lost, so many batches.
+
+        Nothing is where no shard server that lives has been told all of it, or no job would be left: returns False.
+        """
+        known = self._known()
+        if lost >= len(self.disk.batches) or not any(
+            behind(position, self._stored_position) == "" for position in known
+        ):
+            return False
+        self.disk = Disk(self.disk.batches[: len(self.disk.batches) - lost])
+        return True
+
+    @property
+    def is_older(self) -> bool:
+        """Whether a shard server knows what is not on the disk: nobody else may, so it is not to be lost."""
+        return any(behind(self._stored_position, position) for position in self._known())
+
+    @property
+    def _stored_position(self) -> Position:
+        durable = records.load(self.disk.load())
+        if durable is None:
+            return Position()
+        model = durable.models[0]
+        placement = model.parameters.placement
+        return Position(
+            generation=durable.membership.generation,
+            models=(
+                ModelPosition(
+                    model=0,
+                    epoch=model.parameters.epoch,
+                    step=model.step,
+                    version=model.version,
+                    placement=0 if placement is None else placement.number,
+                ),
+            ),
+            snapshot_id=durable.snapshot_id,
+        )
+
+    def _known(self) -> list[Position]:
+        """How far the knowledge goes of each shard server that is there, and was a member of the job on the disk."""
+        shells = [self.network.shells.get(name) for role, name in self.names.items() if role.startswith("shard")]
+        clients = [shell.reports for shell in shells if shell is not None and shell.reports is not None]
+        return [client._delivery.position for client in clients if client.state_id == self._stored]
+
     def may_end(self, name: str, error: BaseException) -> bool:
-        """Whether a member ends rightly, and is started again."""
+        """Whether a process ends rightly, and is started again."""
+        if name.startswith("coordinator"):
+            return os.strerror(errno.EIO) in str(error)
         if not isinstance(error, MemberLost):
             return False
         return "without the state it had" not in str(error) or int(name.partition("#")[2]) < self._lost_disk
@@ -500,7 +574,7 @@ class Job:
         members = durable.membership.shards
         if len(members) != len(shards) or not all(m.incarnation in present for m in members):
             return False
-        if self.is_changed:
+        if self.is_changed or self.is_older:
             return False
         if not (durable.models[0].version or durable.models[0].parameters.initialized):
             return True

@@ -27,7 +27,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from axon_ps.coordinator.core.events import (
-    Awaited,
     Event,
     JobState,
     ModelPosition,
@@ -177,7 +176,7 @@ class Delivery:
             )
             if is_new:
                 self._decided(event)
-        elif isinstance(event, (Awaited, StepDue)):
+        elif isinstance(event, StepDue):
             is_new = True
         elif isinstance(event, SnapshotOrder):
             is_new, self._snapshot_id = event.id > self._snapshot_id, max(event.id, self._snapshot_id)

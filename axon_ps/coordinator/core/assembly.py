@@ -27,7 +27,7 @@ from typing import Final
 from axon_ps.coordinator.core import records
 from axon_ps.coordinator.core.actions import Outbox
 from axon_ps.coordinator.core.config import CoordinatorConfig
-from axon_ps.coordinator.core.events import Awaited, RevokedNames, Welcome
+from axon_ps.coordinator.core.events import RevokedNames, Welcome
 from axon_ps.coordinator.core.models import Model, Models
 from axon_ps.coordinator.core.placement.room import Room
 from axon_ps.coordinator.core.roster import Roster, RosterEntry
@@ -214,8 +214,6 @@ class Assembly:
         self._out.push(to, self.welcome(entry))
         if self.revoked:
             self._out.push(to, RevokedNames(reasons=dict(self.revoked)))
-        if is_shard and (awaited := self.roster.awaited(Role.SHARD)):
-            self._out.push(to, Awaited(incarnations=frozenset(m.incarnation for m in awaited)))
         for model in self._models:
             if not (joined and is_shard) or model.registration.is_holder(entry.member):
                 for decision in model.decisions:

@@ -158,17 +158,6 @@ class StepDue:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Awaited:
-    """To a shard server: the others that a restarted coordinator has not heard of, so whether they live is not known.
-
-    Attributes:
-        incarnations: theirs; who is no member any more is awaited no more.
-    """
-
-    incarnations: frozenset[str]
-
-
-@dataclass(frozen=True, kw_only=True)
 class Tell:
     """To a shard server that asks to join: say first what you know, which is more than this coordinator does."""
 
@@ -177,7 +166,6 @@ ServerEvent = (
     Welcome
     | Tell
     | Membership
-    | Awaited
     | JobState
     | Decision
     | StepDue
@@ -188,9 +176,7 @@ ServerEvent = (
 )
 """What the coordinator pushes."""
 
-Event = (
-    Membership | Awaited | JobState | Decision | StepDue | SnapshotOrder | RestoreOrder | SessionLost | SessionRestored
-)
+Event = Membership | JobState | Decision | StepDue | SnapshotOrder | RestoreOrder | SessionLost | SessionRestored
 """What a client's `on_event` gets, in order."""
 
 

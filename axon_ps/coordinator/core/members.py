@@ -31,7 +31,7 @@ from axon_ps.coordinator.core.assembly import FEW, Assembly, Forming
 from axon_ps.coordinator.core.barriers import Barriers
 from axon_ps.coordinator.core.checkpoints.snapshots import Snapshots
 from axon_ps.coordinator.core.config import CoordinatorConfig
-from axon_ps.coordinator.core.events import Awaited, Copied, Corrupted, JoinRequest
+from axon_ps.coordinator.core.events import Copied, Corrupted, JoinRequest
 from axon_ps.coordinator.core.models import Model, Models
 from axon_ps.coordinator.core.placement.handover import Handover, Joining
 from axon_ps.coordinator.core.placement.placements import Placements
@@ -126,19 +126,15 @@ class Members:
                 f"incarnation {request.incarnation} is a member already, {entry.name}, of another role"
             )
         else:
-            attached = a.roster.attach(entry, session)
-            self._out.close(attached, replaced)
+            self._out.close(a.roster.attach(entry, session), replaced)
             a.roster.renew(entry, now + self._config.lease_s)
             if role is Role.SHARD:  # an order may have been lost with the old stream
                 self._snapshots.lost([entry.member.rank], f"the stream of {entry.name} was replaced")
                 self.placements.cancel_copies(entry.member)
             a.greet(entry, joined=False)
             self._out.push([session], a.membership)
-            if role is Role.SHARD and attached is None and not a.roster.awaited(role):
-                self._out.push([s.session for s in a.roster.of_role(role)], Awaited(incarnations=frozenset()))
             if role is Role.WORKER:
                 self.due.again(entry)
-            a.stepping.recheck_copies()
             self.placements.plan(now)
         entry.joined_with(request)
 

@@ -25,6 +25,7 @@ from axon_ps.coordinator.core.barriers import Barriers
 from axon_ps.coordinator.core.build import check as check_build
 from axon_ps.coordinator.core.checkpoints.restores import Restores, Resume
 from axon_ps.coordinator.core.checkpoints.snapshots import SavedModel, Snapshots
+from axon_ps.coordinator.core.comeback import Comeback
 from axon_ps.coordinator.core.config import CoordinatorConfig
 from axon_ps.coordinator.core.events import (
     FIRST_VALUES,
@@ -105,6 +106,7 @@ class CoordinatorState:
         )
         self._members.on_lost = self._ended
         self.revocations = RevocationList(self._assembly, self._members, self._out)
+        self._comeback = Comeback(self._assembly.roster, now + config.lease_s)
         self.isolation = Isolation(self._assembly, config.lease_s, now)
         self.history = History(now, {model.number: model.step for model in self._models})
         self._out.persist([self._assembly.job_record(), *self._assembly.records()])
@@ -131,12 +133,27 @@ class CoordinatorState:
                 "the coordinator came back without the state it had, so the job cannot go on with this process (was "
                 "the coordinator restarted with another state file, or with none?)"
             )
+        if self._comeback.is_over:
+            self._let_in(session, role, request, now)
+        else:
+            self._comeback.wait(session, role, request)
+            self._let_all_in(now)
+        return self._out.take()
+
+    def _let_all_in(self, now: float) -> None:
+        """Those that have waited for others to come back, if that is over."""
+        for session, role, request in self._comeback.take(now):
+            try:
+                self._let_in(session, role, request, now)
+            except AxonError as error:
+                self._out.close(session, error)
+
+    def _let_in(self, session: int, role: Role, request: JoinRequest, now: float) -> None:
         was_over = self.membership.is_over
         self._members.join(session, role, request, now)
         if was_over and not self.membership.is_over:
             self._kv.remove(REPORT_KEY)  # it is of the run before
             attachments.begin_run(self._kv)
-        return self._out.take()
 
     def behind(self, role: Role, request: JoinRequest) -> str:
         """How what a process knows goes further than this state, as text; "" = it does not.
@@ -192,10 +209,13 @@ class CoordinatorState:
             self._members.lose(entries, f"{names_of([e.member for e in entries])} {was} broke", now)
         for session in sessions:
             self._members.forget(session)
+            self._comeback.forget(session)
         return self._out.take()
 
     def tick(self, now: float) -> list[Action]:
         """Time has passed: leases, members to be replaced, stragglers, waiting calls."""
+        if not self._comeback.is_over:
+            self._let_all_in(now)
         self._members.tick(now)
         self._barriers.tick(now, self._assembly.membership)
         self._registrations.tick(now)
@@ -206,11 +226,13 @@ class CoordinatorState:
     def paused(self, seconds: float) -> None:
         """The coordinator itself was paused (suspended, for example): extend all leases by that time."""
         self._assembly.roster.extend(seconds)
+        self._comeback.extend(seconds)
 
     def next_deadline(self) -> float:
         """When `tick` has something to do; inf when nothing is waited for."""
         waiting = (self._barriers, self._registrations, self._kv)
-        return min(self._members.next_deadline(), *(calls.next_deadline() for calls in waiting))
+        comeback = [] if self._comeback.is_over else [self._comeback.until]
+        return min(self._members.next_deadline(), *comeback, *(calls.next_deadline() for calls in waiting))
 
     # ------------------------------------------------------------------ steps
 
@@ -630,8 +652,9 @@ class CoordinatorState:
         last_norm = 0.0 if first is None else first.last_norm
         counters: dict[str, float] = {**a.counters, "last_grad_norm": last_norm, "kv_keys": len(self._kv)}
         rates = {m.number: 0.0 if now is None else self.history.steps_per_s(now, m.number) for m in self._models}
-        away = {role: a.roster.awaited(role) for role in (Role.SHARD, Role.WORKER)}
-        unknown = [member.rank for member in away[Role.SHARD]]
+        here = self._comeback.here
+        away = [m for role in Role for m in a.roster.awaited(role) if m.incarnation not in here]
+        unknown = [member.rank for member in away if member.role is Role.SHARD]
         models = tuple(m.status(shards, self.config.copies, rates[m.number], unknown) for m in self._models.registered)
         report = parse(self._kv.peek(REPORT_KEY))
         rate = 0.0 if first is None else rates[first.number]
@@ -664,7 +687,7 @@ class CoordinatorState:
             models=models,
             replication=self.config.copies,
             draining=tuple(sorted(a.draining)),
-            awaited=frozenset(member.incarnation for role in away for member in away[role]),
+            awaited=frozenset(member.incarnation for member in away),
             progress=report,
             steps_per_s=report.steps_per_s if report is not None and not models else rate,
         )

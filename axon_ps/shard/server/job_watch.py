@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from axon_ps.coordinator.core.events import Awaited, Event, JobState, SessionLost, SessionRestored
+from axon_ps.coordinator.core.events import Event, JobState, SessionLost, SessionRestored
 from axon_ps.shard.server.waiters import Waiters
 from axon_ps.sharding.placement import Placement
 from axon_ps.types import Membership
@@ -24,7 +24,6 @@ class JobWatch:
     def __init__(self) -> None:
         self.connected = True
         self._membership: Membership | None = None
-        self._awaited: frozenset[str] = frozenset()
         self._placements: dict[int, Placement] = {}
         self._waiters = Waiters()
 
@@ -32,8 +31,6 @@ class JobWatch:
         """Take one event of the session, in order."""
         if isinstance(event, Membership):
             self._membership = event
-        elif isinstance(event, Awaited):
-            self._awaited = event.incarnations
         elif isinstance(event, JobState) and event.released:
             self._placements.pop(event.model, None)
         elif isinstance(event, JobState) and event.placement is not None:
@@ -49,14 +46,11 @@ class JobWatch:
 
     @property
     def lacking(self) -> int:
-        """How many slices of all models have fewer copies than they should, or than there are shard servers.
-
-        What is on one that is awaited is not counted: whether it lives is not known.
-        """
+        """How many slices of all models have fewer copies than they should, or than there are shard servers."""
         servers = () if self._membership is None else self._membership.shards
-        known = {member.rank for member in servers if member.incarnation not in self._awaited}
+        live = {member.rank for member in servers}
         return sum(
-            len(known.intersection(h.complete)) < min(placement.replication, len(servers))
+            len(live.intersection(h.complete)) < min(placement.replication, len(live))
             for placement in self._placements.values()
             for h in placement.holders
         )

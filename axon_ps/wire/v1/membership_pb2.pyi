@@ -124,12 +124,6 @@ class ModelPosition(_message.Message):
     version: int
     def __init__(self, model: _Optional[int] = ..., epoch: _Optional[int] = ..., step: _Optional[int] = ..., placement: _Optional[int] = ..., version: _Optional[int] = ...) -> None: ...
 
-class AwaitedEvent(_message.Message):
-    __slots__ = ("incarnations",)
-    INCARNATIONS_FIELD_NUMBER: _ClassVar[int]
-    incarnations: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, incarnations: _Optional[_Iterable[str]] = ...) -> None: ...
-
 class Leave(_message.Message):
     __slots__ = ("reason", "finished")
     REASON_FIELD_NUMBER: _ClassVar[int]

@@ -72,11 +72,12 @@ def test_a_server_is_checked_again_when_it_comes_back_to_a_restarted_coordinator
     worker, known = d.worker(), server(d, "adamw").join()
     d.restart()
     worker.join()
+    known.join()
     with pytest.raises(InvalidRequest, match="optimizer 'sgd'"):
-        known.join()
         d.register(worker, SPEC, dataclasses.replace(OPTIMIZER, name="sgd"))
     d.register(worker)
     d.restart()
     known.known = KnownNames(optimizers=frozenset({"sgd"}), compressors=frozenset())
-    with pytest.raises(InvalidRequest, match="optimizer 'adamw'"):
-        known.join()
+    known.join()
+    assert isinstance(known.error, InvalidRequest)
+    assert "optimizer 'adamw'" in str(known.error)

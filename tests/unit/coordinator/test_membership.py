@@ -19,7 +19,6 @@ from axon_ps.errors import (
     PermissionDenied,
     Timeout,
 )
-from axon_ps.shard.server.job_watch import JobWatch
 from axon_ps.sharding.job import JobSpec
 from axon_ps.storage.state_store import MemoryStateStore
 from axon_ps.types import Decision, Membership, Outcome, Role
@@ -254,23 +253,17 @@ def test_after_a_restart_members_have_one_lease_to_come_back_without_a_new_gener
     assert other.join().last(Welcome).rank == 1
 
 
-def test_after_a_restart_what_is_not_known_is_shown_as_not_known() -> None:
-    """Killed together with the coordinator, a server counts neither as there nor as a copy before it has come back."""
+def test_after_a_restart_nobody_is_let_in_before_all_shard_servers_are_back_and_status_says_so() -> None:
+    """Killed together with the coordinator, a server counts neither as there nor as a copy."""
     d = Driver(num_shards=3)
     (w, other), servers = d.assembled(shards=3)
-
-    def safe() -> list[bool]:
-        """What each server says when it is asked whether another may go."""
-        watches = [JobWatch() for _ in servers]
-        for watch, server in zip(watches, servers, strict=True):
-            for event in server.inbox:
-                watch.on_event(event)
-        return [watch.safe for watch in watches]
-
-    assert (d.state.status(d.clock()).models[0].lacking, safe()) == (0, [True] * 3)
+    assert d.state.status(d.clock()).models[0].lacking == 0
     d.restart()
-    for p in (servers[0], servers[2], w):
-        p.join()
+    back = [w, servers[2], servers[0]]
+    before = [len(peer.inbox) for peer in back]
+    for peer in back:
+        peer.join()
+    assert [len(peer.inbox) for peer in back] == before
     status = d.state.status(d.clock())
     (model,) = status.models
     assert status.awaited == {servers[1].incarnation, other.incarnation}
@@ -279,12 +272,29 @@ def test_after_a_restart_what_is_not_known_is_shown_as_not_known() -> None:
         "waiting for shard server 1 (node s), worker 1 (node a) to come back after the coordinator's restart, "
         f"{model.lacking} of {model.slices} slices lack copies"
     )
-    assert safe() == [False, True, False], "the one in the middle has heard nothing"
     servers[1].join()
-    assert safe() == [True] * 3
-    other.join()
+    assert all(type(peer.inbox[count]) is Welcome for peer, count in zip(back, before, strict=True))
+    assert other.join().open
     assert d.state.status(d.clock()).awaited == frozenset()
     assert "lack" not in d.state.status(d.clock()).headline
+
+
+def test_after_a_restart_shard_servers_have_one_lease_to_come_back_and_the_others_wait_as_long() -> None:
+    d = Driver(num_shards=3)
+    (w, other), servers = d.assembled(shards=3)
+    generation = w.membership.generation
+    d.restart()
+    servers[0].join()
+    w.join()
+    other.join()
+    servers[0].lose()
+    servers[2].join()
+    d.advance(4.5)
+    assert w.membership.generation == generation
+    d.advance(1.0)
+    assert [m.rank for m in w.membership.shards] == [2]
+    assert [m.rank for m in w.membership.workers] == [0, 1]
+    assert servers[0].join().membership.generation > generation + 1
 
 
 @pytest.mark.parametrize("theirs", [Build(), Build(version="0.1.9", protocol=build.OLDEST - 1)], ids=str)
@@ -304,8 +314,9 @@ def test_members_of_protocols_that_do_not_go_together_are_refused_by_the_names_o
 
 def test_after_a_restart_a_replacement_waits_until_it_is_known_that_the_member_does_not_come_back() -> None:
     d = Driver()
-    d.assembled()
+    _, (shard,) = d.assembled()
     d.restart()
+    shard.join()
     with pytest.raises(Busy, match=r"rank 1 is kept for worker 1 \(node a\)"):
         d.worker(rank=1)
     d.advance(5.0)

@@ -10,7 +10,6 @@ import pytest
 
 from axon_ps.coordinator import messages as m
 from axon_ps.coordinator.core.events import (
-    Awaited,
     CheckpointStatus,
     Copied,
     JobState,
@@ -68,7 +67,6 @@ MEMBERSHIP = Membership(
             copy=CopyFrom(source=1, weight=0.005, version=9),
         ),
         StepDue(generation=2, step=7, model=1),
-        Awaited(incarnations=frozenset({"a" * 32, "b" * 32})),
         SnapshotOrder(id=1, uri="u", version=2, models=(ModelProgress(model=3, step=0, version=4),)),
         RestoreOrder(epoch=1, uri="u", version=2, model=3, section="critic"),
     ],

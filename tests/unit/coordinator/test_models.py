@@ -229,20 +229,6 @@ def test_an_impossible_copy_is_an_abort_with_the_reason(target: int, source: int
     assert versions(d)["target"] == 0
 
 
-def test_a_copy_waits_for_values_and_for_every_servers_stream() -> None:
-    d, workers, servers = several(shards=2)
-    step(workers, servers, 0)
-    d.restart()
-    for peer in (*workers, servers[0]):
-        peer.join()
-    copy_from(workers)
-    assert versions(d)["target"] == 0, "server 1 could miss more decisions than are resent to it"
-    servers[1].join()
-    assert versions(d)["target"] == 1
-    for server in servers:
-        assert decisions(server, 2)[-1].copy == CopyFrom(source=0, weight=0.005, version=1)
-
-
 def test_a_death_in_the_middle_of_a_copy_leaves_all_of_it_or_nothing() -> None:
     d, (a, b), servers = several(min_workers=1)
     copy_from([a])

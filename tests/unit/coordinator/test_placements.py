@@ -386,7 +386,8 @@ def test_a_server_with_nothing_gets_the_decision_that_it_missed() -> None:
     d.restart()
     assert d.state.status().version == version
     empty[0].inbox.clear()
-    empty[0].join()
+    for s in (*servers, *empty):
+        s.join()
     assert [x.version for x in empty[0].received(Decision)][-1:] == [version]
 
 

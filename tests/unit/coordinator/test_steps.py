@@ -300,7 +300,8 @@ def test_decisions_survive_a_restart() -> None:
     last = step(workers, shards, max_norm=1.0)
     d.restart()
     workers[0].inbox.clear()
-    workers[0].join()
+    for peer in (workers[0], *shards):
+        peer.join()
     assert decided(workers[0]) == last
     assert math.isinf(workers[0].received(Decision)[0].grad_norm)
     assert (d.state.status().version, d.state.status().step) == (1, 3)

@@ -2,9 +2,9 @@
 
 Note: [Copies]
     A step may take another model's values instead of gradients (`CopyFrom`). Every worker votes for it as for any step,
-    so nobody reads what changes. Shard servers do not report on it: it is decided when all workers have voted and every
-    server has a stream (it could miss too many decisions otherwise), and takes the version that the other model has at
-    that moment. Servers apply decisions in this order, so all of them copy the same version.
+    so nobody reads what changes. Shard servers do not report on it: it is decided when all workers have voted, and takes
+    the version that the other model has at that moment. Servers apply decisions in this order, so all of them copy the
+    same version.
 
 Note: [Deadlocked steps]
     Where models train in turns, a worker that waits in a step of one model cannot reach the step of another. After a
@@ -127,7 +127,7 @@ class Stepping:
                 self._decide_complete(model)
 
     def recheck_copies(self) -> None:
-        """A shard server has a stream again: decide the copies that waited for it."""
+        """Slices are elsewhere: decide the copies that waited for that."""
         for model in self._models:
             if model.open:
                 self._decide_complete(model)
@@ -157,7 +157,7 @@ class Stepping:
         while (attempt := attempts.next_complete(model.registration.owners)) is not None:
             tally = attempts.tally(attempt)
             copies = tally.copies
-            if copies and not (self._all_connected() and self._together(model, tally)):
+            if copies and not self._together(model, tally):
                 return
             decision = tally.decide(
                 step=model.step,
@@ -190,9 +190,6 @@ class Stepping:
                 self._decided(model, dataclasses.replace(decision, next_generation=next_generation))
                 return
             self._decided(model, decision)
-
-    def _all_connected(self) -> bool:
-        return all(entry.session is not None for entry in self._roster.of_role(Role.SHARD))
 
     def _together(self, model: Model, tally: Tally) -> bool:
         """Whether every server that holds a slice of a model has the one that it is to copy; they will be, if not."""
