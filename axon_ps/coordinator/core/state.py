@@ -197,6 +197,7 @@ class CoordinatorState:
 
     def leave(self, session: int, reason: str, now: float, *, finished: bool = False) -> list[Action]:
         """A member leaves; a worker, because it has `finished` its work: see Note: [Finished] of `members`."""
+        self._comeback.forget(session)
         if (entry := self._entry(session, now)) is not None:
             self._members.leave(entry, reason, now, finished=finished)
         return self._out.take()
