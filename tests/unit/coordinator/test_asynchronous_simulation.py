@@ -43,13 +43,22 @@ class Client:
     def __init__(self, sim: Simulation, peer: Peer) -> None:
         self.sim, self.peer = sim, peer
         self.delivery = Delivery()
+        self.resends = False
 
     def deliver(self) -> bool:
         """Receive the next event."""
         if not self.peer.inbox:
             return False
-        for event in self.delivery.receive(self.peer.inbox.pop(0)):
-            self.receive(event)
+        event = self.peer.inbox.pop(0)
+        for new in self.delivery.receive(event):
+            self.receive(new)
+        if self.resends and isinstance(event, Membership):  # it is let in
+            self.resends = False
+            for message in self.delivery.to_resend():
+                if message.HasField("vote"):
+                    self.send(vote_from_proto(message.vote))
+                elif message.HasField("ready"):
+                    self.send(ready_from_proto(message.ready))
         return True
 
     def receive(self, event: Any) -> None:
@@ -72,14 +81,10 @@ class Client:
     def come_back(self) -> None:
         """A new stream: receive what was missed, send again what is not settled."""
         self.peer.inbox.clear()
+        self.resends = True
         self.peer.join()
         while self.deliver():
             pass
-        for message in self.delivery.to_resend():
-            if message.HasField("vote"):
-                self.send(vote_from_proto(message.vote))
-            elif message.HasField("ready"):
-                self.send(ready_from_proto(message.ready))
 
 
 class Server(Client):
@@ -256,6 +261,9 @@ class Simulation:
             server.peer.initialized()
 
     def join(self) -> None:
+        for server in self.servers:  # before they are back nobody is let in
+            if not server.peer.open:
+                server.come_back()
         worker = Worker(self, self.d.peer(Role.WORKER))
         worker.come_back()
         self.d.register(worker.peer, self.spec, OPTIMIZER)

@@ -33,6 +33,8 @@ class Client:
         self.peer = peer
         self.delivery = Delivery()
         self.deaf = True
+        self.resends = False  # once it is let in
+        self.is_in = False
         self.rank: int | None = None
         self.acted: tuple[int, ...] = (0, 0)
         self.votes: set[tuple[int, int]] = set()
@@ -48,6 +50,7 @@ class Client:
     def drain(self) -> None:
         events, self.peer.inbox[:] = list(self.peer.inbox), []
         for event in () if self.deaf else events:
+            self.is_in = self.is_in or isinstance(event, Membership)
             if isinstance(event, Welcome):
                 assert self.peer.role is Role.SHARD or self.rank in (None, event.rank), "a worker's rank is for life"
                 self.rank = self.peer.rank = event.rank
@@ -157,18 +160,24 @@ class Coordinator(RuleBasedStateMachine):
         if isinstance(client.peer.error, Drained):  # its process has ended
             self.clients.remove(client)
             return
-        client.deaf = False
+        client.deaf, client.resends, client.is_in = False, True, False
         try:
             client.peer.join()
         except (Busy, InvalidRequest):  # no place, or its rank was given to another: it ends
             self.clients.remove(client)
             return
         client.drain()
-        for message in client.delivery.to_resend():
-            if message.HasField("vote"):
-                self.record(client, vote_from_proto(message.vote))
-            else:
-                self.record(client, ready_from_proto(message.ready))
+        self.resend(client)
+
+    def resend(self, client: Client) -> None:
+        """What is not settled, once it is let in."""
+        if client.resends and client.is_in:
+            client.resends = False
+            for message in client.delivery.to_resend():
+                if message.HasField("vote"):
+                    self.record(client, vote_from_proto(message.vote))
+                else:
+                    self.record(client, ready_from_proto(message.ready))
 
     def record(self, client: Client, message: Vote | Ready, perform: Any = None) -> None:
         d = self.d
@@ -256,6 +265,7 @@ class Coordinator(RuleBasedStateMachine):
             client.peer.arrive(generation=m.generation)
 
     def act(self, client: Client, sum_of_squares: float, perform: Any = None) -> None:
+        self.resend(client)
         name = client.next_step()
         if name is None:
             return
