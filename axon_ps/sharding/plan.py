@@ -14,6 +14,7 @@ from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from heapq import heappop, heappush
 from itertools import accumulate
 
 from axon_ps.errors import InvalidRequest
@@ -137,15 +138,25 @@ def make_plan(layout: Layout, num_servers: int, options: PlanOptions | None = No
     if num_servers < 1:
         raise InvalidRequest(f"a plan needs at least one shard server; {num_servers} given")
     options = options or PlanOptions()
-    load = [0] * num_servers
+    loads = [(0, server) for server in range(num_servers)]  # a heap: elements so far of each server
     slices: list[tuple[Slice, ...]] = []
     for index, unit in enumerate(layout.units):
-        count = max(1, min(num_servers, unit.numel // options.min_slice_numel))
-        owners = sorted(range(num_servers), key=lambda s: (load[s], s))[:count]
-        slices.append(_cut(index, unit.numel, sorted(owners), options))
-        for s in slices[-1]:
-            load[s.server] += s.numel
+        owners = [heappop(loads) for _ in range(_count(unit.numel, num_servers, options))]
+        slices.append(_cut(index, unit.numel, sorted(server for _, server in owners), options))
+        added = {s.server: s.numel for s in slices[-1]}
+        for load, server in owners:
+            heappush(loads, (load + added.get(server, 0), server))
     return Plan(num_servers=num_servers, options=options, slices=tuple(slices))
+
+
+def num_slices(layout: Layout, num_servers: int, options: PlanOptions) -> int:
+    """The number of slices of a plan, without making it."""
+    return sum(_count(unit.numel, num_servers, options) for unit in layout.units)
+
+
+def _count(numel: int, num_servers: int, options: PlanOptions) -> int:
+    """Over how many servers a unit is cut."""
+    return max(1, min(num_servers, numel // options.min_slice_numel))
 
 
 def _cut(unit: int, numel: int, owners: list[int], options: PlanOptions) -> tuple[Slice, ...]:
