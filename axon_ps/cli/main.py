@@ -26,6 +26,7 @@ from axon_ps.errors import (
     PermissionDenied,
 )
 from axon_ps.observe.variables import described, misspelt
+from axon_ps.texts import printable
 
 USER_ERRORS = (InvalidRequest, Misuse, PermissionDenied, CheckpointNotFound)
 """Errors that the user can fix by calling the command differently: exit code 2."""
@@ -135,7 +136,7 @@ def _report(error: Exception, code: int) -> int:
 
         traceback.print_exception(error)
     text = str(error) or type(error).__name__
-    line = f"axon-ps: {text.replace(chr(10), ' ')}"
+    line = f"axon-ps: {printable(text.replace(chr(10), ' '))}"
     print(f"\x1b[31m{line}\x1b[0m" if sys.stderr.isatty() else line, file=sys.stderr)
     return code
 

@@ -11,6 +11,7 @@ from typing import Final
 
 from axon_ps.cli.terminal.quantities import seconds_of
 from axon_ps.errors import ConfigurationError
+from axon_ps.texts import printable
 from axon_ps.wire.v1 import common_pb2, logs_pb2
 
 LEVELS: Final = ("debug", "info", "warning", "error", "critical")
@@ -59,14 +60,14 @@ class Wanted:
 
 def line(record: logs_pb2.LogRecord, *, colour: bool) -> str:
     """A record as text; its further lines are indented, and nothing in it can move the cursor."""
-    first, *others = _visible(record.text).split("\n")
+    first, *others = printable(record.text, lines=True).split("\n")
     level = logging.getLevelName(record.level)
     if colour:
         clock = time.strftime("%H:%M:%S", time.localtime(record.at_s))
         painted = next((paint for lowest, paint in _LEVEL_COLOURS if record.level >= lowest), 0)
         head = f"{clock} {_painted(_who(record), _colour_of(record))} {_painted(level, painted)} "
     else:
-        head = f"{_timestamp(record)} {level} {_who(record)} {_visible(record.logger).removeprefix('axon_ps.')}: "
+        head = f"{_timestamp(record)} {level} {_who(record)} {printable(record.logger).removeprefix('axon_ps.')}: "
     return "\n".join([head + first, *(f"    {other}" for other in others)])
 
 
@@ -95,10 +96,6 @@ def _timestamp(record: logs_pb2.LogRecord) -> str:
 
 
 _LATEST_S: Final = 253402300799.0  # of what has a date
-
-
-def _visible(text: str) -> str:
-    return "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in text)
 
 
 def _colour_of(record: logs_pb2.LogRecord) -> int:

@@ -1,0 +1,104 @@
+"""Texts that somebody else wrote: made printable before they are logged, shown or raised, and read as JSON in bounds.
+
+Names are refused where they are not printable (`wire.codec.name_from_proto`). This is for what is not a name: the
+reason of a member that leaves, the message of a peer's error, a value of the key-value store.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from typing import Any, Final
+
+from axon_ps.errors import InvalidRequest
+
+MAX_JSON_BYTES: Final = 16 << 20
+"""Of a text that is read as JSON."""
+
+MAX_JSON_DEPTH: Final = 400
+"""Lists and objects inside each other: values a hundred deep have three for each level (`collectives.encoding`)."""
+
+MAX_JSON_VALUES: Final = 1 << 21
+"""Of a text that is read as JSON; they take at most 300 bytes of memory each."""
+
+_STRING: Final = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"', re.DOTALL)
+_NO_BRACKETS: Final = bytes(byte for byte in range(256) if byte not in b"[]{}")
+
+
+def printable(text: str, max_chars: int | None = None, *, lines: bool = False) -> str:
+    """The text with an escape ("\\x1b") for every character that a terminal would not print, but obey.
+
+    Args:
+        text: of somebody else.
+        max_chars: characters that remain of it; None = all.
+        lines: whether it may have several lines, and tabs.
+    """
+    text = text[:max_chars]
+    if text.isprintable():
+        return text
+    kept = "\n\t" if lines else ""
+    return "".join(c if c.isprintable() or c in kept else repr(c)[1:-1] for c in text)
+
+
+def value_of_json(text: str | bytes, what: str, *, max_bytes: int = MAX_JSON_BYTES) -> Any:
+    """The value that a JSON text stands for, within bounds: the text decides neither the stack nor the memory it takes.
+
+    Args:
+        text: of somebody else; bytes are UTF-8.
+        what: what it is, for messages.
+        max_bytes: the longest that is read.
+
+    Raises:
+        InvalidRequest: it is not JSON, too long, has too many values, lists and objects in it are too deep, or an
+            object names a key twice.
+    """
+    raw = text.encode("utf-8", "surrogatepass") if isinstance(text, str) else text
+    if len(raw) > max_bytes:
+        raise InvalidRequest(f"{what} has {len(raw)} bytes; at most {max_bytes} are read as JSON")
+    check_values_of_json(raw, what)
+    if _depth(raw) > MAX_JSON_DEPTH:  # looked at before: where a program has raised Python's limit, the stack ends
+        raise _too_deep(what)
+    try:
+        return json.loads(text if isinstance(text, str) else raw.decode(), object_pairs_hook=_object)
+    except RecursionError as error:  # the caller is deep in its own stack
+        raise _too_deep(what) from error
+    except ValueError as error:
+        raise InvalidRequest(f"{what} is not JSON: {error}") from error
+
+
+def check_values_of_json(text: bytes, what: str) -> None:
+    """Refuse JSON that has too many values to be read.
+
+    Raises:
+        InvalidRequest: it has.
+    """
+    # each value but the first of its list or object is behind a comma; commas in strings are counted, too
+    count = text.count(b",") + text.count(b"[") + text.count(b"{") + 1
+    if count > MAX_JSON_VALUES:
+        raise InvalidRequest(f"{what} has {count} values or more; at most {MAX_JSON_VALUES} are read as JSON")
+
+
+def _depth(text: bytes) -> int:
+    """The deepest nesting of JSON, or 0 where it cannot be too deep."""
+    if text.count(b"[") + text.count(b"{") <= MAX_JSON_DEPTH:
+        return 0
+    depth = deepest = 0
+    for bracket in _STRING.sub(b"", text).translate(None, _NO_BRACKETS):
+        depth += 1 if bracket in b"[{" else -1
+        deepest = max(deepest, depth)
+    return deepest
+
+
+def _too_deep(what: str) -> InvalidRequest:
+    return InvalidRequest(
+        f"{what} has more than {MAX_JSON_DEPTH} lists or objects inside each other, which is the most that are read"
+    )
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        ((twice, _),) = Counter(key for key, _ in pairs).most_common(1)
+        raise ValueError(f"an object has the key {twice[:80]!r} twice")
+    return found
