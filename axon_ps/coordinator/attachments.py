@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Protocol
 
 from axon_ps.errors import InvalidRequest
+from axon_ps.texts import value_of_json
 from axon_ps.types import BUFFERS
 
 PREFIX = "axon_ps/attached/"
@@ -62,7 +63,7 @@ class Header:
             InvalidRequest: it is damaged.
         """
         try:
-            header = cls(**json.loads(value or b"{}"))
+            header = cls(**value_of_json(value or b"{}", "an attachment's header"))
             if header.slot not in (0, 1) or not 0 <= header.blocks <= MAX_BYTES // _BLOCK_BYTES:
                 raise ValueError(f"slot {header.slot}, {header.blocks} blocks")
         except (ValueError, TypeError) as error:
@@ -152,9 +153,6 @@ class Store(Protocol):
     def names(self, prefix: str) -> list[str]:
         """The keys that begin so."""
 
-    def put_own(self, key: str, value: bytes) -> None:
-        """Store a value of the coordinator's."""
-
     def remove(self, key: str) -> bool:
         """Remove a key."""
 
@@ -175,8 +173,10 @@ def begin_run(store: Store) -> None:
         store.remove(name)
 
 
-def restored(store: Store, model: str, epoch: int, uri: str, attached: Mapping[str, Attachment] | None) -> None:
-    """Store what a checkpoint has attached, when a model begins an epoch with it.
+def restored(
+    store: Store, model: str, epoch: int, uri: str, attached: Mapping[str, Attachment] | None
+) -> dict[str, bytes]:
+    """The values to store when a model begins an epoch with what a checkpoint has attached, in their order.
 
     Args:
         store: the job's.
@@ -186,15 +186,24 @@ def restored(store: Store, model: str, epoch: int, uri: str, attached: Mapping[s
         attached: by key, what it has; None = the order of the epoch before is given once more.
     """
     own = f"{BUFFERS}{model}"
-    present = Header.of(store.peek(header_key(own)))
+    present = _present(store, own)
     if attached is None:
         if present.epoch == epoch - 1:
-            store.put_own(header_key(own), replace(present, epoch=epoch).encoded())
-        return
+            return {header_key(own): replace(present, epoch=epoch).encoded()}
+        return {}
+    values: dict[str, bytes] = {}
     none = Attachment(header=Header(source=uri), blocks=())
     for key, attachment in {own: none, **attached}.items():
-        beside = attachment.beside(Header.of(store.peek(header_key(key))))
+        beside = attachment.beside(_present(store, key))
         if key == own:
             beside = replace(beside, header=replace(beside.header, epoch=epoch))
-        for name, value in beside.values(key):
-            store.put_own(name, value)
+        values.update(beside.values(key))
+    return values
+
+
+def _present(store: Store, key: str) -> Header:
+    """The header that is about to be replaced; one that is damaged has no content to preserve."""
+    try:
+        return Header.of(store.peek(header_key(key)))
+    except InvalidRequest:
+        return Header()

@@ -81,14 +81,25 @@ class KeyValues:
         """The keys that begin so, sorted."""
         return sorted(key for key in self._values if key.startswith(prefix))
 
-    def put_own(self, key: str, value: bytes) -> None:
-        """Store a value of the coordinator's, which has capacity of its own: twice as much as a job.
+    def put_own(self, values: Mapping[str, bytes]) -> None:
+        """Store values of the coordinator's, all or none; it has capacity of its own: twice as much as a job.
 
         Raises:
-            InvalidRequest: key or value is too long.
+            InvalidRequest: a key or value is too long.
             Busy: the store is full.
         """
-        self._store(key, value, 2 * MAX_TOTAL_BYTES)
+        added = 0
+        for key, value in values.items():
+            _check(key, value)
+            added += max(0, _cost(key, value) - self._cost_of(key))
+        keys = len(self._values) + sum(key not in self._values for key in values)
+        if values and (self._bytes + added > 3 * MAX_TOTAL_BYTES or keys > 2 * MAX_KEYS):
+            raise Busy(
+                f"{len(values)} values of {added} bytes do not fit into the key-value store, which has {self._bytes} "
+                f"bytes of at most {3 * MAX_TOTAL_BYTES}; delete what is not needed"
+            )
+        for key, value in values.items():
+            self._set(key, value)
 
     def get(self, call: int, key: str) -> None:
         """Read a value."""
@@ -185,23 +196,25 @@ class KeyValues:
         return self._waiting.next_deadline()
 
     def _store(self, key: str, value: bytes, reserved_bytes: int = 0) -> None:
-        _check_key(key)
-        if len(value) > MAX_VALUE_BYTES:
-            raise InvalidRequest(
-                f"the value of key {key!r} has {len(value)} bytes; at most {MAX_VALUE_BYTES} are allowed"
-            )
-        present = self._values.get(key)
-        grown = self._bytes + _cost(key, value) - (0 if present is None else _cost(key, present))
+        _check(key, value)
+        grown = self._bytes + _cost(key, value) - self._cost_of(key)
         if grown > max(self._bytes, MAX_TOTAL_BYTES + reserved_bytes):  # what shrinks it is always taken
             raise Busy(
                 f"the key-value store holds {self._bytes} of {MAX_TOTAL_BYTES} bytes, which is the most of a job; "
                 "delete what is not needed, and keep large values elsewhere"
             )
-        if present is None and len(self._values) >= MAX_KEYS:
+        if key not in self._values and len(self._values) >= MAX_KEYS:
             raise Busy(
                 f"the key-value store has {MAX_KEYS} keys, which is the most of a job; delete what is not needed"
             )
-        self._bytes = grown
+        self._set(key, value)
+
+    def _cost_of(self, key: str) -> int:
+        return _cost(key, self._values[key]) if key in self._values else 0
+
+    def _set(self, key: str, value: bytes) -> None:
+        present = self._values.get(key)
+        self._bytes += _cost(key, value) - self._cost_of(key)
         self._values[key] = value
         if value != present:
             self._out.persist([kv_record(key, value)])
@@ -212,6 +225,12 @@ class KeyValues:
 
 def _cost(key: str, value: bytes) -> int:
     return len(key) + len(value) + KEY_OVERHEAD_BYTES
+
+
+def _check(key: str, value: bytes) -> None:
+    _check_key(key)
+    if len(value) > MAX_VALUE_BYTES:
+        raise InvalidRequest(f"the value of key {key!r} has {len(value)} bytes; at most {MAX_VALUE_BYTES} are allowed")
 
 
 def _check_key(key: str) -> None:

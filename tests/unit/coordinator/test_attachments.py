@@ -10,11 +10,12 @@ import pytest
 
 from axon_ps.coordinator import attachments
 from axon_ps.coordinator.attachments import Attachment, Header, block_keys, header_key
+from axon_ps.coordinator.core import kv
 from axon_ps.coordinator.core.actions import Outbox
 from axon_ps.coordinator.core.checkpoints.restores import Resume
 from axon_ps.coordinator.core.events import FIRST_VALUES, UPLOADED
 from axon_ps.coordinator.core.kv import MAX_VALUE_BYTES, KeyValues
-from axon_ps.errors import InvalidRequest
+from axon_ps.errors import Busy, InvalidRequest
 from coordinator_driver import Driver
 
 OWN = "buffers/model 0"
@@ -111,3 +112,23 @@ def test_values_of_a_worker_leave_it_as_it_is_and_an_order_that_is_repeated_give
     for uri in (UPLOADED, FIRST_VALUES):
         restore(d, Resume(uri=uri, version=0))
         assert d.state.attached()[OWN].header.epoch == again
+
+
+def test_a_restore_whose_attachments_do_not_fit_gives_up_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A caller who is refused has what he had: the order is the last that is done."""
+    d = trained()
+    before = d.state.status()
+    monkeypatch.setattr(kv, "MAX_TOTAL_BYTES", 1000)
+    attached = {f"state/{n}": Attachment.made(f"state/{n}", bytes([n]) * 9) for n in range(20)}
+    with pytest.raises(Busy, match="do not fit into the key-value store"):
+        restore(d, Resume(uri="/c", version=0, attached=attached))
+    assert d.state.status().models == before.models
+    assert d.state.attached() == {}
+
+
+def test_a_header_that_somebody_has_damaged_stops_no_restore() -> None:
+    d = trained()
+    d.kv(None, "put", header_key(OWN), b"no header")
+    restore(d, Resume(uri="/c", version=0))
+    epoch = restore(d, Resume(uri="/c", version=0, attached={OWN: Attachment.made(OWN, b"saved", "/c")}))
+    assert d.state.attached()[OWN].header.epoch == epoch

@@ -97,7 +97,8 @@ class Restores:
 
         Raises:
             InvalidRequest: the job does not have one of the models, or the checkpoint has none.
-            Busy: the shard servers that are there have no memory for it.
+            Busy: the shard servers that are there have no memory for it, or the key-value store has no capacity for
+                what is attached. Nothing has changed then.
         """
         if not resumes:
             raise InvalidRequest("the checkpoint has no model of this job; name another checkpoint")
@@ -109,6 +110,8 @@ class Restores:
             if (spec := model.registration.spec) is not None
         }
         a.room().check(placements, f"the restore of {resumes[0].uri}")
+        self._attach(found)
+        # from here on nothing is refused: what there was is given up
         reason = _reason(resumes[0])
         self._answer(CheckpointError(f"cancelled: {reason} instead"))
         self._snapshots.abandon(CheckpointError(f"the checkpoint was not written: {reason}"))
@@ -118,8 +121,6 @@ class Restores:
             order = model.registration.begin_restore(
                 resume.uri, resume.version, placement, resume.section, resume.sha256
             )
-            if resume.uri not in (FIRST_VALUES, UPLOADED):
-                attachments.restored(self._kv, model.name, order.epoch, resume.uri, resume.attached)
             model.version = resume.version
             if resume.committed is not None:
                 model.committed = dict(resume.committed)
@@ -132,6 +133,19 @@ class Restores:
         self._together = frozenset(model.number for model, _ in found)
         self._members.change(reason, now=now)
         self._call = call
+
+    def _attach(self, found: Sequence[tuple[Model, Resume]]) -> None:
+        """Store what checkpoints have attached, with the epochs that the models are about to begin.
+
+        Raises:
+            Busy: the job's key-value store has no capacity for it; nothing has changed.
+        """
+        values: dict[str, bytes] = {}
+        for model, resume in found:
+            if resume.uri not in (FIRST_VALUES, UPLOADED):
+                epoch = model.registration.parameters.epoch + 1
+                values |= attachments.restored(self._kv, model.name, epoch, resume.uri, resume.attached)
+        self._kv.put_own(values)
 
     def _order_again(self, now: float) -> None:
         """The members have changed. See Note: [Values that nobody has yet]."""
