@@ -37,8 +37,8 @@ def printable(text: str, max_chars: int | None = None, *, lines: bool = False) -
     text = text[:max_chars]
     if text.isprintable():
         return text
-    kept = "\n\t" if lines else ""
-    return "".join(c if c.isprintable() or c in kept else repr(c)[1:-1] for c in text)
+    allowed = "\n\t" if lines else ""
+    return "".join(c if c.isprintable() or c in allowed else repr(c)[1:-1] for c in text)
 
 
 def value_of_json(text: str | bytes, what: str, *, max_bytes: int = MAX_JSON_BYTES) -> Any:

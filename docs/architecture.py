@@ -40,6 +40,7 @@ SAYS = {
     "observe": "logs, reminders",
     "plugins": "classes by name",
     "types": "values that all share",
+    "texts": "what others wrote, in bounds",
     "errors": "the error tree",
 }
 SPLIT = {"shard", "aggregation", "coordinator"}

@@ -71,9 +71,16 @@ def restore(
 @app.command("ls")
 def list_(uri: Uri, as_json: o.Json = False) -> None:
     """List the complete checkpoints in a directory, newest last; exit code 2 if there is none."""
-    from axon_ps.storage.manifest import list_checkpoints, nothing_at
+    from axon_ps.errors import AxonError, CheckpointNotFound
+    from axon_ps.storage.manifest import list_checkpoints, log_damaged, none_readable, nothing_at
 
-    found = list_checkpoints(uri)
+    damaged: list[AxonError] = []
+
+    def leave_out(where: str, error: AxonError) -> None:
+        damaged.append(error)
+        log_damaged(where, error)
+
+    found = list_checkpoints(uri, leave_out)
     if as_json:
         print(json.dumps([_facts(c) for c in found], indent=2))
     else:
@@ -81,7 +88,7 @@ def list_(uri: Uri, as_json: o.Json = False) -> None:
             facts = _facts(c)
             print(f"{facts['uri']}  {_versions(c)}  {facts['bytes']:,} bytes  {facts['created']}")
     if not found:
-        raise nothing_at(uri)
+        raise CheckpointNotFound(str(none_readable(uri, damaged))) if damaged else nothing_at(uri)
 
 
 @app.command()
@@ -131,11 +138,11 @@ def verify(uri: Uri, no_progress: o.NoProgress = False, checkpoint_key_file: o.C
     from axon_ps.cli.settings import load
     from axon_ps.cli.terminal.progress import Progress
     from axon_ps.observe.work import Work
-    from axon_ps.storage import manifest
+    from axon_ps.storage import contents
 
     work, key_file = Work("verify"), load(checkpoint_key_file=checkpoint_key_file).checkpoint_key_file
     with Progress("verifying", work, None if no_progress else sys.stderr):
-        verified = manifest.verify(uri, work=work)
+        verified = contents.verify(uri, work=work)
     signed = _signed(verified, key_file)
     print(f"{verified.uri} is complete and unaltered: {_versions(verified)}, {verified.bytes:,} bytes; {signed}")
 

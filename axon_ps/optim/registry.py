@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from axon_ps.optim.base import UpdateRule
 from axon_ps.plugins import Registry
+from axon_ps.types import OptimizerSpec
 
 _REGISTRY: Registry[UpdateRule] = Registry("optimizer")
 
@@ -24,3 +25,16 @@ def create(name: str) -> UpdateRule:
         InvalidRequest: no optimizer has that name.
     """
     return _REGISTRY.find(name)()
+
+
+def initial_states(spec: OptimizerSpec | None) -> dict[str, float]:
+    """The moments of an optimizer, and the value of each before the first update; none without an optimizer.
+
+    Raises:
+        InvalidRequest: no optimizer has its name, or it has no such hyperparameters.
+    """
+    if spec is None:
+        return {}
+    rule = create(spec.name)
+    groups = tuple(rule.validate(group) for group in (*spec.groups, *spec.moments))
+    return {name: rule.initial_state(name, groups) for name in rule.state_names(groups)}

@@ -6,6 +6,10 @@ known before the first value, and values then come in the order of the header, s
 
 Ranges of a tensor are read by offset, not mapped: this works for local files and object stores alike, and a damaged
 file causes an error where a mapping would cause a signal. Any safetensors library reads these files (there is a test).
+
+A file that is open has been checked: it has the size and the hash that the manifest says, its header is within bounds,
+and its tensors lie one behind the other, without overlap or gap, to the end of the file. It is opened once, so nobody
+can exchange it in between.
 """
 
 from __future__ import annotations
@@ -26,13 +30,18 @@ from axon_ps.host.priority import UNTHROTTLED, Throttle
 from axon_ps.observe.work import Work
 from axon_ps.storage.files import FileStore, OpenFile, Sink
 from axon_ps.storage.writer_thread import WriterThread
+from axon_ps.texts import check_values_of_json, value_of_json
 from axon_ps.types import NUMBERS, Array, DType
+from axon_ps.wire.codec import MAX_DIMENSIONS, MAX_LAYOUT_NUMEL, MAX_NAME_CHARS
 
 BLOCK_BYTES = 4 << 20
 """Bytes that are read at a time."""
 
 _MAX_HEADER_BYTES = 100_000_000
 """Longest header: the limit of the safetensors library."""
+
+_MAX_WHY = 300
+"""Most characters of a message that come from a file."""
 
 _DTYPE_NAMES: dict[DType, str] = {dtype: dtype.value.upper() for dtype in NUMBERS}
 _DTYPES = {name: dtype for dtype, name in _DTYPE_NAMES.items()}
@@ -162,16 +171,17 @@ class _CountedSink:
 
 
 class SafetensorsReader:
-    """An open safetensors file. Made by `open_file`.
+    """An open safetensors file. Made by `open_checked`.
 
     Attributes:
+        name: the file, for messages.
         metadata: the header's strings.
         tensors: per name, dtype and shape.
     """
 
     def __init__(self, source: OpenFile, name: str) -> None:
         self._source = source
-        self._name = name
+        self.name = name
         self._offsets: dict[str, int] = {}
         self.metadata: dict[str, str] = {}
         self.tensors: dict[str, TensorSpec] = {}
@@ -181,12 +191,12 @@ class SafetensorsReader:
                 f"{name} is no safetensors file: its {source.size} bytes hold no header of {length}"
             )
         try:
-            header = json.loads(source.read(8, length))
+            header = value_of_json(source.read(8, length), "it", max_bytes=_MAX_HEADER_BYTES)
             self.metadata = {str(k): str(v) for k, v in header.pop("__metadata__", {}).items()}
-            for tensor, fields in header.items():
-                self._add(tensor, fields, 8 + length)
+            ranges = {tensor: self._add(tensor, fields, 8 + length) for tensor, fields in header.items()}
         except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise CheckpointCorrupt(f"the header of {name} is damaged: {error!r}") from error
+            raise CheckpointCorrupt(f"the header of {name} is damaged: {described(error)}") from error
+        self._check_order(ranges, source.size - 8 - length)
 
     def read_into(self, name: str, begin: int, out: Array) -> None:
         """Fill `out` (contiguous, in the tensor's storage dtype) with the tensor's elements from `begin` on.
@@ -197,11 +207,11 @@ class SafetensorsReader:
         """
         spec = self.tensors.get(name)
         if spec is None:
-            raise CheckpointCorrupt(f"{self._name} has no tensor {name!r}; it belongs to another checkpoint or version")
+            raise CheckpointCorrupt(f"{self.name} has no tensor {name!r}; it belongs to another checkpoint or version")
         numel = math.prod(spec.shape)
         if spec.dtype.numpy != out.dtype or begin + out.size > numel:
             raise CheckpointCorrupt(
-                f"tensor {name!r} of {self._name} has {numel} elements of {spec.dtype.value}; needed are those "
+                f"tensor {name!r} of {self.name} has {numel} elements of {spec.dtype.value}; needed are those "
                 f"from {begin} to {begin + out.size}, as {out.dtype}"
             )
         view = _bytes_of(out)
@@ -209,33 +219,40 @@ class SafetensorsReader:
         for start in range(0, len(view), BLOCK_BYTES):
             block = view[start : start + BLOCK_BYTES]
             if (got := self._source.read_into(offset + start, block)) != len(block):
-                raise CheckpointCorrupt(f"{self._name} ends {len(block) - got} bytes too early, in tensor {name!r}")
+                raise CheckpointCorrupt(f"{self.name} ends {len(block) - got} bytes too early, in tensor {name!r}")
 
-    def _add(self, name: str, fields: Any, data_begin: int) -> None:
-        spec = TensorSpec(name=name, dtype=_DTYPES[fields["dtype"]], shape=tuple(_count(d) for d in fields["shape"]))
+    def _add(self, name: str, fields: Any, data_begin: int) -> tuple[int, int]:
+        """Take a tensor of the header; where it begins and ends in the data."""
+        dtype, shape = _DTYPES[fields["dtype"]], tuple(_count(d) for d in fields["shape"])
+        if len(name) > MAX_NAME_CHARS or len(shape) > MAX_DIMENSIONS:
+            raise ValueError(f"tensor {name[:80]!r} has {len(name)} characters and {len(shape)} dimensions")
+        if math.prod(max(d, 1) for d in shape) > MAX_LAYOUT_NUMEL:
+            raise ValueError(f"tensor {name[:80]!r} has more elements than a model may have, {MAX_LAYOUT_NUMEL}")
+        spec = TensorSpec(name=name, dtype=dtype, shape=shape)
         begin, end = (_count(x) for x in fields["data_offsets"])
         if end - begin != spec.nbytes or data_begin + end > self._source.size:
             raise CheckpointCorrupt(
-                f"{self._name}: tensor {name!r} of {spec.nbytes} bytes is said to lie at bytes {begin} to {end} of the "
-                f"data; the file has {self._source.size - data_begin}"
+                f"{self.name}: tensor {name[:80]!r} of {spec.nbytes} bytes is said to lie at bytes {begin} to {end} of "
+                f"the data; the file has {self._source.size - data_begin}"
             )
         self.tensors[name] = spec
         self._offsets[name] = data_begin + begin
+        return begin, end
 
-
-@contextlib.contextmanager
-def open_file(store: FileStore, name: str) -> Iterator[SafetensorsReader]:
-    """Read a safetensors file.
-
-    Raises:
-        CheckpointCorrupt: it is missing, or is no safetensors file.
-        CheckpointError: it could not be read.
-    """
-    try:
-        with store.open(name) as source:
-            yield SafetensorsReader(source, f"{store.uri}/{name}")
-    except CheckpointNotFound as error:
-        raise CheckpointCorrupt(f"{store.uri} lacks the file {name}, which its manifest names") from error
+    def _check_order(self, ranges: Mapping[str, tuple[int, int]], data_bytes: int) -> None:
+        """Refuse tensors that overlap, or leave bytes to none."""
+        behind = 0
+        for name, (begin, end) in sorted(ranges.items(), key=lambda item: item[1]):
+            if begin != behind:
+                raise CheckpointCorrupt(
+                    f"{self.name}: tensor {name[:80]!r} begins at byte {begin} of the data, and the one before it ends "
+                    f"at {behind}; tensors lie one behind the other"
+                )
+            behind = end
+        if behind != data_bytes:
+            raise CheckpointCorrupt(
+                f"{self.name} has {data_bytes} bytes of data, and its tensors end at {behind}; there is nothing behind"
+            )
 
 
 def check_size(store: FileStore, entry: FileEntry) -> None:
@@ -245,13 +262,18 @@ def check_size(store: FileStore, entry: FileEntry) -> None:
         CheckpointCorrupt: it is missing, or of another size.
         CheckpointError: it could not be opened.
     """
-    with _checked(store, entry):
+    with sized(store, entry):
         pass
 
 
 @contextlib.contextmanager
-def _checked(store: FileStore, entry: FileEntry) -> Iterator[OpenFile]:
-    """A file of the right size, opened."""
+def sized(store: FileStore, entry: FileEntry) -> Iterator[OpenFile]:
+    """A file of the size that its manifest says, open.
+
+    Raises:
+        CheckpointCorrupt: it is missing, or of another size.
+        CheckpointError: it could not be opened.
+    """
     try:
         with store.open(entry.name) as source:
             if source.size != entry.bytes:
@@ -264,26 +286,36 @@ def _checked(store: FileStore, entry: FileEntry) -> Iterator[OpenFile]:
         raise CheckpointCorrupt(f"{store.uri} lacks the file {entry.name}, which its manifest names") from error
 
 
-def check_file(store: FileStore, entry: FileEntry, throttle: Throttle = UNTHROTTLED, work: Work | None = None) -> None:
-    """Compare a file with its manifest; `work` is advanced by what was read.
+@contextlib.contextmanager
+def open_checked(
+    store: FileStore, entry: FileEntry, throttle: Throttle = UNTHROTTLED, work: Work | None = None
+) -> Iterator[SafetensorsReader]:
+    """Read a safetensors file that is what its manifest says; `work` is advanced by what is read for that.
 
     Raises:
-        CheckpointCorrupt: it is missing, of another size, or of another content.
+        CheckpointCorrupt: it is missing, of another size, of another content, or no safetensors file.
         CheckpointError: it could not be read.
     """
-    digest = hashlib.sha256()
-    with _checked(store, entry) as source:
+    with sized(store, entry) as source:
+        digest = hashlib.sha256()
         for begin in range(0, source.size, BLOCK_BYTES):
             began_s = time.monotonic()
             digest.update(block := source.read(begin, BLOCK_BYTES))
             if work is not None:
                 work.advance(len(block))
             throttle.rest(time.monotonic() - began_s)
-    if digest.hexdigest() != entry.sha256:
-        raise CheckpointCorrupt(
-            f"{store.uri}/{entry.name} has SHA-256 {digest.hexdigest()}; the manifest says {entry.sha256}: "
-            "it was altered"
-        )
+        if digest.hexdigest() != entry.sha256:
+            raise CheckpointCorrupt(
+                f"{store.uri}/{entry.name} has SHA-256 {digest.hexdigest()}; the manifest says {entry.sha256}: "
+                "it was altered"
+            )
+        yield SafetensorsReader(source, f"{store.uri}/{entry.name}")
+
+
+def described(error: Exception) -> str:
+    """An error about the content of a file, in as many characters as a message may have of it."""
+    text = str(error) if isinstance(error, InvalidRequest) else repr(error)
+    return text if len(text) <= _MAX_WHY else f"{text[:_MAX_WHY]}..."
 
 
 def _header(tensors: Sequence[TensorSpec], metadata: Mapping[str, str]) -> bytes:
@@ -299,6 +331,7 @@ def _header(tensors: Sequence[TensorSpec], metadata: Mapping[str, str]) -> bytes
         }
         offset += t.nbytes
     text = json.dumps(fields, separators=(",", ":")).encode()
+    check_values_of_json(text, "the header of a file")  # or nobody could read it again
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
 

@@ -8,23 +8,18 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 import numpy as np
-from safetensors import SafetensorError, deserialize
+from safetensors import deserialize
 
-from axon_ps.errors import CheckpointCorrupt, InvalidRequest
+from axon_ps.errors import InvalidRequest
 from axon_ps.observe.work import Work
 from axon_ps.sharding.layout import Parameter
-from axon_ps.storage.checkpoint import (
-    SafetensorsReader,
-    TensorSpec,
-    create_file,
-    open_file,
-)
+from axon_ps.storage.checkpoint import TensorSpec, create_file
+from axon_ps.storage.contents import OpenSlices, open_slices, read_attached
 from axon_ps.storage.files import FileStore, open_store
-from axon_ps.storage.manifest import Manifest, read_attached, verify
+from axon_ps.storage.manifest import Manifest, read_manifest
 from axon_ps.types import BUFFERS, NUMBERS, WIRE_DTYPES, Array, DType
 
 BLOCK_NUMEL = 1 << 20
@@ -57,9 +52,22 @@ def export_model(
     """
     check_dtype(dtype)
     store, name = _target(target)
-    manifest = verify(uri, work=work).section(model, only=not model)
+    manifest = read_manifest(uri).section(model, only=not model)
     exports = exports_of(manifest, dtype)
-    return write_exports(manifest, store, {name: exports}, work)[name]
+    with open_model(manifest, work) as source:
+        return write_exports(source, store, {name: exports}, work)[name]
+
+
+def open_model(manifest: Manifest, work: Work | None = None) -> OpenSlices:
+    """The parameters of a section, whose files have been read and checked; `work` counts that.
+
+    Raises:
+        CheckpointCorrupt: a file is missing, truncated, altered or not what the manifest says.
+        CheckpointError: one could not be read.
+    """
+    if work is not None:
+        work.total_bytes += sum(entry.bytes for entry in manifest.files)
+    return open_slices(manifest, manifest.plan.numbered, work=work)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,11 +128,7 @@ def _buffers(manifest: Manifest, dtype: DType | None, prefix: str, taken: Collec
     key = f"{BUFFERS}{manifest.name}"
     if key not in manifest.attached:
         return
-    content = read_attached(manifest, (key,))[key]
-    try:
-        tensors = deserialize(content)  # type: ignore[no-untyped-call]
-    except SafetensorError as error:
-        raise CheckpointCorrupt(f"the buffers of {manifest.uri} are damaged: {error}") from error
+    tensors = deserialize(read_attached(manifest, key))  # type: ignore[no-untyped-call]
     for name, tensor in tensors:
         retained = next((d for d in NUMBERS if d.value.upper() == tensor["dtype"]), None)
         if not name.startswith(prefix) or name.removeprefix(prefix) in taken:
@@ -143,31 +147,32 @@ def _buffers(manifest: Manifest, dtype: DType | None, prefix: str, taken: Collec
 
 
 def write_exports(
-    manifest: Manifest, store: FileStore, files: Mapping[str, Sequence[Export]], work: Work | None = None
+    source: OpenSlices, store: FileStore, files: Mapping[str, Sequence[Export]], work: Work | None = None
 ) -> dict[str, int]:
     """Write safetensors files; the bytes of each by its name.
 
     Args:
-        manifest: the model's section.
+        source: the parameters.
         store: the directory to write to.
         files: what each file has, by its name.
         work: gets the bytes to write, and those that were.
 
-    Raises: as of `export_model`.
+    Raises:
+        InvalidRequest: two tensors of a file have the same name.
+        StorageFull: no space left for a file; nothing of it remains.
+        CheckpointError: a file could not be read or written.
     """
-    source, sizes = open_store(manifest.uri), {}
-    with ExitStack() as stack:
-        readers = [stack.enter_context(open_file(source, entry.name)) for entry in manifest.files]
-        for name, exports in files.items():
-            with create_file(store, name, [e.tensor for e in exports], {"format": "pt"}, work=work) as writer:
-                for export in exports:
-                    if export.parameter is None:
-                        assert export.values is not None
-                        writer.write(export.tensor.name, export.values)
-                        continue
-                    for values in _values(manifest, readers, export.unit, export.parameter):
-                        writer.write(export.tensor.name, _converted(values, export.tensor.dtype))
-            sizes[name] = writer.entry(name).bytes
+    sizes = {}
+    for name, exports in files.items():
+        with create_file(store, name, [e.tensor for e in exports], {"format": "pt"}, work=work) as writer:
+            for export in exports:
+                if export.parameter is None:
+                    assert export.values is not None
+                    writer.write(export.tensor.name, export.values)
+                    continue
+                for values in _values(source, export.unit, export.parameter):
+                    writer.write(export.tensor.name, _converted(values, export.tensor.dtype))
+        sizes[name] = writer.entry(name).bytes
     return sizes
 
 
@@ -182,15 +187,13 @@ def _target(target: str) -> tuple[FileStore, str]:
     return open_store(directory or ("/" if target.startswith("/") else ".")), name
 
 
-def _values(
-    manifest: Manifest, readers: Sequence[SafetensorsReader], unit: int, parameter: Parameter
-) -> Iterator[Array]:
+def _values(source: OpenSlices, unit: int, parameter: Parameter) -> Iterator[Array]:
     """The elements of one parameter in order, f32, block by block."""
-    for owned in manifest.plan.slices[unit]:
+    for owned in source.manifest.plan.slices[unit]:
         begin, end = max(owned.begin, parameter.offset), min(owned.end, parameter.end)
         for first in range(begin, end, BLOCK_NUMEL):
             values = np.empty(min(first + BLOCK_NUMEL, end) - first, np.float32)
-            readers[manifest.file_of(owned)].read_into(f"{unit}.{owned.begin}.param", first - owned.begin, values)
+            source.read_into(owned, first, values)
             yield values
 
 

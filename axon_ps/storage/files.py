@@ -243,7 +243,7 @@ class LocalFileStore(FileStore):
         """What is in it, by name: whether it is a file, and whether a directory; links count as what they lead to."""
         try:
             with self._directory() as directory, os.scandir(directory) as entries:
-                return sorted((e.name, e.is_file(), e.is_dir()) for e in entries)
+                return sorted((e.name, *_kind(e)) for e in entries)
         except FileNotFoundError:
             return []
         except OSError as error:
@@ -436,7 +436,10 @@ class _LocalFile(OpenFile):
     def read_into(self, offset: int, out: memoryview) -> int:
         done = 0
         while done < len(out):
-            got = os.preadv(self._descriptor, [out[done:]], offset + done)
+            try:
+                got = os.preadv(self._descriptor, [out[done:]], offset + done)
+            except OSError as error:
+                raise _read(self._path, error) from error
             if got == 0:
                 break
             done += got
@@ -472,6 +475,16 @@ class _FsspecFile(OpenFile):
                 out[done : done + len(got)] = got
                 done += len(got)
         return done
+
+
+def _kind(entry: os.DirEntry[str]) -> tuple[bool, bool]:
+    """True for a file, and for a directory; a link that leads nowhere, or in a circle, is neither."""
+    try:
+        return entry.is_file(), entry.is_dir()
+    except OSError:
+        if entry.is_symlink():
+            return False, False
+        raise
 
 
 def _in(directory: int) -> Path:

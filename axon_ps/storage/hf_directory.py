@@ -12,9 +12,10 @@ from typing import Any, Final
 
 from axon_ps.errors import InvalidRequest
 from axon_ps.observe.work import Work
-from axon_ps.storage.export import Export, check_dtype, exports_of, write_exports
+from axon_ps.storage.export import Export, check_dtype, exports_of, open_model, write_exports
 from axon_ps.storage.files import FileStore, open_store
-from axon_ps.storage.manifest import verify
+from axon_ps.storage.manifest import read_manifest
+from axon_ps.texts import value_of_json
 from axon_ps.types import DType
 
 MAX_FILE_BYTES: Final = 5 << 30
@@ -70,13 +71,14 @@ def export_directory(
     if max_file_bytes < 1:
         raise InvalidRequest(f"max_file_bytes is {max_file_bytes}; it must be above 0")
     beside = () if like is None else _beside(open_store(like))
-    manifest = verify(uri, work=work).section(model, only=not model)
+    manifest = read_manifest(uri).section(model, only=not model)
     files = _divided(exports_of(manifest, dtype, prefix), max_file_bytes)
     store = open_store(target)
-    for name in store.names():  # or a reader would find the index of before, or a single file of before
-        if name in (SINGLE, INDEX):
-            store.remove(name)
-    sizes = write_exports(manifest, store, files, work)
+    with open_model(manifest, work) as source:
+        for name in store.names():  # or a reader would find the index of before, or a single file of before
+            if name in (SINGLE, INDEX):
+                store.remove(name)
+        sizes = write_exports(source, store, files, work)
     for name in store.names():
         if name.startswith("model-") and name.endswith(".safetensors") and name not in files:
             store.remove(name)
@@ -98,7 +100,7 @@ def set_config_dtype(store: FileStore, dtypes: Iterable[DType]) -> None:
         dtypes: those of the tensors.
 
     Raises:
-        InvalidRequest: it is not JSON.
+        InvalidRequest: it is not a JSON object.
         CheckpointError: it could not be read or written.
     """
     floats = {dtype for dtype in dtypes if dtype.is_float}
@@ -106,13 +108,12 @@ def set_config_dtype(store: FileStore, dtypes: Iterable[DType]) -> None:
         return
     with store.open(CONFIG) as file:
         before = file.read(0, file.size)
-    try:
-        config = json.loads(before)
-    except ValueError as error:
-        raise InvalidRequest(f"{store.uri}/{CONFIG} is not JSON: {error}") from error
+    config = value_of_json(before, f"{store.uri}/{CONFIG}")
+    if not isinstance(config, dict):
+        raise InvalidRequest(f"{store.uri}/{CONFIG} is no JSON object")
     _write_dtype(config, _TORCH_NAMES[floats.pop()])
     text = json.dumps(config, indent=2).encode() + b"\n"
-    if config != json.loads(before):
+    if config != value_of_json(before, CONFIG):
         with store.create(CONFIG, len(text)) as sink:
             sink.write(text)
 

@@ -6,31 +6,36 @@ file names, so a second checkpoint in the same directory does not touch the firs
 then the files that no manifest names any more are removed.
 
 The file is the message `wire.v1.Manifest` in protobuf's JSON.
+
+A `Manifest` that was read is within bounds: `_from_proto` checks every name, count and size before anything is made of
+it, whoever reads it, and refuses at writing what it would refuse at reading. The files that it names are checked by
+`storage.contents`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import datetime
 import hashlib
 import json
 import logging
+import re
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, Final, Protocol
 
 from google.protobuf import json_format
 
 from axon_ps.errors import AxonError, CheckpointCorrupt, CheckpointError, CheckpointNotFound, InvalidRequest
-from axon_ps.host.priority import UNTHROTTLED, Throttle
-from axon_ps.observe.work import Work
 from axon_ps.sharding.layout import Layout
-from axon_ps.sharding.plan import Plan, PlanOptions, Slice, make_plan
-from axon_ps.storage.checkpoint import FileEntry, check_file, check_size
+from axon_ps.sharding.plan import Plan, PlanOptions, Slice, make_plan, num_slices
+from axon_ps.storage.checkpoint import FileEntry, check_size, described
 from axon_ps.storage.files import FileStore, open_store
 from axon_ps.storage.signature import check_signature, key_in_use
+from axon_ps.texts import printable, value_of_json
 from axon_ps.types import BUFFERS, OptimizerSpec
 from axon_ps.wire import codec
 from axon_ps.wire.v1 import checkpoint_pb2
@@ -49,15 +54,50 @@ ATTACHED_PREFIX = "attached-"
 
 MAX_ATTACHED_BYTES = 256 << 20
 """Largest of them."""
+
 STATE_PREFIX = "state-"
 """The prefix of every file of a worker's own state."""
 
 MAX_STATE_BYTES = 64 << 20
 """Most bytes of a file of a worker's own state."""
 
-_MAX_BYTES = 256 << 20
+MAX_SLICES: Final = 1 << 21
+"""Most slices of a model in a checkpoint: 2048 units over 1024 servers."""
+
+MAX_VERSION: Final = 1 << 53
+"""Newest version of a model in a checkpoint, and most updates of a parameter."""
+
+MAX_TOTAL_BYTES: Final = 1 << 60
+"""Most bytes of all files of a checkpoint."""
+
+MAX_ATTACHED: Final = 1024
+"""Most of what is attached."""
+
+MAX_KEY_BYTES: Final = 400
+"""Longest key of what is attached: it becomes a part of a key of the job's key-value store."""
+
+MAX_MANIFEST_BYTES: Final = 128 << 20
+"""Largest manifest."""
+
 _NO_HASH = b"0" * 64
 """Stands in the place of a manifest's own hash while that is computed."""
+
+_SHA256: Final = re.compile("[0-9a-f]{64}")
+_HALF: Final = re.compile(rb"\\u[dD][89a-fA-F]")
+"""An escape in JSON that may be half of a character."""
+
+
+class SavedFile(Protocol):
+    """A file as a message has it: of `model`, or the own state of the worker of that rank."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def sha256(self) -> str: ...
+    @property
+    def bytes(self) -> int: ...
+    @property
+    def model(self) -> int: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +115,7 @@ class Manifest:
         files: the files that the servers wrote.
         slices_in: by the number of a slice, which of `files` has it; empty = file p has what the plan gives server p.
         extra: values of the caller (sampler, schedule), as JSON.
-        created: time of writing, ISO 8601 in UTC.
+        created: time of writing, ISO 8601 with its zone; empty = it is not known.
         uri: the URI it was read from; not part of the file.
         others: the other models, without others themselves.
         committed: the values that were committed with its steps up to this version, by name.
@@ -205,26 +245,6 @@ def write_attached(uri: str, attached: Mapping[str, bytes]) -> dict[str, FileEnt
     return entries
 
 
-def read_attached(manifest: Manifest, keys: Sequence[str] | None = None) -> dict[str, bytes]:
-    """By key, the small files of a checkpoint: those of `keys`, which it must have; None = all.
-
-    Raises:
-        CheckpointCorrupt: one is missing, truncated or altered.
-        CheckpointError: one could not be read.
-    """
-    store, found = open_store(manifest.uri), {}
-    for key in manifest.attached if keys is None else keys:
-        entry = manifest.attached[key]
-        if entry.bytes > MAX_ATTACHED_BYTES:
-            raise CheckpointCorrupt(f"{key!r} is said to have {entry.bytes} bytes; at most {MAX_ATTACHED_BYTES} can be")
-        check_size(store, entry)
-        with store.open(entry.name) as source:
-            found[key] = source.read(0, entry.bytes)
-        if hashlib.sha256(found[key]).hexdigest() != entry.sha256:
-            raise CheckpointCorrupt(f"{store.uri}/{entry.name} was altered: it is not what the manifest says")
-    return found
-
-
 def discard(uri: str, names: Sequence[str]) -> None:
     """Remove files of a checkpoint that will not be complete, and its directory if nothing else is in it.
 
@@ -280,10 +300,15 @@ def newest(uri: str, damaged: Callable[[str, AxonError], None] | None = None) ->
         left_out.append(error)
         (damaged or log_damaged)(where, error)
 
-    found = list_checkpoints(uri, leave_out)
-    if left_out and not found:
-        raise CheckpointCorrupt(f"none of the {len(left_out)} checkpoints in {uri} can be read: {left_out[-1]}")
-    return found[-1] if found else None
+    found = max(each_checkpoint(uri, leave_out), key=_progress, default=None)
+    if found is None and left_out:
+        raise none_readable(uri, left_out)
+    return found
+
+
+def none_readable(uri: str, left_out: Sequence[AxonError]) -> CheckpointCorrupt:
+    """The error where there are checkpoints, and none can be read."""
+    return CheckpointCorrupt(f"none of the {len(left_out)} checkpoints in {uri} can be read: {left_out[-1]}")
 
 
 def nothing_at(uri: str) -> CheckpointNotFound:
@@ -313,37 +338,31 @@ def list_checkpoints(uri: str, damaged: Callable[[str, AxonError], None] = log_d
     Raises:
         CheckpointError: the directory could not be read.
     """
-    store = open_store(uri)
-    found: list[Manifest] = []
-    for candidate in (store, *(store.child(name) for name in store.directories())):
-        if MANIFEST_NAME in candidate.names():
-            try:
-                found.append(_read(candidate))
-            except AxonError as error:
-                damaged(candidate.uri, error)
-    return sorted(found, key=lambda m: (sum(section.version for section in m.sections), m.created))
+    return sorted(each_checkpoint(uri, damaged), key=_progress)
 
 
-def verify(uri: str, throttle: Throttle = UNTHROTTLED, work: Work | None = None) -> Manifest:
-    """Read every file of a checkpoint, throttled or not, and compare it with the manifest.
-
-    Args:
-        uri: the checkpoint, or a directory of checkpoints (the newest complete one is taken).
-        throttle: of the reading.
-        work: gets the bytes to read, and those that were read.
+def each_checkpoint(uri: str, damaged: Callable[[str, AxonError], None] = log_damaged) -> Iterator[Manifest]:
+    """Those of `list_checkpoints`, in any order, one in memory at a time.
 
     Raises:
-        CheckpointNotFound: there is no complete checkpoint.
-        CheckpointCorrupt: a file is missing, truncated or altered; the message says which, and what was expected.
-        CheckpointError: a file could not be read.
+        CheckpointError: the directory could not be read.
     """
-    manifest = read_manifest(uri)
-    store = open_store(manifest.uri)
-    if work is not None:
-        work.total_bytes += manifest.bytes
-    for entry in manifest.all_files:
-        check_file(store, entry, throttle, work)
-    return manifest
+    store = open_store(uri)
+    for name in ("", *store.directories()):
+        where = f"{store.uri}/{name}" if name else store.uri
+        try:
+            if not name.isprintable():
+                raise InvalidRequest(f"the name of the directory, {name!a}, is not printable; rename it")
+            yield _read(store.child(name) if name else store)
+        except CheckpointNotFound:  # it is none
+            continue
+        except AxonError as error:
+            damaged(printable(where), error)
+
+
+def _progress(manifest: Manifest) -> tuple[int, str]:
+    """By which checkpoints are ordered."""
+    return sum(section.version for section in manifest.sections), manifest.created
 
 
 def check_sizes(manifest: Manifest) -> None:
@@ -359,15 +378,24 @@ def check_sizes(manifest: Manifest) -> None:
 
 
 def _read(store: FileStore) -> Manifest:
+    """The manifest in a directory.
+
+    Raises:
+        CheckpointNotFound: there is none.
+        CheckpointCorrupt: it is damaged, of another format, or out of bounds.
+        CheckpointError: it could not be read, or this process must not load it.
+    """
     path = f"{store.uri}/{MANIFEST_NAME}"
     with store.open(MANIFEST_NAME) as source:
-        if source.size > _MAX_BYTES:
-            raise CheckpointCorrupt(f"{path} has {source.size} bytes; a manifest has at most {_MAX_BYTES}")
+        if source.size > MAX_MANIFEST_BYTES:
+            raise CheckpointCorrupt(f"{path} has {source.size} bytes; a manifest has at most {MAX_MANIFEST_BYTES}")
         text = source.read(0, source.size)
     try:
-        value = json.loads(text)
+        value = value_of_json(text, "it", max_bytes=MAX_MANIFEST_BYTES)
+        if _HALF.search(text):  # protobuf takes what is not Unicode for an error of its own
+            json.dumps(value, ensure_ascii=False).encode()
         if (version := value["format_version"]) != FORMAT_VERSION:
-            raise CheckpointCorrupt(f"{path} is of format {version!r}; this program reads format {FORMAT_VERSION}")
+            raise CheckpointCorrupt(f"{path} is of format {version!r:.80}; this program reads format {FORMAT_VERSION}")
         own, signature = str(value.get("sha256", "")), str(value.get("signature", ""))
         if own and _own_hash(text, own, signature) != own:
             raise CheckpointCorrupt(f"{path} was altered: it is not what its own hash says")
@@ -376,7 +404,7 @@ def _read(store: FileStore) -> Manifest:
     except CheckpointError:
         raise
     except (ValueError, TypeError, KeyError, AttributeError, json_format.Error) as error:
-        raise CheckpointCorrupt(f"{path} is damaged: {error!r}") from error
+        raise CheckpointCorrupt(f"{path} is damaged: {described(error)}") from error
 
 
 def _own_hash(text: bytes, own: str, signature: str) -> str:
@@ -418,38 +446,128 @@ def _to_proto(manifest: Manifest) -> checkpoint_pb2.Manifest:
 
 
 def _from_proto(message: checkpoint_pb2.Manifest, uri: str) -> Manifest:
-    first, *others = (_section(message, model, uri) for model in message.models)
-    states = {f.model: FileEntry(name=f.name, sha256=f.sha256, bytes=f.bytes) for f in message.states}
-    return dataclasses.replace(first, extra=dict(json.loads(message.extra_json)), others=tuple(others), states=states)
+    """A manifest from the message.
+
+    Raises:
+        InvalidRequest: something is out of bounds, or does not fit the rest.
+    """
+    codec.name_from_proto(uri, "the URI of the checkpoint")
+    codec.name_from_proto(message.job, "the name of the job", empty=True)
+    if not 1 <= message.num_servers <= codec.MAX_CUTS:
+        raise InvalidRequest(f"units are cut over {message.num_servers} servers; it must be 1 to {codec.MAX_CUTS}")
+    _check_time(message.created)
+    extra = value_of_json(message.extra_json, "extra_json", max_bytes=MAX_MANIFEST_BYTES)
+    if not isinstance(extra, dict):
+        raise InvalidRequest(f"extra_json is a JSON {type(extra).__name__}; it must be an object")
+    if len(message.attached) > MAX_ATTACHED:
+        raise InvalidRequest(f"{len(message.attached)} files are attached; at most {MAX_ATTACHED} can be")
+    attached = {_key(k): _entry(f, ATTACHED_PREFIX, MAX_ATTACHED_BYTES) for k, f in message.attached.items()}
+    first, *others = (_section(message, model, uri, attached) for model in message.models)
+    if len({section.name for section in (first, *others)}) != 1 + len(others):
+        raise InvalidRequest("two models have the same name")
+    states = check_states(message.states)
+    manifest = dataclasses.replace(first, extra=extra, others=tuple(others), states=states)
+    if manifest.bytes > MAX_TOTAL_BYTES:
+        raise InvalidRequest(f"its files have {manifest.bytes} bytes; at most {MAX_TOTAL_BYTES} can be")
+    return manifest
 
 
-def _section(message: checkpoint_pb2.Manifest, model: checkpoint_pb2.Manifest.Model, uri: str) -> Manifest:
-    hashed = all(f.sha256 for f in (*model.files, *message.attached.values()))
-    if not (model.HasField("version") and model.layout.units and hashed):
-        raise InvalidRequest("a model lacks its version or its units, or a file its hash")
+def _section(
+    message: checkpoint_pb2.Manifest,
+    model: checkpoint_pb2.Manifest.Model,
+    uri: str,
+    attached: Mapping[str, FileEntry],
+) -> Manifest:
+    name = codec.name_from_proto(model.name, "the name of a model", empty=True)
+    if not (model.HasField("version") and model.layout.units):
+        raise InvalidRequest("a model lacks its version or its units")
+    if model.version > MAX_VERSION:
+        raise InvalidRequest(f"model {name!r} is at version {model.version}; the newest that is read is {MAX_VERSION}")
+    layout = codec.layout_from_proto(model.layout)
+    options = PlanOptions(chunk_numel=model.chunk_numel, min_slice_numel=model.min_slice_numel)
+    count = num_slices(layout, message.num_servers, options)
+    if count > MAX_SLICES:
+        raise InvalidRequest(f"model {name!r} is cut into {count} slices; at most {MAX_SLICES} are read")
+    if model.file_of and len(model.file_of) != count:
+        raise InvalidRequest(f"{count} slices are in {len(model.file_of)} places")
+    for key, value in model.committed.items():
+        codec.name_from_proto(key, "the name of a committed value")
+        value_of_json(value, f"the committed value {key!r}")
     manifest = Manifest(
         job=message.job,
         version=model.version,
         created=message.created,
         num_servers=message.num_servers,
-        options=PlanOptions(chunk_numel=model.chunk_numel, min_slice_numel=model.min_slice_numel),
-        files=tuple(FileEntry(name=f.name, sha256=f.sha256, bytes=f.bytes) for f in model.files),
-        optimizer=codec.optimizer_from_proto(model.optimizer) if model.HasField("optimizer") else None,
-        layout=codec.layout_from_proto(model.layout),
+        options=options,
+        files=tuple(_entry(f, FILE_PREFIX) for f in model.files),
+        optimizer=_optimizer(model, layout),
+        layout=layout,
         uri=uri,
         sha256=message.sha256,
         signature=message.signature,
-        name=model.name,
+        name=name,
         slices_in=tuple(model.file_of),
         committed=dict(model.committed),
-        attached={k: FileEntry(name=f.name, sha256=f.sha256, bytes=f.bytes) for k, f in message.attached.items()},
+        attached=attached,
     )
-    slices = manifest.plan.numbered
-    if manifest.slices_in and len(manifest.slices_in) != len(slices):
-        raise InvalidRequest(f"{len(slices)} slices are in {len(manifest.slices_in)} places")
-    if slices and max(map(manifest.file_of, slices)) >= len(manifest.files):
+    if max(map(manifest.file_of, manifest.plan.numbered)) >= len(manifest.files):
         raise InvalidRequest(f"{len(manifest.files)} files are named, which do not have all slices")
     return manifest
+
+
+def _optimizer(model: checkpoint_pb2.Manifest.Model, layout: Layout) -> OptimizerSpec | None:
+    """The optimizer of a model, if it has one.
+
+    Its name and its values are checked where it is restored: a program without a plugin may list and export a
+    checkpoint that was trained with it.
+    """
+    if not model.HasField("optimizer"):
+        return None
+    optimizer = codec.optimizer_from_proto(model.optimizer)
+    count = sum(len(unit.parameters) for unit in layout.units)
+    if len(optimizer.group_of) != count:
+        raise InvalidRequest(f"{len(optimizer.group_of)} parameters are in groups; the layout has {count}")
+    return optimizer
+
+
+def check_states(files: Iterable[SavedFile]) -> dict[int, FileEntry]:
+    """By the rank of a worker, the file of its own state.
+
+    Raises:
+        InvalidRequest: a name is not that of such a file, one is too large, or a rank has two.
+    """
+    found: dict[int, FileEntry] = {}
+    for f in files:
+        if f.model in found:
+            raise InvalidRequest("a worker has two files of its own state; it may have one")
+        found[f.model] = _entry(f, STATE_PREFIX, 2 * MAX_STATE_BYTES)  # values and header
+    return found
+
+
+def _entry(f: SavedFile, prefix: str, max_bytes: int = MAX_TOTAL_BYTES) -> FileEntry:
+    """A file of a checkpoint, whose name begins with a prefix."""
+    name = codec.name_from_proto(f.name, "the name of a file")
+    if not name.startswith(prefix) or "/" in name or "\\" in name:
+        raise InvalidRequest(f"a file is called {name!r}; its name begins with {prefix!r}, and is that of no directory")
+    if not _SHA256.fullmatch(f.sha256):
+        raise InvalidRequest(f"the hash of {name!r} is {f.sha256[:80]!r}; it has 64 hexadecimal digits")
+    if f.bytes > max_bytes:
+        raise InvalidRequest(f"{name!r} has {f.bytes} bytes; at most {max_bytes} can be")
+    return FileEntry(name=name, sha256=f.sha256, bytes=f.bytes)
+
+
+def _key(key: str) -> str:
+    if not key or not key.isprintable() or len(key.encode()) > MAX_KEY_BYTES:
+        raise InvalidRequest(
+            f"{key[:80]!r} is attached; a key is printable and has 1 to {MAX_KEY_BYTES} bytes, and this one "
+            f"{len(key.encode())}"
+        )
+    return key
+
+
+def _check_time(created: str) -> None:
+    if created and (len(created) > 64 or datetime.datetime.fromisoformat(created).tzinfo is None):
+        raise InvalidRequest(f"it was made at {created[:80]!r}; a time is in ISO 8601, with its zone")
 
 
 __all__ = [
@@ -461,14 +579,15 @@ __all__ = [
     "FileEntry",
     "Manifest",
     "check_sizes",
+    "check_states",
+    "each_checkpoint",
     "file_prefix",
     "list_checkpoints",
     "newest",
+    "none_readable",
     "nothing_at",
-    "read_attached",
     "read_manifest",
     "remove",
-    "verify",
     "write_attached",
     "write_manifest",
 ]

@@ -29,7 +29,8 @@ import psutil
 from axon_ps.errors import AxonError
 from axon_ps.observe import moments
 from axon_ps.observe.moments import Moment
-from axon_ps.storage.manifest import Manifest, list_checkpoints, verify
+from axon_ps.storage.contents import verify
+from axon_ps.storage.manifest import Manifest, list_checkpoints
 
 HERE = Path(__file__).parent
 LIFE_S = 400.0

@@ -13,7 +13,7 @@ import numpy as np
 
 from axon_ps.errors import AxonError
 from axon_ps.host.children import Child, wait_for_any
-from axon_ps.storage import manifest
+from axon_ps.storage import contents
 from axon_ps.testing.faults import FaultyCluster, Hit, Moment
 from axon_ps.testing.faults.cluster import MODULES as SERVICE_MODULES
 from axon_ps.testing.faults.proxy import ProxiesStalled
@@ -285,7 +285,7 @@ class Scene:
         result = self._save.result(5.0)
         if result.value == 0:
             try:
-                manifest.verify(self._written)
+                contents.verify(self._written)
             except AxonError as error:
                 self._outcome.problems.append(f"the checkpoint that was written is not whole: {error}")
         elif result.value is None or not result.output.strip():

@@ -5,6 +5,8 @@ The oracle is plain torch: a job that went back to a checkpoint ends with the va
 
 from __future__ import annotations
 
+import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -103,6 +105,8 @@ def test_damaged_ones_are_passed_over_loudly_for_the_one_before(everything: bool
                 cluster.kill(COORDINATOR)
             for version, how in DAMAGES.items():
                 damage(checkpoints / f"step-{version:010d}", *how)
+            for name in HOSTILE:
+                put_hostile(checkpoints / name, name)
         if everything:
             worker.kill()
             cluster.restart(COORDINATOR)
@@ -114,8 +118,29 @@ def test_damaged_ones_are_passed_over_loudly_for_the_one_before(everything: bool
     assert_close(values, plain([1] * STEPS))
     for version in DAMAGES:
         assert f"{checkpoints}/step-{version:010d} is passed over: " in log, version
+    for name in HOSTILE:
+        assert f"{checkpoints}/{name} is passed over: {checkpoints}/{name}/manifest.json" in log, name
     assert f"goes on from {checkpoints}/step-{1:010d}, version 1" in log
     assert began == (1 if everything else 0)
+
+
+HOSTILE = ("nested", "pipe", "link", "of-4294967295-servers")
+"""Directories that somebody has put beside the job's checkpoints."""
+
+
+def put_hostile(directory: Path, kind: str) -> None:
+    directory.mkdir()
+    manifest = directory / "manifest.json"
+    if kind == "nested":
+        manifest.write_bytes(b"[" * 100_000)
+    elif kind == "pipe":
+        os.mkfifo(manifest)
+    elif kind == "link":
+        manifest.symlink_to(manifest.name)
+    else:
+        value = json.loads((directory.parent / f"step-{1:010d}" / "manifest.json").read_text())
+        del value["sha256"]  # it is read as one of before there was a hash
+        manifest.write_text(json.dumps(value | {"num_servers": 4294967295, "created": "2999-01-01T00:00:00+00:00"}))
 
 
 def damage(directory: Path, how: str, suffix: str) -> None:

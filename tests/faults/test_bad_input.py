@@ -7,6 +7,8 @@ are in tests/e2e/test_cli_run.py, files of a checkpoint that are damaged one by 
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import subprocess
 from collections.abc import Callable, Iterator
@@ -25,7 +27,8 @@ from axon_ps.rpc.channels import connect
 from axon_ps.rpc.security import Security
 from axon_ps.rpc.service import Stub
 from axon_ps.sharding.plan import PlanOptions
-from axon_ps.storage.manifest import list_checkpoints
+from axon_ps.storage.checkpoint import FileEntry
+from axon_ps.storage.manifest import list_checkpoints, read_manifest, write_manifest
 from axon_ps.testing import LocalCluster
 from axon_ps.wire.frames import encode_chunk
 from axon_ps.wire.v1 import common_pb2, shard_pb2
@@ -341,6 +344,43 @@ def test_a_restore_of_a_damaged_checkpoint_overwrites_nothing_on_servers_whose_f
         optimizer.zero_grad()
         model(torch.ones(256)).backward()
         assert optimizer.step().version == 2
+
+
+@pytest.mark.parametrize("damage", ["updates below zero", "tensors that overlap", "no header"])
+def test_a_restore_of_what_fits_its_hashes_alone_gives_up_nothing(damage: str, tmp_path: Path) -> None:
+    """Somebody has put it together so: before, both servers ended at the next step, or had nothing to serve."""
+    with LocalCluster(shards=2, world_size=1, replication=1) as running, World.init(config(running)) as world:
+        model, optimizer = wrapped(world, numel=256)
+        info = world.save_checkpoint(str(tmp_path / "one"))
+        model(torch.ones(256)).backward()
+        assert optimizer.step().version == 1
+        now = model.state_dict()["weight"]
+        manifest = read_manifest(info.uri)
+        files = [spoilt(Path(info.uri) / entry.name, damage) for entry in manifest.files]
+        write_manifest(info.uri, replace(manifest, files=tuple(files)))
+        with pytest.raises(errors.CheckpointCorrupt, match=files[0].name):
+            world.restore_checkpoint(info.uri)
+        assert torch.equal(model.state_dict()["weight"], now)
+        optimizer.zero_grad()
+        model(torch.ones(256)).backward()
+        assert optimizer.step().version == 2
+
+
+def spoilt(path: Path, damage: str) -> FileEntry:
+    """Change a shard server's file; the entry of a manifest that says so."""
+    content = path.read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    header, data = json.loads(content[8 : 8 + length]), content[8 + length :]
+    (updates,) = (name for name in header if name.endswith(".updates"))
+    begin, end = header[updates]["data_offsets"]
+    if damage == "updates below zero":
+        data = data[:begin] + b"\xff" * (end - begin) + data[end:]
+    elif damage == "tensors that overlap":
+        header[updates]["data_offsets"] = [0, end - begin]
+    text = b"[" * 100_000 if damage == "no header" else json.dumps(header).encode()
+    content = len(text).to_bytes(8, "little") + text + data
+    path.write_bytes(content)
+    return FileEntry(name=path.name, sha256=hashlib.sha256(content).hexdigest(), bytes=len(content))
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from axon_ps.storage.manifest import verify
+from axon_ps.storage.contents import verify
 from axon_ps.testing import LocalCluster
 from axon_ps.testing.cluster import COORDINATOR
 from axon_ps.types import Role

@@ -23,7 +23,8 @@ from axon_ps.errors import AxonError, Broken, ConfigurationError, PermissionDeni
 from axon_ps.rpc.security import Security
 from axon_ps.shard.client.client import ShardGroup
 from axon_ps.shard.server.server import ShardConfig, serve
-from axon_ps.storage.manifest import list_checkpoints, verify
+from axon_ps.storage.contents import verify
+from axon_ps.storage.manifest import list_checkpoints
 from axon_ps.storage.state_store import MemoryStateStore
 from axon_ps.types import Decision, Membership, OptimizerSpec, Outcome, Role
 from deadlines import HANG_S

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import hashlib
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 import shard_fakes
 from axon_ps.aggregation.client.peers import Peers
@@ -19,6 +21,7 @@ from axon_ps.coordinator.core.events import UPLOADED, JobState, RestoreOrder, Sn
 from axon_ps.errors import (
     Broken,
     Busy,
+    CheckpointCorrupt,
     CheckpointNotFound,
     Closed,
     GenerationChanged,
@@ -39,7 +42,7 @@ from axon_ps.shard.server import servicer
 from axon_ps.shard.server import shell as server_shell
 from axon_ps.sharding.placement import Server, place
 from axon_ps.storage.checkpoint import FileEntry
-from axon_ps.storage.manifest import Manifest, write_manifest
+from axon_ps.storage.manifest import Manifest, read_manifest, write_manifest
 from axon_ps.types import Array, DType, Outcome
 from axon_ps.wire.frames import encode_chunk
 from axon_ps.wire.v1 import common_pb2, lease_pb2, shard_pb2
@@ -1106,6 +1109,44 @@ def test_a_restore_that_cannot_be_leaves_what_was_there(tmp_path: Path) -> None:
             assert isinstance(await j.reports[0].restores.get(), CheckpointNotFound)
             j.epoch = 1  # as the coordinator tells workers
             assert (await j.gather(0, 0))[1].tobytes() == FIRST[0].tobytes()
+
+    run(scenario())
+
+
+@SENT
+@pytest.mark.parametrize("damage", ["counts below zero", "a header that is none", "a moment too short"])
+def test_a_restore_of_what_fits_its_hashes_alone_leaves_what_was_there(tmp_path: Path, damage: str) -> None:
+    """Nothing is withdrawn before everything was read and checked."""
+
+    def spoil(uri: str) -> None:
+        manifest = read_manifest(uri)
+        path = tmp_path / "c" / manifest.files[0].name
+        tensors = {name: array.copy() for name, array in load_file(path).items()}
+        if damage == "counts below zero":
+            tensors["0.0.updates"][:] = -1
+        elif damage == "a moment too short":
+            tensors["0.0.exp_avg"] = np.zeros(1, np.float32)
+        save_file(tensors, path)
+        if damage == "a header that is none":
+            path.write_bytes(path.read_bytes()[:8] + b"[" + path.read_bytes()[9:])
+        content = path.read_bytes()
+        entry = FileEntry(name=path.name, sha256=hashlib.sha256(content).hexdigest(), bytes=len(content))
+        write_manifest(uri, dataclasses.replace(manifest, files=(entry, *manifest.files[1:])))
+
+    async def scenario() -> None:
+        async with job(SPEC) as j:
+            await j.upload(FIRST)
+            assert await j.reports[0].restores.get() == 0
+            uri = str(tmp_path / "c")
+            await save(j, uri, 0)
+            await asyncio.to_thread(spoil, uri)
+            j.tell(RestoreOrder(epoch=1, uri=uri, version=0))
+            error = await j.reports[0].restores.get()
+            assert isinstance(error, CheckpointCorrupt)
+            assert str(tmp_path / "c" / "shard-") in str(error)
+            j.epoch = 1
+            for unit in (0, 1):
+                assert (await j.gather(0, unit))[1].tobytes() == FIRST[unit].tobytes()
 
     run(scenario())
 

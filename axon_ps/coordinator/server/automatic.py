@@ -113,7 +113,8 @@ class AutomaticCheckpoints:
         """See what there is, and remove what processes that were killed have left."""
         found = await asyncio.to_thread(retention.newest, self._policy.directory)
         if found is not None:
-            age = datetime.datetime.now(datetime.UTC) - datetime.datetime.fromisoformat(found.created)
+            now = datetime.datetime.now(datetime.UTC)
+            age = now - (datetime.datetime.fromisoformat(found.created) if found.created else now)
             self._log.written(manifests.info_of(found), took_s=0.0, age_s=age.total_seconds())
         self._began = True
         if self._policy.writes:

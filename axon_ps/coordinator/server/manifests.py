@@ -13,20 +13,26 @@ import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from axon_ps.coordinator.attachments import Attachment
+from axon_ps.coordinator.core import committed
 from axon_ps.coordinator.core.checkpoints.restores import Resume
 from axon_ps.coordinator.core.checkpoints.snapshots import Snapshot
 from axon_ps.coordinator.core.events import CheckpointReply, SnapshotFile
 from axon_ps.coordinator.core.kv import MAX_TOTAL_BYTES
 from axon_ps.errors import CheckpointError, InvalidRequest, again
+from axon_ps.optim.registry import initial_states
 from axon_ps.sharding.job import JobSpec
 from axon_ps.sharding.plan import Slice, moves_into
+from axon_ps.texts import value_of_json
 from axon_ps.types import BUFFERS
 
 if TYPE_CHECKING:
     from axon_ps.storage.manifest import Manifest
+
+MAX_EXTRA_BYTES: Final = 4 << 20
+"""Of the JSON object that is saved with a checkpoint."""
 
 _logger = logging.getLogger(__name__)
 
@@ -50,17 +56,12 @@ def find(uri: str, specs: Mapping[str, JobSpec], wanted: Sequence[str] = ()) -> 
     Raises:
         CheckpointNotFound: there is none.
         CheckpointCorrupt: it is not a manifest of ours.
-        InvalidRequest: it was saved from other models.
+        InvalidRequest: it was saved from other models, or has what this job cannot take.
     """
-    from axon_ps.storage.manifest import read_attached, read_manifest
+    from axon_ps.storage.manifest import read_manifest
 
     manifest = read_manifest(uri)
-    attached = {key: Attachment.made(key, content, manifest.uri) for key, content in read_attached(manifest).items()}
-    if (size_bytes := sum(len(block) for a in attached.values() for block in a.blocks)) > MAX_TOTAL_BYTES:
-        raise InvalidRequest(
-            f"what is attached to the checkpoint at {manifest.uri} has {size_bytes} bytes; at most {MAX_TOTAL_BYTES} "
-            "can be"
-        )
+    attached = _attachments(manifest)
     names = tuple(wanted) or tuple(specs)
     resumes = []
     for name in names:
@@ -70,6 +71,8 @@ def find(uri: str, specs: Mapping[str, JobSpec], wanted: Sequence[str] = ()) -> 
         section = manifest.section(name, only=len(names) == 1 and (len(specs) == 1 or not manifest.name))
         for index, unit in enumerate(spec.layout.units):
             moves_into(Slice(unit=index, server=0, begin=0, end=unit.numel), spec.layout, section.layout)
+        committed.checked(section.committed)
+        initial_states(section.optimizer)
         resumes.append(
             Resume(
                 uri=manifest.uri,
@@ -94,6 +97,27 @@ def find(uri: str, specs: Mapping[str, JobSpec], wanted: Sequence[str] = ()) -> 
     return Found(resumes=tuple(resumes), info=dataclasses.replace(info, version=resumes[0].version) if wanted else info)
 
 
+def _attachments(manifest: Manifest) -> dict[str, Attachment]:
+    """By key, what a checkpoint has attached, as it is stored; one in memory at a time.
+
+    Raises:
+        InvalidRequest: it is too much.
+        CheckpointCorrupt: a file is missing, truncated, altered or not what its key says.
+    """
+    from axon_ps.storage.contents import read_attached
+
+    found, size_bytes = {}, 0
+    for key in manifest.attached:
+        found[key] = Attachment.made(key, read_attached(manifest, key), manifest.uri)
+        size_bytes += sum(map(len, found[key].blocks))
+        if size_bytes > MAX_TOTAL_BYTES:
+            raise InvalidRequest(
+                f"what is attached to the checkpoint at {manifest.uri} has {size_bytes} bytes and more; at most "
+                f"{MAX_TOTAL_BYTES} can be"
+            )
+    return found
+
+
 def _attached_to(attached: Mapping[str, Attachment], section: str, name: str) -> dict[str, Attachment]:
     """The content of a checkpoint for a model, `section` in it and `name` in the job, and all that is no model's."""
     others = {key: a for key, a in attached.items() if not key.startswith(BUFFERS)}
@@ -104,15 +128,16 @@ def _attached_to(attached: Mapping[str, Attachment], section: str, name: str) ->
 def find_complete(uri: str, specs: Mapping[str, JobSpec], wanted: Sequence[str] = (), *, read: bool = False) -> Found:
     """Like `find`, and every file is there and as long as the manifest says: servers overwrite what they have with it.
 
-    What a file contains each server checks that needs it; but others may have overwritten their part by then. With
-    `read` all files are read here before.
+    Each server checks the content of the files that it needs before it overwrites anything; but others may have
+    overwritten their part by then. With `read` all files are read and checked here before.
 
     Raises:
         CheckpointNotFound: there is none.
         CheckpointCorrupt: it is not a manifest of ours, or a file is missing, truncated or, if it was read, altered.
         InvalidRequest: it was saved from other models.
     """
-    from axon_ps.storage.manifest import check_sizes, read_manifest, verify
+    from axon_ps.storage.contents import verify
+    from axon_ps.storage.manifest import check_sizes, read_manifest
 
     found = find(uri, specs, wanted)
     if read:
@@ -169,19 +194,9 @@ def check_states(states: Sequence[SnapshotFile]) -> tuple[SnapshotFile, ...]:
     Raises:
         InvalidRequest: a name is not that of such a file, one is too large, or a rank has two.
     """
-    from axon_ps.storage.manifest import MAX_STATE_BYTES, STATE_PREFIX
+    from axon_ps.storage import manifest
 
-    for state in states:
-        if not state.name.startswith(STATE_PREFIX) or "/" in state.name:
-            raise InvalidRequest(
-                f"file {state.name!r} is not of a worker's state; its name begins with {STATE_PREFIX!r}"
-            )
-        if state.bytes > MAX_STATE_BYTES:
-            raise InvalidRequest(
-                f"the state of worker {state.model} has {state.bytes} bytes; at most {MAX_STATE_BYTES} are allowed"
-            )
-    if len({state.model for state in states}) != len(states):
-        raise InvalidRequest("a worker has two files of its own state; it may have one")
+    manifest.check_states(states)
     return tuple(states)
 
 
@@ -189,12 +204,9 @@ def check_extra(extra_json: str) -> dict[str, object]:
     """The JSON object to save with a checkpoint.
 
     Raises:
-        InvalidRequest: it is not a JSON object.
+        InvalidRequest: it is not a JSON object, or one that is too large or too deep.
     """
-    try:
-        extra = json.loads(extra_json or "{}")
-    except ValueError as error:
-        raise InvalidRequest(f"extra_json is not JSON: {error}") from error
+    extra = value_of_json(extra_json or "{}", "extra_json", max_bytes=MAX_EXTRA_BYTES)
     if not isinstance(extra, dict):
         raise InvalidRequest(f"extra_json is a JSON {type(extra).__name__}; it must be an object")
     return extra

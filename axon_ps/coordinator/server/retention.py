@@ -50,8 +50,9 @@ def newest(directory: str, damaged: Damaged = _unsaid) -> Manifest | None:
     Raises:
         CheckpointError: the directory cannot be read.
     """
-    found = written(directory, damaged)
-    return found[-1] if found else None
+    from axon_ps.storage.manifest import each_checkpoint
+
+    return max(each_checkpoint(directory, damaged), key=lambda manifest: manifest.created, default=None)
 
 
 def verify(uri: str) -> None:
@@ -60,10 +61,10 @@ def verify(uri: str) -> None:
     Raises:
         CheckpointError: it is damaged.
     """
-    from axon_ps.storage import manifest
+    from axon_ps.storage import contents, manifest
 
     try:
-        manifest.verify(uri, BACKGROUND)
+        contents.verify(uri, BACKGROUND)
     except CheckpointError:
         manifest.remove(manifest.read_manifest(uri))
         raise
@@ -84,11 +85,17 @@ def remove_old(policy: CheckpointPolicy) -> None:
         reached(Moment.REMOVE, manifest.version)
     store = open_store(policy.directory)
     store.discard_partial(_PREFIX)
+    failed: CheckpointError | None = None
     for name in filter(_is_ours, store.directories()):
         child = store.child(name)
-        child.discard_partial()
-        if MANIFEST_NAME not in (names := child.names()):
-            discard(child.uri, [name for name in names if name.startswith((FILE_PREFIX, ATTACHED_PREFIX))])
+        try:
+            child.discard_partial()
+            if MANIFEST_NAME not in (names := child.names()):
+                discard(child.uri, [name for name in names if name.startswith((FILE_PREFIX, ATTACHED_PREFIX))])
+        except CheckpointError as error:  # the other directories are no worse for it
+            failed = failed or error
+    if failed is not None:
+        raise failed
 
 
 def _is_ours(name: str) -> bool:

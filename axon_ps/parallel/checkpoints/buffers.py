@@ -130,8 +130,8 @@ class ModuleBuffers:
             return []
         try:
             given = load(content)
-        except (SafetensorError, ValueError) as error:
-            raise CheckpointCorrupt(f"the buffers of {source} are damaged: {error}") from error
+        except (SafetensorError, ValueError, KeyError) as error:  # or of a dtype that torch does not have
+            raise CheckpointCorrupt(f"the buffers of {source} are damaged: {error!r:.300}") from error
         for name, buffer in own.items():
             if name in given and given[name].shape != buffer.shape:
                 raise InvalidRequest(

@@ -14,31 +14,30 @@ Note: [Encoding]
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import random
 import secrets
 import warnings
 from collections import Counter
-from collections.abc import Callable, Mapping, MutableMapping
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, Final
 
 import numpy as np
 import torch
 
 from axon_ps.collectives.process_group import ProcessGroup
-from axon_ps.errors import CheckpointCorrupt, InvalidRequest
+from axon_ps.errors import AxonError, CheckpointCorrupt, InvalidRequest
 from axon_ps.parallel.dtypes import TORCH_DTYPES
-from axon_ps.storage.checkpoint import FileEntry, TensorSpec, check_file, create_file, open_file
+from axon_ps.storage.checkpoint import FileEntry, TensorSpec, create_file, described
+from axon_ps.storage.contents import TREE, open_state
 from axon_ps.storage.files import open_store
 from axon_ps.storage.manifest import MAX_STATE_BYTES, STATE_PREFIX
+from axon_ps.texts import check_values_of_json
 from axon_ps.types import Array, DType
 
 _DTYPES: Final = {torch_dtype: dtype for dtype, torch_dtype in TORCH_DTYPES.items()}
-_TREE: Final = "tree"
-"""The tensor that has the JSON text."""
-
 _MOST_DEEP: Final = 64
 _ENTRY_BYTES: Final = 512
 _KINDS: Final = "biufc"
@@ -152,16 +151,33 @@ def _load(section: Section, into: MutableMapping[str, Any], where: str) -> None:
     if missing := [name for name in into if name not in section.tree]:
         there = ", ".join(map(repr, section.tree)) or "none"
         raise InvalidRequest(f"{where} has no state {missing[0]!r}; it has {there}")
-    for name, current in list(into.items()):
-        if isinstance(current, torch.Generator):
-            current.set_state(section.decode(name, lambda: None))
+    decoded = {name: section.decode(name, _now(current)) for name, current in into.items()}  # all, before one is set
+    for name, value in decoded.items():
+        current = into[name]
+        if isinstance(current, (torch.Generator, torch.Tensor, RandomState)):
+            with _damage_named(where):
+                _set(current, value)
         elif _is_stateful(current):
-            current.load_state_dict(section.decode(name, current.state_dict))
-        elif isinstance(current, torch.Tensor):
-            with torch.no_grad():
-                current.copy_(section.decode(name, lambda: None))
+            current.load_state_dict(value)
         else:
-            into[name] = section.decode(name, partial(into.get, name))
+            into[name] = value
+
+
+def _now(current: Any) -> Callable[[], Any]:
+    """The value that an object has, of which functions are kept."""
+    return current.state_dict if _is_stateful(current) else lambda: current
+
+
+@torch.no_grad()
+def _set(current: torch.Generator | torch.Tensor | RandomState, value: Any) -> None:
+    if isinstance(current, torch.Generator):
+        current.set_state(value)
+    elif isinstance(current, torch.Tensor):
+        if not isinstance(value, torch.Tensor):
+            raise TypeError(f"a tensor takes the values of a {type(value).__name__}")
+        current.copy_(value)
+    else:
+        current.load_state_dict(value)
 
 
 # ---------------------------------------------------------------------- the encoding
@@ -237,14 +253,40 @@ class Decoder:
         self._where = where
 
     def decode(self, tree: Any, current: Callable[[], Any]) -> Any:
-        """The value of JSON; `current` gives the value that there is now, of which functions are kept."""
+        """The value of JSON; `current` gives the value that there is now, of which functions are kept.
+
+        Raises:
+            CheckpointCorrupt: it is not what an `Encoder` gives.
+        """
+        theirs = list[Exception]()
+
+        def now() -> Any:
+            try:
+                return current()
+            except Exception as error:
+                theirs.append(error)
+                raise
+
+        with _damage_named(self._where, theirs):
+            return self._decode(tree, now, 0)
+
+    def _decode(self, tree: Any, current: Callable[[], Any], depth: int) -> Any:
+        if depth > _MOST_DEEP + 1:
+            raise ValueError(f"a value is nested deeper than {_MOST_DEEP}")
+
+        def inner(item: Any, key: Any) -> Any:
+            return self._decode(item, _at(current, key), depth + 1)
+
+        def plain(item: Any) -> Any:
+            return self._decode(item, lambda: None, depth + 1)
+
         if isinstance(tree, list):
-            return [self.decode(item, _at(current, index)) for index, item in enumerate(tree)]
+            return [inner(item, index) for index, item in enumerate(tree)]
         if not isinstance(tree, dict):
             return tree
         kind = next(iter(tree), "")
         if not kind.startswith("$"):
-            return {key: self.decode(item, _at(current, key)) for key, item in tree.items()}
+            return {key: inner(item, key) for key, item in tree.items()}
         of = tree[kind]
         if kind == "$tensor":
             return self._tensor(of)
@@ -253,22 +295,22 @@ class Decoder:
         if kind == "$float":
             return float(of)
         if kind == "$tuple":
-            return tuple(self.decode(item, _at(current, index)) for index, item in enumerate(of))
+            return tuple(inner(item, index) for index, item in enumerate(of))
         if kind == "$set":
-            return {self.decode(item, lambda: None) for item in of}
+            return {plain(item) for item in of}
         if kind in ("$dict", "$counter"):
-            keys = [self.decode(key, lambda: None) for key, _ in of]
-            pairs = {k: self.decode(v, _at(current, k)) for k, (_, v) in zip(keys, of, strict=True)}
+            keys = [plain(key) for key, _ in of]
+            pairs = {k: inner(v, k) for k, (_, v) in zip(keys, of, strict=True)}
             return pairs if kind == "$dict" else Counter(pairs)
         if kind == "$bytes":
-            return bytes(self.decode(of, lambda: None).numpy().tobytes()[: tree["$length"]])
+            return bytes(plain(of).numpy().tobytes()[: tree["$length"]])
         if kind == "$array":
             numbers, dtype, shape = of
-            raw = self.decode(numbers, lambda: None).numpy().tobytes()
-            if np.dtype(dtype).kind not in _KINDS:
-                raise CheckpointCorrupt(f"{self._where} has an array of {dtype!r}")
+            raw = plain(numbers).numpy().tobytes()
+            if np.dtype(dtype).kind not in _KINDS or min(shape, default=0) < 0:
+                raise CheckpointCorrupt(f"{self._where} has an array of {dtype!r:.80}{shape!r:.80}")
             return np.frombuffer(raw, np.dtype(dtype)).reshape(shape).copy()
-        raise CheckpointCorrupt(f"{self._where} has a value of kind {kind!r}, which this version does not know")
+        raise CheckpointCorrupt(f"{self._where} has a value of kind {kind!r:.80}, which this version does not know")
 
 
 def _at(current: Callable[[], Any], key: Any) -> Callable[[], Any]:
@@ -316,11 +358,18 @@ class StateFile:
 
     def __init__(self, tree: Mapping[str, Any], tensors: Mapping[int, torch.Tensor], where: str) -> None:
         self._tree = tree
+        self._where = where
         self._decoder = Decoder(tensors.__getitem__, where)
 
     def section(self, name: str) -> Section:
-        """A part of it, by name."""
-        return Section(self._tree[name], self._decoder)
+        """A part of it, by name.
+
+        Raises:
+            CheckpointCorrupt: there is none.
+        """
+        if not isinstance(tree := self._tree.get(name), dict):
+            raise CheckpointCorrupt(f"{self._where} has no {name!r} of a worker's own state")
+        return Section(tree, self._decoder)
 
 
 def _write(uri: str, rank: int, value: Mapping[str, Any]) -> FileEntry:
@@ -333,6 +382,7 @@ def _write(uri: str, rank: int, value: Mapping[str, Any]) -> FileEntry:
         return {"$tensor": len(tensors) - 1}
 
     text = json.dumps(Encoder(of_tensor).encode(value, "state"), allow_nan=False).encode()
+    check_values_of_json(text, f"the own state of worker {rank}")
     size_bytes = len(text) + sum(tensor.nbytes for tensor in tensors)
     if size_bytes > MAX_STATE_BYTES:
         raise InvalidRequest(
@@ -340,7 +390,7 @@ def _write(uri: str, rank: int, value: Mapping[str, Any]) -> FileEntry:
             "tensors belong into the model"
         )
     arrays: list[tuple[str, DType, tuple[int, ...], Array]] = [
-        (_TREE, DType.U8, (len(text),), np.frombuffer(text, np.uint8))
+        (TREE, DType.U8, (len(text),), np.frombuffer(text, np.uint8))
     ]
     for index, tensor in enumerate(tensors):
         dtype = _DTYPES[tensor.dtype]
@@ -357,27 +407,29 @@ def _write(uri: str, rank: int, value: Mapping[str, Any]) -> FileEntry:
 def _read(uri: str, entry: FileEntry | None) -> StateFile:
     if entry is None:
         raise InvalidRequest(f"the checkpoint {uri} has no state of its workers' own; load it without state=")
-    where = f"{uri}/{entry.name}"
-    if entry.bytes > 2 * MAX_STATE_BYTES:
-        raise CheckpointCorrupt(f"{where} has {entry.bytes} bytes; at most {MAX_STATE_BYTES} are read")
-    store = open_store(uri)
-    check_file(store, entry)
+    with open_state(uri, entry) as (reader, tree), _damage_named(reader.name):
+        tensors: dict[int, torch.Tensor] = {}
+        for name, spec in reader.tensors.items():
+            if name != TREE:
+                array: Array = np.empty(math.prod(spec.shape), spec.dtype.numpy)
+                reader.read_into(name, 0, array)
+                raw = torch.from_numpy(array.view(np.uint8))
+                tensors[int(name)] = raw.view(TORCH_DTYPES[spec.dtype]).reshape(spec.shape)
+        return StateFile(tree, tensors, reader.name)
+
+
+@contextlib.contextmanager
+def _damage_named(where: str, theirs: Sequence[Exception] = ()) -> Iterator[None]:
+    """Convert what a file's content makes torch, numpy and Python raise to an error that names the file.
+
+    Errors of ours, and those in `theirs`, stay as they are.
+    """
     try:
-        with open_file(store, entry.name) as reader:
-            arrays: dict[str, Array] = {}
-            for name, spec in reader.tensors.items():
-                arrays[name] = np.empty(math.prod(spec.shape), spec.dtype.numpy)
-                reader.read_into(name, 0, arrays[name])
-            tensors = {
-                int(name): torch.from_numpy(array.view(np.uint8))
-                .view(TORCH_DTYPES[reader.tensors[name].dtype])
-                .reshape(reader.tensors[name].shape)
-                for name, array in arrays.items()
-                if name != _TREE
-            }
-            return StateFile(json.loads(arrays[_TREE].tobytes()), tensors, where)
-    except (ValueError, KeyError, TypeError) as error:
-        raise CheckpointCorrupt(f"{where} is damaged: {error!r}") from error
+        yield
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError, RuntimeError) as error:
+        if isinstance(error, AxonError) or error in theirs:
+            raise
+        raise CheckpointCorrupt(f"{where} is damaged: {described(error)}") from error
 
 
 # ---------------------------------------------------------------------- between workers

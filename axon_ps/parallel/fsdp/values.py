@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
 
-from axon_ps.errors import InvalidRequest, Misuse, StepAborted
+from axon_ps.errors import CheckpointCorrupt, InvalidRequest, Misuse, StepAborted
 from axon_ps.parallel.checkpoints import own_state
 from axon_ps.parallel.checkpoints.buffers import ServedBuffers
 from axon_ps.parallel.counterpart import as_in_torch
@@ -429,6 +429,8 @@ class ShardedValues(ModuleWrapper):
 def _set_groups(optimizer: torch.optim.Optimizer, info: CheckpointInfo) -> None:
     """Give an optimizer's groups what a checkpoint has of them: all keys, or the hyperparameters of its newest step."""
     saved = own_state.from_plain(info.extra.get(_GROUPS))
+    if saved is not None and not (isinstance(saved, list) and all(isinstance(values, dict) for values in saved)):
+        raise CheckpointCorrupt(f"the parameter groups in {info.uri} are damaged: they are no list of objects")
     if saved is None:
         known = info.optimizer == type(optimizer).__name__.lower() or info.optimizer == getattr(optimizer, "rule", "")
         saved = [as_in_torch(hyper) for hyper in info.hyper] if known else []

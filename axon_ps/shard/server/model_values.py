@@ -7,6 +7,7 @@ uploads. Decides nothing: `shard.core.parameters` does. One event loop; files ar
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -67,7 +68,7 @@ class ModelValues:
         self._server.start(self._make_room(order) if uploaded else self._load(order))
 
     async def _load(self, order: RestoreOrder) -> None:
-        """Replace the values by those of a checkpoint."""
+        """Replace the values by those of a checkpoint. They are withdrawn when all of it has been read and checked."""
         engine, reports = self._engine, self._server.reports
         assert reports is not None
         await self._idle.wait()
@@ -76,9 +77,10 @@ class ModelValues:
                 prepare = partial(
                     snapshot.prepare, engine, order.uri, order.version, order.section, work, sha256=order.sha256
                 )
-                restore = await self._server.in_files_thread(prepare)
-                engine.parameters.withdraw()
-                await self._server.in_files_thread(lambda: snapshot.load(engine, restore, work))
+                with contextlib.closing(await self._server.in_files_thread(prepare)) as restore:
+                    restore.check_slices(engine)
+                    engine.parameters.withdraw()
+                    await self._server.in_files_thread(lambda: snapshot.load(engine, restore, work))
         except AxonError as error:
             _logger.error("restoring version %d from %s failed: %s", order.version, order.uri, error)
             engine.parameters.cancel_restore()

@@ -1,19 +1,17 @@
 """The slices of a shard server in a checkpoint: written from live arrays, read back at any server count.
 
-A server writes one safetensors file, of the slices of which it is the primary. Per slice, which begins at element
-`begin` of its unit, it holds `{unit}.{begin}.param` f32[n], each moment as `{unit}.{begin}.{name}` f32[n], and
-`{unit}.{begin}.updates` i64[parameters of the unit], torch's `step`; for frozen units the first alone. Which file has a
-slice is in the manifest.
+A server writes one safetensors file, of the slices of which it is the primary; `storage.contents` says what is in it.
+Which file has a slice is in the manifest.
 
 Reading goes by parameter name (`sharding.plan.moves_into`), so the job that restores may have another number of servers
-and other units. Everything that can be wrong with a checkpoint is found in `prepare`, before `load` overwrites values.
+and other units. Everything that can be wrong with a checkpoint is found in `prepare`, before `load` overwrites values:
+`load` reads from the files that `prepare` has opened and checked, so all that can still fail is their storage.
 """
 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,27 +21,16 @@ from axon_ps.host.priority import UNTHROTTLED, Throttle
 from axon_ps.observe.moments import Moment, reached
 from axon_ps.observe.work import Work
 from axon_ps.optim import registry
-from axon_ps.shard.core.digests import PARAM
 from axon_ps.shard.core.engine import ShardEngine
 from axon_ps.shard.core.slices import OwnedSlice
 from axon_ps.shard.server.apply import Pin, VersionPins
-from axon_ps.sharding.layout import Layout, Parameter
+from axon_ps.sharding.layout import Layout
 from axon_ps.sharding.plan import Move, Slice, moves_into
-from axon_ps.storage.checkpoint import (
-    FileEntry,
-    SafetensorsReader,
-    SafetensorsWriter,
-    TensorSpec,
-    check_file,
-    create_file,
-    open_file,
-)
+from axon_ps.storage.checkpoint import FileEntry, SafetensorsWriter, TensorSpec, create_file
+from axon_ps.storage.contents import PARAM, UPDATES, OpenSlices, open_slices, tensor_name
 from axon_ps.storage.files import open_store
 from axon_ps.storage.manifest import Manifest, file_prefix, read_manifest
 from axon_ps.types import DType, OptimizerSpec
-
-UPDATES = "updates"
-
 
 # ---------------------------------------------------------------------- writing
 
@@ -100,11 +87,6 @@ def write(
     return writer.entry(name)
 
 
-def tensor_name(unit: int, begin: int, name: str = PARAM) -> str:
-    """What a tensor of the slice that begins at an element of a unit is called in a file."""
-    return f"{unit}.{begin}.{name}"
-
-
 def _tensors(owned: OwnedSlice, states: list[str]) -> Iterator[TensorSpec]:
     unit, begin = owned.chunks.unit, owned.chunks.begin
     for name in (PARAM, *states):
@@ -129,28 +111,50 @@ def _write_slice(writer: SafetensorsWriter, owned: OwnedSlice, states: list[str]
 
 @dataclass(frozen=True, kw_only=True)
 class Restore:
-    """A checkpoint that fits: what `load` does.
+    """A checkpoint that fits and is whole: what `load` does. `close` it.
 
     Attributes:
-        manifest: of the checkpoint.
+        source: the slices of the checkpoint that are needed, open.
         moves: by the number of a slice, where its values come from.
-        files: the files of the checkpoint that are needed, by their place in the manifest.
+        updates: by the number of a slice of a trainable unit, per parameter of the unit its update count; 0 for those
+            that lie outside the slice.
+        initial: the moments of the checkpoint's optimizer, and the value of each where there is none yet.
     """
 
-    manifest: Manifest
+    source: OpenSlices
     moves: Mapping[int, tuple[Move, ...]]
-    files: tuple[int, ...]
+    updates: Mapping[int, Sequence[int]]
+    initial: Mapping[str, float]
+
+    @property
+    def manifest(self) -> Manifest:
+        """The section of the model."""
+        return self.source.manifest
 
     @property
     def optimizer(self) -> OptimizerSpec | None:
         """The optimizer whose moments the checkpoint has; None when it has none."""
         return self.manifest.optimizer
 
+    def close(self) -> None:
+        """Read no more. Harmless when repeated."""
+        self.source.close()
+
+    def check_slices(self, engine: ShardEngine) -> None:
+        """Refuse slices that came after the checkpoint was prepared, unless they are copied from their primary.
+
+        Raises:
+            Busy: there is one.
+        """
+        for number, owned in engine.slices.copy().items():
+            if number not in self.moves and not owned.copying:
+                raise Busy(f"slice {number} came while {self.manifest.uri} was being read; restore it again")
+
 
 def prepare(
     engine: ShardEngine, uri: str, version: int, section: str = "", work: Work | None = None, *, sha256: str = ""
 ) -> Restore:
-    """Check that a checkpoint is complete and fits the layout; changes nothing.
+    """Read what a server needs of a checkpoint, and check that it is whole and fits the layout; changes nothing.
 
     Args:
         engine: whose slices.
@@ -162,9 +166,11 @@ def prepare(
 
     Raises:
         Misuse: no layout is registered yet.
-        InvalidRequest: it lacks the model or a parameter of it, or has it in another shape.
+        InvalidRequest: it lacks the model or a parameter of it, has it in another shape, or has an optimizer that is
+            not known here.
         CheckpointNotFound: there is no complete checkpoint.
-        CheckpointCorrupt: a file that we need is missing, truncated or altered, or it is of another version.
+        CheckpointCorrupt: a file that we need is missing, truncated, altered or not what the manifest says, or it is
+            of another version.
         CheckpointError: a file could not be read.
     """
     if engine.spec is None:
@@ -177,26 +183,24 @@ def prepare(
         raise CheckpointCorrupt(
             f"the checkpoint at {uri} is of version {manifest.version}; version {version} was ordered"
         )
-    layout = engine.spec.layout
+    layout, slices = engine.spec.layout, engine.slices.copy()  # this is a thread; the placement may change meanwhile
     moves = {
         number: moves_into(
             Slice(unit=s.chunks.unit, server=0, begin=s.chunks.begin, end=s.chunks.end), layout, manifest.layout
         )
-        for number, s in engine.slices.copy().items()  # this is a thread, and the placement may change meanwhile
+        for number, s in slices.items()
     }
-    slices = manifest.plan.slices
-    files = {
-        manifest.file_of(s)
-        for m in moves.values()
-        for move in m
-        for s, _, _ in _overlaps(move, slices[move.source_unit])
-    }
+    old = manifest.plan.slices
+    needed = {s: None for m in moves.values() for move in m for s, _, _ in _overlaps(move, old[move.source_unit])}
+    initial = registry.initial_states(manifest.optimizer)
     if work is not None:
-        numel = sum(owned.chunks.numel for owned in engine.slices.values())
-        work.total_bytes += sum(manifest.files[f].bytes for f in files) + 4 * numel
-    for file in sorted(files):
-        check_file(open_store(manifest.uri), manifest.files[file], work=work)
-    return Restore(manifest=manifest, moves=moves, files=tuple(sorted(files)))
+        files = {manifest.file_of(s) for s in needed}
+        work.total_bytes += sum(manifest.files[f].bytes for f in files)
+        work.total_bytes += 4 * sum(owned.chunks.numel for owned in slices.values())
+    source = open_slices(manifest, tuple(needed), work=work)
+    home = _home(manifest.layout)
+    updates = {number: _updates(s, layout, source, home) for number, s in slices.items() if s.trainable}
+    return Restore(source=source, moves=moves, updates=updates, initial=initial)
 
 
 def load(engine: ShardEngine, restore: Restore, work: Work | None = None) -> None:
@@ -206,94 +210,63 @@ def load(engine: ShardEngine, restore: Restore, work: Work | None = None) -> Non
         CheckpointError: a file could not be read after all; the slices hold anything.
         Busy: a slice came after the checkpoint was prepared; the slices hold anything.
     """
-    assert engine.spec is not None
-    store = open_store(restore.manifest.uri)
-    with ExitStack() as files:
-        names = {file: restore.manifest.files[file].name for file in restore.files}
-        readers = {file: files.enter_context(open_file(store, name)) for file, name in names.items()}
-        loader = _Loader(readers, restore.manifest, engine.spec.layout)
-        for number, owned in engine.slices.copy().items():
-            if number not in restore.moves:
-                if owned.copying:  # its primary has the values
-                    continue
-                raise Busy(f"slice {number} came while {restore.manifest.uri} was being read; restore it again")
-            loader.fill(owned, restore.moves[number])
+    restore.check_slices(engine)
+    for number, owned in engine.slices.copy().items():
+        if number in restore.moves:
+            _fill(owned, restore, number)
             reached(Moment.RESTORE, restore.manifest.version)
             owned.publish(restore.manifest.version)
             if work is not None:
                 work.advance(4 * owned.chunks.numel)
+    restore.check_slices(engine)
 
 
-class _Loader:
-    """Fills slices from the files of a checkpoint.
-
-    Args:
-        readers: by their place in the manifest, its files.
-        manifest: of the checkpoint.
-        layout: of the job that restores.
-    """
-
-    def __init__(self, readers: Mapping[int, SafetensorsReader], manifest: Manifest, layout: Layout) -> None:
-        self._readers = readers
-        self._layout = layout
-        self._manifest = manifest
-        self._old = manifest.layout
-        self._old_slices = manifest.plan.slices
-        self._home: dict[str, tuple[int, int, Parameter]] = {}
-        for u, unit in enumerate(manifest.layout.units):
-            for i, p in enumerate(unit.parameters):
-                for name in (p.name, *p.aliases):
-                    self._home[name] = u, i, p
-        self._initial = _initial_states(manifest)
-
-    def fill(self, owned: OwnedSlice, moves: tuple[Move, ...]) -> None:
-        """Parameters, moments and update counts of one slice."""
-        if owned.trainable:
-            present, owned.master.state = owned.master.state, {}
-            for name, value in self._initial.items():
-                array = present.pop(name, None)
-                owned.master.state[name] = np.empty(owned.chunks.numel, np.float32) if array is None else array
-                owned.master.state[name].fill(value)
-            owned.master.set_updates(self._updates(owned))
-        for move in moves:
-            for old, begin, end in _overlaps(move, self._old_slices[move.source_unit]):
-                self._copy(owned, move, old, begin, end)
-
-    def _copy(self, owned: OwnedSlice, move: Move, old: Slice, begin: int, end: int) -> None:
-        """Copy elements [begin, end) of the old unit, which lie in its slice `old`."""
-        reader = self._readers[self._manifest.file_of(old)]
-        first = move.begin + begin - move.source_begin - owned.chunks.begin
-        target = slice(first, first + end - begin)
-        reader.read_into(tensor_name(old.unit, old.begin), begin - old.begin, owned.master.values[target])
-        if owned.trainable and self._old.units[old.unit].trainable:
-            for name, array in owned.master.state.items():
-                if (tensor := tensor_name(old.unit, old.begin, name)) in reader.tensors:
-                    reader.read_into(tensor, begin - old.begin, array[target])
-
-    def _updates(self, owned: OwnedSlice) -> list[int]:
-        """Per parameter of the slice's unit, its update count; 0 for those that lie outside the slice."""
-        updates: list[int] = []
-        for p in self._layout.units[owned.chunks.unit].parameters:
-            u, index, q = self._home[p.name]
-            begin = max(p.offset, owned.chunks.begin)
-            if begin >= min(p.end, owned.chunks.end) or not self._old.units[u].trainable:
-                updates.append(0)
-                continue
-            element = q.offset + begin - p.offset
-            old = next(s for s in self._old_slices[u] if s.begin <= element < s.end)
-            count = np.zeros(1, np.int64)
-            self._readers[self._manifest.file_of(old)].read_into(tensor_name(u, old.begin, UPDATES), index, count)
-            updates.append(int(count[0]))
-        return updates
+def _fill(owned: OwnedSlice, restore: Restore, number: int) -> None:
+    """Parameters, moments and update counts of one slice."""
+    if owned.trainable:
+        present, owned.master.state = owned.master.state, {}
+        for name, value in restore.initial.items():
+            array = present.pop(name, None)
+            owned.master.state[name] = np.empty(owned.chunks.numel, np.float32) if array is None else array
+            owned.master.state[name].fill(value)
+        owned.master.set_updates(restore.updates[number])
+    manifest = restore.manifest
+    for move in restore.moves[number]:
+        for old, begin, end in _overlaps(move, manifest.plan.slices[move.source_unit]):
+            first = move.begin + begin - move.source_begin - owned.chunks.begin
+            target = slice(first, first + end - begin)
+            restore.source.read_into(old, begin, owned.master.values[target])
+            if owned.trainable and manifest.layout.units[old.unit].trainable:
+                for name, array in owned.master.state.items():
+                    restore.source.read_into(old, begin, array[target], name)
 
 
-def _initial_states(manifest: Manifest) -> dict[str, float]:
-    """The moments of the checkpoint's optimizer, and the value of each where there is none yet."""
-    if manifest.optimizer is None:
-        return {}
-    kernels = registry.create(manifest.optimizer.name)
-    groups = tuple(kernels.validate(g) for g in (*manifest.optimizer.groups, *manifest.optimizer.moments))
-    return {name: kernels.initial_state(name, groups) for name in kernels.state_names(groups)}
+def _home(layout: Layout) -> dict[str, tuple[int, int]]:
+    """By the name of a parameter, its unit and its place in it."""
+    return {
+        name: (u, index)
+        for u, unit in enumerate(layout.units)
+        for index, p in enumerate(unit.parameters)
+        for name in (p.name, *p.aliases)
+    }
+
+
+def _updates(
+    owned: OwnedSlice, layout: Layout, source: OpenSlices, home: Mapping[str, tuple[int, int]]
+) -> tuple[int, ...]:
+    """Per parameter of a slice's unit, its update count; 0 for those that lie outside the slice."""
+    updates: list[int] = []
+    for p in layout.units[owned.chunks.unit].parameters:
+        begin = max(p.offset, owned.chunks.begin)
+        inside = begin < min(p.end, owned.chunks.end)
+        u, index = home[p.name] if inside else (-1, -1)
+        if not inside or not source.manifest.layout.units[u].trainable:
+            updates.append(0)
+            continue
+        element = source.manifest.layout.units[u].parameters[index].offset + begin - p.offset
+        old = next(s for s in source.manifest.plan.slices[u] if s.begin <= element < s.end)
+        updates.append(source.updates(old)[index])
+    return tuple(updates)
 
 
 def _overlaps(move: Move, slices: tuple[Slice, ...]) -> Iterator[tuple[Slice, int, int]]:

@@ -53,7 +53,7 @@ def complaint(arguments: Sequence[str], capsys: pytest.CaptureFixture[str]) -> s
 def example_manifest(version: int) -> Manifest:
     """Of a checkpoint of one small unit."""
     layout = Layout(units=(build_unit("block", [("weight", (8,), DType.F32)]),))
-    files = (FileEntry(name="shard-0", sha256="0", bytes=32),)
+    files = (FileEntry(name="shard-0", sha256="0" * 64, bytes=32),)
     return Manifest(
         job="default", version=version, layout=layout, optimizer=None, num_servers=1, options=PlanOptions(), files=files
     )
@@ -194,6 +194,26 @@ def test_resuming_from_what_there_may_be_says_what_it_is(
     (tmp_path / "made-later" / "step-7" / "manifest.json").write_text("{")
     assert main(["run", *arguments]) == 1
     assert "none of the 1 checkpoints in" in capsys.readouterr().err
+
+
+def test_a_damaged_checkpoint_is_a_line_that_names_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    damaged = tmp_path / "v7\x1b[31m"
+    damaged.mkdir()
+    (damaged / "manifest.json").write_bytes(b"[" * 100_000)
+    (tmp_path / "v8").mkdir()
+    (tmp_path / "v8" / "manifest.json").write_text('{"format_version": 4, "num_servers": 4294967295}')
+    for uri, words in (
+        (damaged, "v7\\x1b[31m/manifest.json is damaged: it has more than 400 lists"),
+        (tmp_path / "v8", "v8/manifest.json is damaged: units are cut over 4294967295 servers"),
+    ):
+        for command in (["ls"], ["verify", "--no-progress"], ["export", "--no-progress"]):
+            assert main(["checkpoint", *command, str(uri)]) == (2 if command == ["ls"] else 1)
+            out, err = capsys.readouterr()
+            assert out == ""
+            assert "Traceback" not in err
+            line = err.splitlines()[-1]
+            assert words in line
+            assert line.isprintable()
 
 
 def test_a_second_node_leaves_resuming_to_the_first(

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 import pytest
 
@@ -14,7 +17,7 @@ from axon_ps.sharding.job import JobSpec
 from axon_ps.sharding.layout import Layout, build_unit
 from axon_ps.storage.checkpoint import FileEntry
 from axon_ps.storage.manifest import Manifest, write_manifest
-from axon_ps.types import DType
+from axon_ps.types import DType, OptimizerSpec
 
 
 def spec_of(name: str) -> JobSpec:
@@ -24,7 +27,8 @@ def spec_of(name: str) -> JobSpec:
 SPECS = {"policy": spec_of("a"), "critic": spec_of("b")}
 
 
-def checkpoint(path: Path, **versions: int) -> str:
+def checkpoint(path: Path, changes: Mapping[str, Any] = MappingProxyType({}), **versions: int) -> str:
+    """A checkpoint of models, with changes of what each has."""
     sections = [
         Manifest(
             job="j",
@@ -34,11 +38,12 @@ def checkpoint(path: Path, **versions: int) -> str:
             optimizer=None,
             num_servers=1,
             options=SPECS[name].options,
-            files=(FileEntry(name=f"of-{name}", sha256="0" * 64, bytes=1),),
+            files=(FileEntry(name=f"shard-{name}", sha256="0" * 64, bytes=1),),
             committed={"used": f"{version}"},
         )
         for name, version in versions.items()
     ]
+    sections = [dataclasses.replace(section, **changes) for section in sections]
     write_manifest(str(path), dataclasses.replace(sections[0], others=tuple(sections[1:])))
     return str(path)
 
@@ -82,3 +87,32 @@ def test_a_job_that_resumes_takes_each_model_that_there_is(tmp_path: Path, caplo
     assert first.version == 3
     assert manifests.begin(uri, SPECS, "critic") is None
     assert "has no model 'critic' (it has 'policy')" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"committed": {"a": f'"{"x" * 5000}"'}}, "at most 4096"),
+        ({"optimizer": OptimizerSpec(name="none", groups=({},), group_of=(0,))}, "optimizer 'none'"),
+        (
+            {"optimizer": OptimizerSpec(name="sgd", groups=({"beta1": 1.0},), group_of=(0,))},
+            "no hyperparameter 'beta1'",
+        ),
+        ({"optimizer": OptimizerSpec(name="sgd", groups=({"lr": -1.0},), group_of=(0,))}, "lr"),
+        ({"optimizer": OptimizerSpec(name="sgd", groups=({},), group_of=(0,), moments=({"lr": 1e99},))}, "lr"),
+    ],
+)
+def test_what_the_job_cannot_take_is_refused_before_servers_are_told(
+    tmp_path: Path, changes: Mapping[str, Any], words: str
+) -> None:
+    uri = checkpoint(tmp_path, changes, policy=3)
+    with pytest.raises(InvalidRequest, match=words):
+        manifests.find(uri, {"policy": SPECS["policy"]})
+
+
+def test_what_is_saved_with_a_checkpoint_can_be_read_again() -> None:
+    assert manifests.check_extra("") == {}
+    assert manifests.check_extra('{"loss": Infinity}') == {"loss": float("inf")}
+    for extra_json, words in (("[" * 100_000, "has more than 400 lists"), ("[1]", "JSON list"), ("{", "is not JSON")):
+        with pytest.raises(InvalidRequest, match=words):
+            manifests.check_extra(extra_json)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
+import pytest
+
 from axon_ps.coordinator.core.checkpoints.schedule import CheckpointPolicy
-from axon_ps.coordinator.server import retention
-from axon_ps.errors import AxonError
+from axon_ps.coordinator.core.config import CoordinatorConfig
+from axon_ps.coordinator.server import retention, server
+from axon_ps.errors import AxonError, CheckpointError
 from axon_ps.sharding.layout import Layout, build_unit
 from axon_ps.sharding.plan import PlanOptions
 from axon_ps.storage.manifest import FileEntry, Manifest, write_manifest
@@ -71,3 +75,30 @@ def test_a_manifest_that_cannot_be_read_is_named(tmp_path: Path) -> None:
 def test_an_empty_directory_has_none(tmp_path: Path) -> None:
     assert retention.newest(str(tmp_path / "nothing")) is None
     retention.remove_old(CheckpointPolicy(directory=str(tmp_path / "nothing")))
+
+
+def test_a_directory_that_cannot_be_cleared_holds_up_no_other(tmp_path: Path) -> None:
+    for number in (10, 20):
+        (tmp_path / f"step-{number:010d}").mkdir()
+        (tmp_path / f"step-{number:010d}" / "shard-0").write_bytes(b"half")
+    (tmp_path / "step-0000000010" / ".x.partial").mkdir()  # no file, so it cannot be unlinked
+    with pytest.raises(CheckpointError, match="step-0000000010"):
+        retention.remove_old(CheckpointPolicy(directory=str(tmp_path)))
+    assert not (tmp_path / "step-0000000020").exists()
+
+
+def test_a_job_begins_beside_hostile_directories(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """As a coordinator does at its start."""
+    put(tmp_path, "good", 3, 0)
+    put(tmp_path, "cut-over-too-many", 9, 9)
+    manifest = tmp_path / "cut-over-too-many" / "manifest.json"
+    value = json.loads(manifest.read_text())
+    manifest.write_text(json.dumps(value | {"num_servers": 4294967295, "sha256": ""}))
+    (tmp_path / "nested").mkdir()
+    (tmp_path / "nested" / "manifest.json").write_bytes(b"[" * 100_000)
+    policy = CheckpointPolicy(directory=str(tmp_path), every_steps=1)
+    assert server._resume(CoordinatorConfig(checkpoints=policy)) == str(tmp_path / "good")
+    passed_over = [record.getMessage() for record in caplog.records if "passed over" in record.getMessage()]
+    assert len(passed_over) == 2
+    assert f"{manifest} is damaged: units are cut over 4294967295 servers" in passed_over[0]
+    assert f"{tmp_path}/nested/manifest.json is damaged: it has more than 400 lists" in passed_over[1]

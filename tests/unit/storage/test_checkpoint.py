@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from axon_ps.errors import CheckpointCorrupt, InternalError, InvalidRequest
 from axon_ps.storage import checkpoint, writer_thread
-from axon_ps.storage.checkpoint import FileEntry, TensorSpec, check_file, create_file, open_file
+from axon_ps.storage.checkpoint import FileEntry, SafetensorsReader, TensorSpec, check_size, create_file, open_checked
 from axon_ps.storage.files import FileStore, LocalFileStore, open_store
 from axon_ps.types import NUMBERS, Array, DType
 
@@ -42,8 +42,16 @@ def write(store: FileStore, name: str, values: dict[str, Array], metadata: dict[
     return writer.entry(name)
 
 
+def opened(store: FileStore, name: str) -> contextlib.AbstractContextManager[SafetensorsReader]:
+    """A file whose manifest has the right size and hash of it, whatever is in it."""
+    with store.open(name) as source:
+        content = source.read(0, source.size)
+    entry = FileEntry(name=name, sha256=hashlib.sha256(content).hexdigest(), bytes=len(content))
+    return open_checked(store, entry)
+
+
 def read(store: FileStore, name: str) -> dict[str, Array]:
-    with open_file(store, name) as reader:
+    with opened(store, name) as reader:
         out: dict[str, Array] = {}
         for tensor, spec in reader.tensors.items():
             out[tensor] = np.empty(spec.shape, spec.dtype.numpy)
@@ -73,7 +81,7 @@ def test_the_library_reads_what_we_write(tmp_path: Path) -> None:
 def test_we_read_what_the_library_writes(tmp_path: Path) -> None:
     safetensors.numpy.save_file(VALUES, tmp_path / "f.safetensors", {"who": "them"})
     assert_equal(read(LocalFileStore(tmp_path), "f.safetensors"), VALUES)
-    with open_file(LocalFileStore(tmp_path), "f.safetensors") as reader:
+    with opened(LocalFileStore(tmp_path), "f.safetensors") as reader:
         assert reader.metadata == {"who": "them"}
 
 
@@ -152,7 +160,7 @@ def test_a_truncated_file_is_named(tmp_path: Path) -> None:
     path = tmp_path / "f"
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(CheckpointCorrupt, match=f"f has {entry.bytes - 1} bytes; the manifest says {entry.bytes}"):
-        check_file(store, entry)
+        check_size(store, entry)
     with pytest.raises(CheckpointCorrupt, match="is said to lie at"):
         read(store, "f")
 
@@ -160,19 +168,24 @@ def test_a_truncated_file_is_named(tmp_path: Path) -> None:
 def test_an_altered_file_is_named(tmp_path: Path) -> None:
     store = LocalFileStore(tmp_path)
     entry = write(store, "f", VALUES)
-    check_file(store, entry)
+    with open_checked(store, entry):
+        pass
     content = bytearray((tmp_path / "f").read_bytes())
     content[-5] ^= 1
     (tmp_path / "f").write_bytes(content)
-    with pytest.raises(CheckpointCorrupt, match=f"f has SHA-256 .*; the manifest says {entry.sha256}"):
-        check_file(store, entry)
+    with (
+        pytest.raises(CheckpointCorrupt, match=f"f has SHA-256 .*; the manifest says {entry.sha256}"),
+        open_checked(store, entry),
+    ):
+        pass
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     store = LocalFileStore(tmp_path)
+    entry = FileEntry(name="f", sha256="", bytes=1)
     with pytest.raises(CheckpointCorrupt, match="lacks the file f"):
-        check_file(store, FileEntry(name="f", sha256="", bytes=1))
-    with pytest.raises(CheckpointCorrupt, match="lacks the file f"), open_file(store, "f"):
+        check_size(store, entry)
+    with pytest.raises(CheckpointCorrupt, match="lacks the file f"), open_checked(store, entry):
         pass
 
 
@@ -204,11 +217,22 @@ GOOD = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
         header({"a": {**GOOD, "data_offsets": [0]}}) + bytes(8),
         header({"a": {"dtype": "F32", "shape": [2]}}) + bytes(8),
         header({"__metadata__": 3, "a": GOOD}) + bytes(8),
+        header({"a": GOOD, "b": GOOD}) + bytes(8),
+        header({"a": GOOD, "b": {**GOOD, "data_offsets": [4, 12]}}) + bytes(12),
+        header({"a": {**GOOD, "data_offsets": [8, 16]}}) + bytes(16),
+        header({"a": GOOD}) + bytes(9),
+        header({"a": {**GOOD, "shape": [1] * 65 + [2]}}) + bytes(8),
+        header({"a": {"dtype": "F32", "shape": [0, 2**62], "data_offsets": [0, 0]}}),
+        header({"a" * 1025: GOOD}) + bytes(8),
+        header(b'{"a":' + json.dumps(GOOD).encode() + b',"a":' + json.dumps(GOOD).encode() + b"}") + bytes(8),
+        header(b"[" * 100_000),
+        header(b'{"a":' * 100_000),
+        header(b"{}," * 800_000),
     ],
 )
 def test_what_is_no_safetensors_file_is_refused(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "f").write_bytes(content)
-    with pytest.raises(CheckpointCorrupt, match="f"), open_file(LocalFileStore(tmp_path), "f"):
+    with pytest.raises(CheckpointCorrupt, match="f"), opened(LocalFileStore(tmp_path), "f"):
         pass
 
 
@@ -230,7 +254,7 @@ def test_any_damage_to_the_header_is_our_error_or_none(data: st.DataObject) -> N
 def test_what_is_not_there_is_not_read(tmp_path: Path) -> None:
     store = LocalFileStore(tmp_path)
     write(store, "f", VALUES)
-    with open_file(store, "f") as reader:
+    with opened(store, "f") as reader:
         with pytest.raises(CheckpointCorrupt, match="no tensor 'x'"):
             reader.read_into("x", 0, np.empty(1, np.float32))
         with pytest.raises(CheckpointCorrupt, match="needed are those from 999 to 1001"):

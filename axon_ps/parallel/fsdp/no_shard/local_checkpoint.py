@@ -7,6 +7,7 @@ other way round. It works as a shard server that owns everything: `shard.core.en
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -21,7 +22,8 @@ from axon_ps.shard.server import snapshot
 from axon_ps.shard.server.apply import Pin, VersionPins
 from axon_ps.sharding.job import JobSpec
 from axon_ps.storage.checkpoint import FileEntry
-from axon_ps.storage.manifest import Manifest, read_attached, read_manifest, write_attached, write_manifest
+from axon_ps.storage.contents import read_attached
+from axon_ps.storage.manifest import Manifest, read_manifest, write_attached, write_manifest
 from axon_ps.types import BUFFERS, Hyper, OptimizerSpec
 from axon_ps.worker.checkpoints import CheckpointInfo
 
@@ -78,7 +80,7 @@ class Moments:
             return {}
         arrays = {
             name: torch.full((flat.unit.numel,), value, dtype=torch.float32, device="cpu")
-            for name, value in _initial_states(self.spec).items()
+            for name, value in registry.initial_states(self.spec).items()
         }
         for spec, param in zip(flat.unit.parameters, flat.params, strict=True):
             for name, array in arrays.items():
@@ -198,10 +200,12 @@ def load(
     engine = ShardEngine()
     engine.configure(spec, 0, 1)
     section = read_manifest(uri).section(name)
-    restore = snapshot.prepare(engine, section.uri, section.version, section.name)
-    snapshot.load(engine, restore)
+    with contextlib.closing(snapshot.prepare(engine, section.uri, section.version, section.name)) as restore:
+        snapshot.load(engine, restore)
     if buffers is not None:
-        buffers.load(read_attached(section).get(f"{BUFFERS}{section.name}"), f"the checkpoint at {section.uri}")
+        key = f"{BUFFERS}{section.name}"
+        content = read_attached(section, key) if key in section.attached else None
+        buffers.load(content, f"the checkpoint at {section.uri}")
     saved = restore.optimizer
     ours = moments.spec is not None and saved is not None and moments.spec.name == saved.name
     for flat in flats:
@@ -224,12 +228,6 @@ def _info(manifest: Manifest) -> CheckpointInfo:
         hyper=() if manifest.optimizer is None else manifest.optimizer.groups,
         states=manifest.states,
     )
-
-
-def _initial_states(spec: OptimizerSpec) -> dict[str, float]:
-    kernels = registry.create(spec.name)
-    groups = tuple(kernels.validate(g) for g in spec.groups)
-    return {name: kernels.initial_state(name, groups) for name in kernels.state_names(groups)}
 
 
 def _updates(state: Mapping[str, Any]) -> int:

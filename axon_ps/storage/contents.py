@@ -1,0 +1,250 @@
+"""The files that a manifest names: what is in them, and the only way in which values come out of them.
+
+A shard server writes one safetensors file of each model, of the slices of which it is the primary. Per slice, which
+begins at element `begin` of its unit, it holds `{unit}.{begin}.param` f32[n], each moment as `{unit}.{begin}.{name}`
+f32[n], and `{unit}.{begin}.updates` i64[parameters of the unit], torch's `step`; for frozen units the first alone. A
+model's buffers, which are attached, and a worker's own state are safetensors files, too.
+
+Note: [Checked, then read]
+    A file is compared with size and hash of the manifest, then with what the manifest says of its content: every slice
+    is there, each tensor as long as its slice, and every count in its range. Only then is there an object to read
+    values from, and all that can go wrong with it is its storage. So whoever overwrites something with a checkpoint
+    opens it first, and finds here whatever is wrong with it. `verify` opens all of it, and keeps nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import ExitStack
+from typing import Any, Final
+
+import numpy as np
+from safetensors import SafetensorError, deserialize
+
+from axon_ps.errors import CheckpointCorrupt, InvalidRequest
+from axon_ps.host.priority import UNTHROTTLED, Throttle
+from axon_ps.observe.work import Work
+from axon_ps.sharding.plan import Slice
+from axon_ps.storage.checkpoint import FileEntry, SafetensorsReader, open_checked, sized
+from axon_ps.storage.files import open_store
+from axon_ps.storage.manifest import MAX_STATE_BYTES, MAX_VERSION, Manifest, read_manifest
+from axon_ps.texts import value_of_json
+from axon_ps.types import BUFFERS, Array, DType
+
+PARAM: Final = "param"
+UPDATES: Final = "updates"
+
+TREE: Final = "tree"
+"""The tensor of a worker's own state that has its JSON: u8[bytes]."""
+
+
+def tensor_name(unit: int, begin: int, name: str = PARAM) -> str:
+    """The name in a file of a tensor of the slice that begins at an element of a unit."""
+    return f"{unit}.{begin}.{name}"
+
+
+# ---------------------------------------------------------------------- slices
+
+
+class OpenSlices:
+    """Slices of a model in open files; see Note: [Checked, then read]. Made by `open_slices`; `close` it.
+
+    Attributes:
+        manifest: the section of the model.
+    """
+
+    def __init__(self, manifest: Manifest) -> None:
+        self.manifest = manifest
+        self._files = ExitStack()
+        self._readers: dict[int, SafetensorsReader] = {}
+        self._updates: dict[Slice, tuple[int, ...]] = {}
+
+    def __enter__(self) -> OpenSlices:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Read no more. Harmless when repeated."""
+        self._files.close()
+
+    def updates(self, s: Slice) -> tuple[int, ...]:
+        """Per parameter of a slice's unit, which is trainable, how many updates it has had."""
+        return self._updates[s]
+
+    def read_into(self, s: Slice, begin: int, out: Array, name: str = PARAM) -> bool:
+        """Fill `out`, f32[m], with the parameters or a moment of a slice, from an element of its unit on.
+
+        Returns:
+            False if the slice has no such moment.
+
+        Raises:
+            CheckpointError: it could not be read.
+        """
+        reader, tensor = self._readers[self.manifest.file_of(s)], tensor_name(s.unit, s.begin, name)
+        if tensor not in reader.tensors:
+            return False
+        reader.read_into(tensor, begin - s.begin, out)
+        return True
+
+    def open(self, file: int, slices: Collection[Slice], throttle: Throttle, work: Work | None) -> None:
+        """Open one of the manifest's files, and check these slices in it.
+
+        Raises: as of `open_slices`.
+        """
+        store, entry = open_store(self.manifest.uri), self.manifest.files[file]
+        reader = self._readers[file] = self._files.enter_context(open_checked(store, entry, throttle, work))
+        names: defaultdict[str, list[str]] = defaultdict(list)  # by the beginning of their names, the tensors
+        for tensor in reader.tensors:
+            names[tensor.rpartition(".")[0]].append(tensor)
+        for s in slices:
+            unit = self.manifest.layout.units[s.unit]
+            count = len(unit.parameters) if unit.trainable else None
+            of_slice = names[f"{s.unit}.{s.begin}"]
+            if count is not None:
+                of_slice.append(tensor_name(s.unit, s.begin, UPDATES))
+            for tensor in (tensor_name(s.unit, s.begin), *of_slice):
+                _check_tensor(reader, tensor, s.numel, count)
+            if count is not None:
+                self._updates[s] = _updates(reader, tensor_name(s.unit, s.begin, UPDATES), count)
+
+
+def open_slices(
+    manifest: Manifest, slices: Collection[Slice], throttle: Throttle = UNTHROTTLED, work: Work | None = None
+) -> OpenSlices:
+    """Open the files that have slices of the manifest's plan; `work` is advanced by the size of those files.
+
+    Raises:
+        CheckpointCorrupt: a file is missing, truncated, altered, or is not what the manifest says.
+        CheckpointError: one could not be read.
+    """
+    opened = OpenSlices(manifest)
+    try:
+        for file, of_file in by_file(manifest, slices).items():
+            opened.open(file, of_file, throttle, work)
+    except BaseException:
+        opened.close()
+        raise
+    return opened
+
+
+def by_file(manifest: Manifest, slices: Collection[Slice]) -> dict[int, list[Slice]]:
+    """Slices of the manifest's plan by the file that has them, ascending."""
+    found: defaultdict[int, list[Slice]] = defaultdict(list)
+    for s in slices:
+        found[manifest.file_of(s)].append(s)
+    return dict(sorted(found.items()))
+
+
+def _check_tensor(reader: SafetensorsReader, tensor: str, numel: int, parameters: int | None) -> None:
+    """Compare a tensor of a slice with what it must be; `parameters` are those of its unit, None of a frozen one."""
+    spec = reader.tensors.get(tensor)
+    if spec is None:
+        raise CheckpointCorrupt(f"{reader.name} lacks the tensor {tensor!r}, which its manifest says is in it")
+    counts = tensor.endswith(f".{UPDATES}")
+    if counts and parameters is None:
+        return  # nobody reads it
+    dtype, length = (DType.I64, parameters) if counts else (DType.F32, numel)
+    if (spec.dtype, spec.shape) != (dtype, (length,)):
+        raise CheckpointCorrupt(
+            f"tensor {tensor!r} of {reader.name} is {spec.dtype.value}{list(spec.shape)}; by its manifest it must be "
+            f"{dtype.value}[{length}]"
+        )
+
+
+def _updates(reader: SafetensorsReader, tensor: str, count: int) -> tuple[int, ...]:
+    counts = np.zeros(count, np.int64)
+    reader.read_into(tensor, 0, counts)
+    if ((counts < 0) | (counts > MAX_VERSION)).any():
+        wrong = int(counts[(counts < 0) | (counts > MAX_VERSION)][0])
+        raise CheckpointCorrupt(
+            f"tensor {tensor!r} of {reader.name} counts {wrong} updates of a parameter; it must be 0 to {MAX_VERSION}"
+        )
+    return tuple(counts.tolist())
+
+
+# ---------------------------------------------------------------------- what is attached, and workers' own state
+
+
+def read_attached(manifest: Manifest, key: str) -> bytes:
+    """The content attached under a key, which the checkpoint must have. Buffers are checked to be a safetensors file.
+
+    Raises:
+        CheckpointCorrupt: it is missing, truncated, altered or no safetensors file.
+        CheckpointError: it could not be read.
+    """
+    store, entry = open_store(manifest.uri), manifest.attached[key]
+    with sized(store, entry) as source:
+        content = source.read(0, entry.bytes)
+    if hashlib.sha256(content).hexdigest() != entry.sha256:
+        raise CheckpointCorrupt(f"{store.uri}/{entry.name} was altered: it is not what the manifest says")
+    if key.startswith(BUFFERS):
+        try:
+            deserialize(content)  # type: ignore[no-untyped-call]
+        except SafetensorError as error:
+            raise CheckpointCorrupt(f"the buffers in {store.uri}/{entry.name} are damaged: {error!s:.300}") from error
+    return content
+
+
+@contextlib.contextmanager
+def open_state(
+    uri: str, entry: FileEntry, throttle: Throttle = UNTHROTTLED, work: Work | None = None
+) -> Iterator[tuple[SafetensorsReader, Mapping[str, Any]]]:
+    """The file of a worker's own state, and its JSON, an object.
+
+    Raises:
+        CheckpointCorrupt: it is missing, truncated, altered, or has no such JSON.
+        CheckpointError: it could not be read.
+    """
+    with open_checked(open_store(uri), entry, throttle, work) as reader:
+        spec = reader.tensors.get(TREE)
+        if spec is None or spec.dtype is not DType.U8 or spec.nbytes > MAX_STATE_BYTES:
+            raise CheckpointCorrupt(f"{reader.name} is no worker's state: it has no bytes called {TREE!r}")
+        text = np.empty(spec.nbytes, np.uint8)
+        reader.read_into(TREE, 0, text)
+        try:
+            tree = value_of_json(text.tobytes(), "its text", max_bytes=MAX_STATE_BYTES)
+        except InvalidRequest as error:
+            raise CheckpointCorrupt(f"{reader.name} is damaged: {error}") from error
+        if not isinstance(tree, dict):
+            raise CheckpointCorrupt(f"{reader.name} is damaged: its JSON is no object")
+        yield reader, tree
+
+
+# ---------------------------------------------------------------------- all of it
+
+
+def verify(uri: str, throttle: Throttle = UNTHROTTLED, work: Work | None = None) -> Manifest:
+    """Read every file of a checkpoint, throttled or not, and compare it with the manifest.
+
+    Args:
+        uri: the checkpoint, or a directory of checkpoints (the newest complete one is taken).
+        throttle: of the reading.
+        work: gets the bytes to read, and those that were read.
+
+    Raises:
+        CheckpointNotFound: there is no complete checkpoint.
+        CheckpointCorrupt: a file is missing, truncated or altered, or its content is not what the manifest says; the
+            message says which, and what was expected.
+        CheckpointError: a file could not be read.
+    """
+    manifest = read_manifest(uri)
+    if work is not None:
+        work.total_bytes += manifest.bytes
+    for section in manifest.sections:
+        slices = by_file(section, section.plan.numbered)
+        for file in range(len(section.files)):
+            with OpenSlices(section) as opened:
+                opened.open(file, slices.get(file, ()), throttle, work)
+    for key, entry in manifest.attached.items():
+        read_attached(manifest, key)
+        if work is not None:
+            work.advance(entry.bytes)
+    for entry in manifest.states.values():
+        with open_state(manifest.uri, entry, throttle, work):
+            pass
+    return manifest
