@@ -80,7 +80,7 @@ simulate-record: $(INSTALLED) ## the same on every core for an hour, and a recor
 planted: $(INSTALLED) ## bugs planted in the product one at a time, all of which the simulation has to find; PLANTED_ARGS=--help
 	$(BIN)/python tests/simulation/planted.py $(PLANTED_ARGS)
 
-fuzz: $(INSTALLED) ## an hour of hostile messages and connections, a job training beside; FUZZ_ARGS="--seconds 600", --replay FILE
+fuzz: $(INSTALLED) ## an hour of hostile messages, connections and checkpoints, a job training beside; FUZZ_ARGS="--seconds 600", --replay FILE
 	$(BIN)/python tests/fuzz/fuzz_run.py $(FUZZ_ARGS)
 
 programs: $(INSTALLED) ## 2,000 training programs that hypothesis draws, each against plain torch; PROGRAMS_ARGS="--seed 7", --replay FILE

@@ -38,10 +38,16 @@ from findings import Case, Findings  # noqa: E402
 from outside import ATTACK, ELSEWHERE, QUIET, TURNS, Amount, Outside, outside  # noqa: E402
 from priorities import LOWER  # noqa: E402
 
-TARGETS: Final = {"decoders": "decoders", "services": "services", "worker": "worker", "worker, another": "worker"}
+TARGETS: Final = {
+    "decoders": "decoders",
+    "services": "services",
+    "worker": "worker",
+    "worker, another": "worker",
+    "checkpoint directories": "files",
+}
 """The processes, and what each attacks. The worker's half has two: it waits most of the time."""
 
-PROMISED: Final = {"messages": 1_000_000, "connections": 20_000}
+PROMISED: Final = {"messages": 1_000_000, "connections": 20_000, "directories": 10_000}
 MEMORY: Final = 1.10
 SLOWER: Final = 1.5
 TURN_S: Final = 60.0
@@ -165,10 +171,12 @@ def attack_part(seconds: float, seed: int, cases: Path) -> tuple[Row, list[Row],
     found |= {f"services under attack: {what}": findings.texts[what] for what in findings.counts}
     rows = [row_of(name, report) for name, report in reports.items()]
     rows.append({"target": "real services", "messages": made.messages, "ends": dict(made.statuses)})
+    directories = next(row["messages"] for row in rows if TARGETS.get(row["target"]) == "files")
     messages, connections = sum(row["messages"] for row in rows), sum(made.connections.values()) + made.met
     memory, health_s = max(made.growth().values()), max(made.health_s)
     promised = [
         promise("messages grown from the schema", messages, ">= 1000000", reached=messages >= PROMISED["messages"]),
+        promise("checkpoint directories", directories, ">= 10000", reached=directories >= PROMISED["directories"]),
         promise("hostile connections", connections, ">= 20000", reached=connections >= PROMISED["connections"]),
         promise("findings (crashes, hangs, tracebacks)", len(found), "0", reached=not found),
         promise(

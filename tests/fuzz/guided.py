@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, Final, Protocol
 
 sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(1, str(Path(__file__).parents[1] / "unit" / "shard"))
 
 try:
     import atheris
@@ -35,8 +36,10 @@ from entropy import Entropy, GivenEntropy
 from findings import Case, Findings, where
 from priorities import give_way
 
-PREFIXES: Final = ("axon_ps.wire", "axon_ps.coordinator", "axon_ps.shard", "axon_ps.aggregation", "axon_ps.rpc")
-"""What coverage is of: who reads messages, and decides what they mean."""
+PREFIXES: Final = (
+    *("axon_ps.wire", "axon_ps.coordinator", "axon_ps.shard", "axon_ps.aggregation", "axon_ps.rpc", "axon_ps.storage"),
+)
+"""Coverage is of these: they read messages and files, and decide what those mean."""
 
 REPLAYS: Final = 20
 """How often a file is sent, until it is a finding: what several members receive comes in any order."""
@@ -64,6 +67,10 @@ def target(name: str, findings: Findings, directory: str) -> Any:
         from worker_half import WorkerHalf
 
         return WorkerHalf(findings)
+    if name == "files":
+        from checkpoint_files import CheckpointFiles
+
+        return CheckpointFiles(findings, directory)
     from fuzzed_services import Services
 
     return Services(findings, directory)
@@ -164,7 +171,7 @@ def seeded(run: Run, seed: int) -> None:
 def main() -> None:
     """See the module."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("target", choices=("services", "decoders", "worker"))
+    parser.add_argument("target", choices=("services", "decoders", "worker", "files"))
     parser.add_argument("report", type=Path)
     parser.add_argument("--seconds", type=float, default=0.0)
     parser.add_argument("--messages", type=int, default=0)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from axon_ps.storage import checkpoint, contents, manifest
 from axon_ps.wire.v1 import common_pb2, coordinator_pb2, session_pb2, trace_pb2
+from checkpoint_files import CheckpointFiles
 from decoders import Decoders
 from entropy import Entropy, GivenEntropy
 from findings import Case, Findings
@@ -85,6 +89,66 @@ def test_the_workers_own_half(findings: Findings) -> None:
     assert not findings, str(findings)
     assert target.messages > 50
     assert target.ends["result"] > 20
+
+
+def test_checkpoint_directories(findings: Findings, tmp_path: Path) -> None:
+    target = CheckpointFiles(findings, str(tmp_path))
+    try:
+        for number in range(120):
+            target.run(Entropy(f"files-{number}"))
+    finally:
+        target.close()
+    assert not findings, str(findings)
+    assert target.ends["server: restored"] > 10, "changes that do not matter"
+    assert target.ends["check: CheckpointCorrupt"] > 50
+    assert target.ends["manifest: ok"] > 30, "they pass the first comparison"
+
+
+def test_values_that_nobody_checks_are_found(
+    findings: Findings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The faults of before: tensors may overlap, and counts of updates be below zero."""
+
+    def unchecked(reader: checkpoint.SafetensorsReader, tensor: str, count: int) -> tuple[int, ...]:
+        counts = np.zeros(count, np.int64)
+        reader.read_into(tensor, 0, counts)
+        return tuple(counts.tolist())
+
+    monkeypatch.setattr(checkpoint.SafetensorsReader, "_check_order", lambda *_: None)
+    monkeypatch.setattr(contents, "_updates", unchecked)
+    target = CheckpointFiles(findings, str(tmp_path))
+    try:
+        for number in range(500):
+            target.run(Entropy(f"files-{number}"))
+            if any(what.startswith("step: ") for what in findings.counts):
+                return
+    finally:
+        target.close()
+    pytest.fail(str(findings))
+
+
+def test_a_reader_that_is_not_bounded_is_found(
+    findings: Findings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The fault of before: JSON that is nested ends the coordinator's start."""
+    for module in (checkpoint, contents, manifest):
+        monkeypatch.setattr(module, "value_of_json", lambda text, *_, **__: json.loads(text))
+    target = CheckpointFiles(findings, str(tmp_path))
+    try:
+        for number in range(60):
+            target.run(Entropy(f"files-{number}"))
+    finally:
+        target.close()
+    assert any("RecursionError" in what for what in findings.counts), str(findings)
+    (first, *_) = sorted(findings.directory.iterdir())
+    monkeypatch.undo()
+    again = Findings(tmp_path / "again")
+    target = CheckpointFiles(again, str(tmp_path))
+    try:
+        target.replay(Case.read(first))
+    finally:
+        target.close()
+    assert not again, str(again)
 
 
 def test_what_a_worker_was_sent_is_sent_again(findings: Findings, tmp_path: Path) -> None:
