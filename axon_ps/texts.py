@@ -19,7 +19,7 @@ MAX_JSON_BYTES: Final = 16 << 20
 MAX_JSON_DEPTH: Final = 400
 """Lists and objects inside each other: values a hundred deep have three for each level (`collectives.encoding`)."""
 
-MAX_JSON_VALUES: Final = 1 << 21
+MAX_JSON_VALUES: Final = 1 << 20
 """Of a text that is read as JSON; they take at most 300 bytes of memory each."""
 
 _STRING: Final = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"', re.DOTALL)

@@ -233,6 +233,17 @@ def verify(uri: str, throttle: Throttle = UNTHROTTLED, work: Work | None = None)
         CheckpointError: a file could not be read.
     """
     manifest = read_manifest(uri)
+    verify_files(manifest, throttle, work)
+    return manifest
+
+
+def verify_files(manifest: Manifest, throttle: Throttle = UNTHROTTLED, work: Work | None = None) -> None:
+    """As `verify`, of a manifest that was read.
+
+    Raises:
+        CheckpointCorrupt: a file is missing, truncated or altered, or its content is not what the manifest says.
+        CheckpointError: a file could not be read.
+    """
     if work is not None:
         work.total_bytes += manifest.bytes
     for section in manifest.sections:
@@ -247,4 +258,3 @@ def verify(uri: str, throttle: Throttle = UNTHROTTLED, work: Work | None = None)
     for entry in manifest.states.values():
         with open_state(manifest.uri, entry, throttle, work):
             pass
-    return manifest

@@ -64,6 +64,9 @@ MAX_STATE_BYTES = 64 << 20
 MAX_SLICES: Final = 1 << 21
 """Most slices of a model in a checkpoint: 2048 units over 1024 servers."""
 
+MAX_GROUPS: Final = 1 << 16
+"""Most parameter groups of an optimizer, and most groups that it has for their moments alone."""
+
 MAX_VERSION: Final = 1 << 53
 """Newest version of a model in a checkpoint, and most updates of a parameter."""
 
@@ -523,6 +526,9 @@ def _optimizer(model: checkpoint_pb2.Manifest.Model, layout: Layout) -> Optimize
     """
     if not model.HasField("optimizer"):
         return None
+    groups = max(len(model.optimizer.groups), len(model.optimizer.moments))
+    if groups > MAX_GROUPS:
+        raise InvalidRequest(f"the optimizer has {groups} groups; at most {MAX_GROUPS} are read")
     optimizer = codec.optimizer_from_proto(model.optimizer)
     count = sum(len(unit.parameters) for unit in layout.units)
     if len(optimizer.group_of) != count:

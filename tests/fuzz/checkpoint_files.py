@@ -59,7 +59,7 @@ from findings import Case, Findings, where
 from hostile_directories import Directories, Directory, remove
 
 GOOD: Final = "good"
-SLOW_S: Final = 20.0
+SLOW_S: Final = 10.0
 """A read that takes longer is a finding; most take a few ms. It is processor time: others use the machine, too."""
 
 SERVERS: Final = 2

@@ -60,7 +60,11 @@ def find(uri: str, specs: Mapping[str, JobSpec], wanted: Sequence[str] = ()) -> 
     """
     from axon_ps.storage.manifest import read_manifest
 
-    manifest = read_manifest(uri)
+    return _fitted(read_manifest(uri), specs, wanted)
+
+
+def _fitted(manifest: Manifest, specs: Mapping[str, JobSpec], wanted: Sequence[str]) -> Found:
+    """See `find`."""
     attached = _attachments(manifest)
     names = tuple(wanted) or tuple(specs)
     resumes = []
@@ -136,14 +140,15 @@ def find_complete(uri: str, specs: Mapping[str, JobSpec], wanted: Sequence[str] 
         CheckpointCorrupt: it is not a manifest of ours, or a file is missing, truncated or, if it was read, altered.
         InvalidRequest: it was saved from other models.
     """
-    from axon_ps.storage.contents import verify
+    from axon_ps.storage.contents import verify_files
     from axon_ps.storage.manifest import check_sizes, read_manifest
 
-    found = find(uri, specs, wanted)
+    manifest = read_manifest(uri)
+    found = _fitted(manifest, specs, wanted)
     if read:
-        verify(found.info.uri)
+        verify_files(manifest)
     else:
-        check_sizes(read_manifest(found.info.uri))
+        check_sizes(manifest)
     return found
 
 

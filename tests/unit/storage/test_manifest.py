@@ -229,6 +229,8 @@ def test_a_manifest_from_before_has_nothing_attached(tmp_path: Path) -> None:
         (lambda v: v["models"][0].update(file_of=[0, 1]), "damaged"),
         (lambda v: v["models"][0]["optimizer"].update(groups=3), "damaged"),
         (lambda v: v["models"][0]["optimizer"].update(group_of=[0]), "1 parameters are in groups; the layout has 3"),
+        (lambda v: v["models"][0]["optimizer"].update(groups=[{}] * 65537), "has 65537 groups; at most 65536"),
+        (lambda v: v["models"][0]["optimizer"].update(moments=[{}] * 65537), "has 65537 groups; at most 65536"),
         (lambda v: v.update(num_servers=0), "cut over 0 servers"),
         (lambda v: v.update(num_servers=4294967295), "cut over 4294967295 servers; it must be 1 to 65536"),
         (lambda v: v["models"][0].update(version=str(2**64 - 1)), f"the newest that is read is {MAX_VERSION}"),
