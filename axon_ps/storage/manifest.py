@@ -354,13 +354,14 @@ def each_checkpoint(uri: str, damaged: Callable[[str, AxonError], None] = log_da
     for name in ("", *store.directories()):
         where = f"{store.uri}/{name}" if name else store.uri
         try:
-            if not name.isprintable():
-                raise InvalidRequest(f"the name of the directory, {name!a}, is not printable; rename it")
-            yield _read(store.child(name) if name else store)
+            manifest = _read(store.child(name) if name else store)
         except CheckpointNotFound:  # it is none
             continue
         except AxonError as error:
-            damaged(printable(where), error)
+            unnamed = InvalidRequest(f"the name of the directory, {name!a}, is not printable; rename it")
+            damaged(printable(where), error if name.isprintable() else unnamed)
+        else:
+            yield manifest
 
 
 def _progress(manifest: Manifest) -> tuple[int, str]:

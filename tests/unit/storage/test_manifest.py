@@ -344,6 +344,7 @@ def test_whatever_is_in_the_place_of_a_manifest_the_others_are_found(tmp_path: P
 def test_whatever_a_directory_is_called_the_others_are_found(tmp_path: Path, name: str) -> None:
     write_manifest(str(tmp_path / "v3"), manifest(9))
     (tmp_path / "v3").rename(tmp_path / name)
+    (tmp_path / "\x07 of somebody").mkdir()  # which is no checkpoint
     write_manifest(str(tmp_path / "v3"), manifest(3))
     said: list[str] = []
     found = newest(str(tmp_path), lambda uri, error: said.append(f"{uri}: {error}"))
