@@ -7,6 +7,7 @@ import os
 import re
 import socket
 import sqlite3
+import stat
 import subprocess
 import sys
 import time
@@ -233,6 +234,26 @@ def test_sqlite_gives_the_space_of_what_was_deleted_back(tmp_path: Path, *, made
     assert size_of(path) < 2 << 20
 
 
+@pytest.mark.parametrize("made_before", [False, True])
+def test_sqlite_files_are_their_owners_alone(tmp_path: Path, *, made_before: bool) -> None:
+    path = tmp_path / "new" / "st.sqlite"
+    before = os.umask(0o022)
+    try:
+        if made_before:  # by an older axon_ps
+            with SqliteStateStore(path):
+                pass
+            path.chmod(0o644)
+            (path.parent / "st.sqlite-wal").touch(mode=0o644)
+        with SqliteStateStore(path) as store:
+            store.apply([Record("a", b"secret")])
+            files = sorted(path.parent.iterdir())
+            assert [file.name for file in files] == ["st.sqlite", "st.sqlite-wal"]
+            assert {stat.S_IMODE(file.stat().st_mode) for file in files} == {0o600}
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+
+
 def test_sqlite_keeps_a_second_coordinator_out(tmp_path: Path) -> None:
     path = tmp_path / "state.db"
     with SqliteStateStore(path), pytest.raises(ConfigurationError, match="in use by another coordinator"):
@@ -281,8 +302,10 @@ def test_sqlite_refuses_a_file_of_another_program(tmp_path: Path) -> None:
     with sqlite3.connect(path) as db:
         db.execute("CREATE TABLE photos (name TEXT)")
     db.close()
+    path.chmod(0o640)
     with pytest.raises(ConfigurationError, match="a database of another program"):
         SqliteStateStore(path)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o640
 
 
 def test_sqlite_refuses_a_newer_version(tmp_path: Path) -> None:

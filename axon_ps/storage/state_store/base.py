@@ -168,7 +168,7 @@ def open_state(state: str, job: str) -> StateStore:
         return open_store(name, address)
     path = Path(state)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigurationError(f"--state {path} cannot be made: {error.strerror}") from error
     return open_store("sqlite", state)

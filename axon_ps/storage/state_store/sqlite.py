@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sqlite3
+import stat
 from collections.abc import Mapping, Sequence
 from typing import Final
 
@@ -35,8 +36,10 @@ class SqliteStateStore(StateStore):
     """Records in a sqlite file, on a local disk.
 
     WAL journal with `synchronous=FULL`: a committed batch has been synced to the disk. An exclusive lock keeps a second
-    coordinator out; it ends with the process. `--state sqlite:PATH?synchronous=off` does not wait for the disk: what is
-    committed outlives the process, and not the machine.
+    coordinator out; it ends with the process. Only the owner can read or write the file, its journal and its index,
+    from their creation on: values of the key-value store may be secret (NCCL ids, tokens of a rendezvous).
+    `--state sqlite:PATH?synchronous=off` does not wait for the disk: what is committed outlives the process, and not the
+    machine.
 
     Args:
         path: the file; created (with its directory) if it does not exist.
@@ -57,7 +60,8 @@ class SqliteStateStore(StateStore):
         self._db: sqlite3.Connection | None = None
         self._shrinking = False
         try:
-            os.makedirs(os.path.dirname(os.path.abspath(self.path)), exist_ok=True)
+            os.makedirs(os.path.dirname(os.path.abspath(self.path)), mode=_DIRECTORY_MODE, exist_ok=True)
+            os.close(os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, _FILE_MODE))
             self._db = sqlite3.connect(self.path, isolation_level=None, check_same_thread=False, timeout=0.0)
             self._open(self._db)
         except (sqlite3.Error, OSError) as error:
@@ -149,6 +153,7 @@ class SqliteStateStore(StateStore):
             db.execute(f"PRAGMA auto_vacuum = {_INCREMENTAL}")
             if tables:  # an older axon_ps made it; only rewriting the file changes that
                 db.execute("VACUUM")
+        _make_private(self.path)
         db.execute("PRAGMA journal_mode = WAL")
         db.execute(f"PRAGMA journal_size_limit = {JOURNAL_BYTES}")
         db.execute(f"PRAGMA synchronous = {self._synchronous}")
@@ -171,5 +176,19 @@ class SqliteStateStore(StateStore):
         return ConfigurationError(f"state file {self.path!r} cannot be {what}: {error}")
 
 
+def _make_private(path: str) -> None:
+    """Have a state file and what sqlite has put beside it be its owner's alone: an older axon_ps may have made them.
+
+    Raises:
+        OSError: one is readable by others, and somebody else's.
+    """
+    for each in (path, f"{path}-wal", f"{path}-shm"):
+        with contextlib.suppress(FileNotFoundError):
+            if stat.S_IMODE(os.stat(each).st_mode) & 0o077:
+                os.chmod(each, _FILE_MODE)
+
+
+_FILE_MODE: Final = 0o600  # sqlite gives the files that it makes beside it the same
+_DIRECTORY_MODE: Final = 0o700
 _INCREMENTAL = 2  # PRAGMA auto_vacuum: pages are given back when we ask for it
 _NO_SPACE = (28, 122)  # ENOSPC, EDQUOT
