@@ -191,10 +191,9 @@ def _operate(settings: Settings, action: Any, names: tuple[str, str, str], no_pr
 
 
 def _json_object(text: str) -> str:
-    try:
-        value = json.loads(text)
-    except ValueError as error:
-        raise ConfigurationError(f"--extra is not JSON: {error}") from error
+    from axon_ps.texts import value_of_json
+
+    value = value_of_json(text, "--extra")
     if not isinstance(value, dict):
         raise ConfigurationError(f"--extra must be a JSON object; {type(value).__name__} given")
     return text

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections import defaultdict
 from collections.abc import Mapping
@@ -10,6 +9,7 @@ from typing import Any
 
 from axon_ps.cli.settings import Settings
 from axon_ps.errors import AxonError
+from axon_ps.texts import printable, value_of_json
 from axon_ps.worker.hang_report import key_of
 
 _TIMEOUT_S = 5.0
@@ -28,7 +28,7 @@ async def hanging(settings: Settings) -> list[str]:
         for member in status.membership.workers:
             content = await operator.kv_get(key_of(member.rank), timeout_s=_TIMEOUT_S)
             if content:
-                reports[member.rank] = json.loads(content)
+                reports[member.rank] = value_of_json(content, f"the report of worker {member.rank}")
     return explain(reports, time.time())
 
 
@@ -58,7 +58,7 @@ def _explain_one(
     text = f"call {number} of group {group!r} has waited for {since_s:.0f} s ({calls})"
     if missing := [r for r in first["ranks"] if r not in entries]:
         text += f"; not there: {'; '.join(_where_is(r, group, reports) for r in missing)}"
-    return text
+    return printable(text)
 
 
 def _where_is(rank: int, group: str, reports: Reports) -> str:

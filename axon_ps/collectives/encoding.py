@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from axon_ps.errors import InvalidRequest
+from axon_ps.texts import value_of_json
 
 SENDABLE = "None, bool, int, float, str, bytes, numpy arrays, and lists, tuples and dicts of these"
 
@@ -87,7 +88,7 @@ def decode(data: bytes, what: str, types: Types = NO_MORE) -> Any:
         InvalidRequest: it is nothing that `encode` returns.
     """
     try:
-        return _value(json.loads(data), types)
+        return _value(value_of_json(data, "an encoded value", max_bytes=len(data)), types)
     except (ValueError, TypeError, KeyError, RecursionError, binascii.Error) as error:
         raise InvalidRequest(f"{what} got {len(data)} bytes that are no encoded value: {error}") from error
 

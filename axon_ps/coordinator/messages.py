@@ -47,6 +47,7 @@ from axon_ps.errors import InvalidRequest
 from axon_ps.observe.log_buffer import Logged
 from axon_ps.observe.tracing.span import TraceOrder
 from axon_ps.rpc.status import error_from_detail, error_to_detail
+from axon_ps.texts import printable
 from axon_ps.types import Decision, Membership, ModelProgress, Role
 from axon_ps.wire import codec
 from axon_ps.wire.differences import announced, difference_to_proto
@@ -370,7 +371,9 @@ def corrupted_from_proto(message: placement_pb2.Corrupted) -> Corrupted:
         generation=message.generation,
         lost=message.lost,
         version=message.version,
-        blocks=tuple((block.array[:_MAX_ARRAY], block.begin, block.end) for block in message.blocks[:MAX_BLOCKS]),
+        blocks=tuple(
+            (printable(block.array, _MAX_ARRAY), block.begin, block.end) for block in message.blocks[:MAX_BLOCKS]
+        ),
     )
 
 

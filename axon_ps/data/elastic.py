@@ -14,7 +14,6 @@ Invariants:
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Final
@@ -23,6 +22,7 @@ import numpy as np
 
 from axon_ps.data.permutation import Permutation, check
 from axon_ps.errors import InvalidRequest
+from axon_ps.texts import value_of_json
 
 _ORDER: Final = ("length", "shuffle", "seed")
 """What a position means nothing without."""
@@ -202,7 +202,7 @@ class SamplePlan:
         if state is None:
             return Position()
         try:
-            values = json.loads(state)
+            values = value_of_json(state, "the position")
             position = Position(epoch=int(values["epoch"]), samples=int(values["samples"]))
             stored = {name: values[name] for name in _ORDER}
         except (KeyError, TypeError, ValueError) as error:

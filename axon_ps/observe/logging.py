@@ -16,6 +16,8 @@ import time
 from enum import Enum
 from typing import TextIO
 
+from axon_ps.texts import printable
+
 ROOT = "axon_ps"
 """Name of the parent of all loggers of axon_ps."""
 
@@ -61,8 +63,15 @@ class PlainFormatter(logging.Formatter):
         name = record.name.removeprefix(f"{ROOT}.")
         line = f"{_timestamp(record)} {record.levelname} {_who(record)} {name}: {_one_line(record)}"
         if traceback := _traceback(self, record):
-            line += "\n" + "\n".join(f"    {traced}" for traced in traceback.splitlines())
+            line += "\n" + "\n".join(f"    {printable(traced)}" for traced in traceback.splitlines())
         return line
+
+
+class _RichFormatter(logging.Formatter):
+    """`shard 1: message`; rich adds time and level, and would pass on what moves the cursor."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return printable(super().format(record), lines=True)
 
 
 class JsonFormatter(logging.Formatter):
@@ -123,7 +132,7 @@ def _handler(style: LogStyle, stream: TextIO) -> logging.Handler:
         from rich.logging import RichHandler
 
         rich_handler = RichHandler(console=Console(file=stream), show_path=False, log_time_format="%H:%M:%S")
-        rich_handler.setFormatter(logging.Formatter("%(who)s: %(message)s"))
+        rich_handler.setFormatter(_RichFormatter("%(who)s: %(message)s"))
         return rich_handler
     handler = logging.StreamHandler(stream)
     handler.setFormatter(JsonFormatter() if style is LogStyle.JSON else PlainFormatter())
@@ -140,7 +149,7 @@ def _who(record: logging.LogRecord) -> str:
 
 
 def _one_line(record: logging.LogRecord) -> str:
-    return record.getMessage().replace("\r", "\\r").replace("\n", "\\n")
+    return printable(record.getMessage())
 
 
 def _traceback(formatter: logging.Formatter, record: logging.LogRecord) -> str:

@@ -25,6 +25,7 @@ from axon_ps.collectives.backends.base import disagreement
 from axon_ps.collectives.process_group import ProcessGroup
 from axon_ps.errors import InvalidRequest, Misuse
 from axon_ps.parallel.redistribute import Placements, redistribute
+from axon_ps.texts import value_of_json
 
 _DESCRIPTION_BYTES = 512
 
@@ -212,7 +213,7 @@ def _agree(group: ProcessGroup, axes: Mapping[str, int]) -> str:
         )
     ours = np.full(_DESCRIPTION_BYTES, ord(" "), np.uint8)
     ours[: len(description)] = np.frombuffer(description, np.uint8)
-    theirs = [json.loads(bytes(row)) for row in group.all_gather(ours).reshape(group.world_size, -1)]
+    theirs = [value_of_json(bytes(row), "a mesh") for row in group.all_gather(ours).reshape(group.world_size, -1)]
     described = {r: f"Mesh({', '.join(f'{a}={n}' for a, n in t[1])})" for r, t in zip(group.ranks, theirs, strict=True)}
     if len(set(described.values())) > 1:
         raise disagreement(described, "a mesh")

@@ -22,6 +22,7 @@ from google.protobuf.message import DecodeError
 
 from axon_ps import errors
 from axon_ps.errors import AxonError, GenerationChanged, InternalError, PermissionDenied, Unreachable
+from axon_ps.texts import printable
 from axon_ps.wire.v1 import common_pb2
 
 ERROR_KEY: Final = "axon-ps-error-bin"
@@ -114,12 +115,12 @@ def error_to_detail(error: AxonError) -> common_pb2.ErrorDetail:
 
 def error_from_detail(detail: common_pb2.ErrorDetail) -> AxonError:
     """The error in a message; of a class we don't know (a newer peer's), an `AxonError` that names it."""
-    kind = KINDS.get(detail.kind)
+    kind, message = KINDS.get(detail.kind), printable(detail.message, lines=True)
     if kind is None:
-        return AxonError(f"{detail.kind}: {detail.message}")
+        return AxonError(f"{printable(detail.kind)}: {message}")
     if kind is GenerationChanged:
-        return GenerationChanged(detail.message, detail.generation)
-    return kind(detail.message)
+        return GenerationChanged(message, detail.generation)
+    return kind(message)
 
 
 def status_of(error: AxonError) -> tuple[grpc.StatusCode, str, tuple[tuple[str, bytes], ...]]:
@@ -174,7 +175,7 @@ def error_of_status(
         answered: whether anything was received on this call. See Note: [Unreachable or Broken].
         timeout_s: the deadline that was given, for the message.
     """
-    peer = peer or "the peer"
+    peer, details = peer or "the peer", printable(details, lines=True)
     place = f"{method or 'a call'} at {peer}"
     if (detail := _detail(trailing or ())) is not None:
         raised = error_from_detail(detail)

@@ -5,13 +5,13 @@ Owns: the profile's form as JSON, and `DEFAULT`, measured on two cores of an AMD
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Final, Self
 
 from axon_ps.errors import InvalidRequest
+from axon_ps.texts import value_of_json
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +62,7 @@ class Profile:
             InvalidRequest: there is none, or it says something else.
         """
         try:
-            return cls.of(json.loads(path.read_text(encoding="utf-8")))
+            return cls.of(value_of_json(path.read_text(encoding="utf-8"), "it"))
         except (OSError, ValueError) as error:
             raise InvalidRequest(
                 f"the profile {str(path)!r} cannot be read: {error}; `axon-ps doctor --measure {path}` writes one"

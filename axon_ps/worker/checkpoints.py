@@ -16,6 +16,7 @@ from axon_ps.rpc.background_loop import BackgroundLoop
 from axon_ps.rpc.deadlines import Deadline
 from axon_ps.storage.checkpoint import FileEntry
 from axon_ps.storage.files import absolute
+from axon_ps.texts import value_of_json
 from axon_ps.types import Array, Hyper
 from axon_ps.worker.job_view import JobView
 from axon_ps.worker.models import Models
@@ -58,7 +59,7 @@ def info_of(reply: Any) -> CheckpointInfo:
         uri=reply.uri,
         version=reply.version,
         bytes=reply.bytes,
-        extra=json.loads(reply.extra_json) if reply.extra_json else {},
+        extra=value_of_json(reply.extra_json, "the checkpoint's extra") if reply.extra_json else {},
         versions=dict(reply.versions),
         optimizer=reply.optimizer,
         hyper=reply.hyper,

@@ -63,6 +63,7 @@ from axon_ps.rpc.service import ServerStream, service_handler
 from axon_ps.rpc.status import error_from_detail
 from axon_ps.rpc.stream import EOF
 from axon_ps.storage.roots import check_allowed
+from axon_ps.texts import printable
 from axon_ps.types import Role
 from axon_ps.wire import codec
 from axon_ps.wire.v1 import (
@@ -301,7 +302,7 @@ class CoordinatorServicer:
             error = error_from_detail(message.no_room.error)
             return state.no_room(session, message.no_room.model, message.no_room.placement, error, now)
         if kind == "leave":
-            return state.leave(session, message.leave.reason[:200], now, finished=message.leave.finished)
+            return state.leave(session, printable(message.leave.reason, 200), now, finished=message.leave.finished)
         raise InvalidRequest(f"a session's message is {kind or 'empty, or of a newer version'}; it is not understood")
 
     def _caller(self, context: common_pb2.CallContext) -> Caller:

@@ -90,7 +90,11 @@ def save(
         raise error
     if failed := [rank for rank, text in enumerate(entries) if not text]:
         raise InvalidRequest(f"the checkpoint {uri} is not written: worker {failed[0]} could not save its own state")
-    return {rank: FileEntry(**found) for rank, text in enumerate(entries) if (found := json.loads(text))}
+    return {
+        rank: FileEntry(**found)
+        for rank, text in enumerate(entries)
+        if (found := value_of_json(text, f"the entry of worker {rank}"))
+    }
 
 
 def load(

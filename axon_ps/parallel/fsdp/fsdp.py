@@ -7,7 +7,6 @@ Terms, used here and in the modules below as the design defines them: *unit* (pa
 from __future__ import annotations
 
 import contextlib
-import json
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
@@ -39,6 +38,7 @@ from axon_ps.sharding.job import JobSpec
 from axon_ps.sharding.partitions import even_options
 from axon_ps.sharding.plan import PlanOptions, default_options
 from axon_ps.sharding.policy import Policy
+from axon_ps.texts import value_of_json
 from axon_ps.types import StepResult
 from axon_ps.worker.world import World, world_of
 
@@ -274,7 +274,10 @@ class FullyShardedDataParallel(ShardedValues):
 
         They are those of the version that the model is at: after a restore, those of the checkpoint. {} under NO_SHARD.
         """
-        return {name: json.loads(value) for name, value in self._runtime.committed.items()}
+        return {
+            name: value_of_json(value, f"the committed value {name!r}")
+            for name, value in self._runtime.committed.items()
+        }
 
     def copy_from(self, other: FullyShardedDataParallel, weight: float = 1.0) -> StepResult:
         """Move the values towards another model's, on the servers: (1 - weight) * these + weight * the other's.

@@ -19,6 +19,7 @@ from axon_ps.errors import InvalidRequest
 from axon_ps.parallel.checkpoints.buffers import ServedBuffers, listed
 from axon_ps.parallel.fsdp.wrap import WrappedUnit, module_of, name_in_states
 from axon_ps.sharding.job import JobSpec
+from axon_ps.texts import value_of_json
 from axon_ps.types import Array
 from axon_ps.worker.steps.client import StepClient
 from axon_ps.worker.world import World
@@ -74,7 +75,7 @@ def register(
     differ = [] if buffers is None else buffers.begin(steps.view, given=uploaded)
     rank = 0
     if not uploaded and world.world_size > 1 and steps.view.latest == (0, 0):
-        given = json.loads(world.kv_get(_KEY.format(steps.view.model)) or b"{}")
+        given = value_of_json(world.kv_get(_KEY.format(steps.view.model)) or b"{}", "what the first worker has stored")
         rank, own_digest = given.get("rank", 0), digest(wrapped_units)
         if own_digest and given.get("digest", "") not in ("", own_digest):
             differ.insert(0, "parameters")

@@ -21,6 +21,7 @@ from axon_ps.collectives.process_group import ProcessGroup
 from axon_ps.errors import AxonError, Disagreement, InvalidRequest
 from axon_ps.host.shared_memory import boot_id
 from axon_ps.parallel.pipeline.timeline import Span, Timeline
+from axon_ps.texts import value_of_json
 
 HEADER_BYTES = 1024
 _CLOCK_ROUNDS = 5
@@ -44,7 +45,7 @@ def pack(value: Any) -> np.ndarray[Any, np.dtype[np.uint8]]:
 
 def unpack(header: np.ndarray[Any, np.dtype[np.uint8]]) -> Any:
     """What `pack` was given."""
-    return json.loads(header.tobytes().rstrip(b"\0"))
+    return value_of_json(header.tobytes().rstrip(b"\0"), "a header")
 
 
 def exchange(group: ProcessGroup, value: Any) -> list[Any]:
@@ -122,5 +123,8 @@ def gather_timeline(group: ProcessGroup, spans: Sequence[Span]) -> Timeline:
     for clock, size, begin in zip(clocks, sizes, np.cumsum([0, *sizes[:-1]]), strict=True):
         offsets = np.subtract(clock["times"], clocks[0]["times"])
         offset_s = 0.0 if clock["boot"] == clocks[0]["boot"] else float(np.median(offsets))
-        found.extend(Span.from_json(fields, offset_s) for fields in json.loads(joined[begin : begin + size]))
+        found.extend(
+            Span.from_json(fields, offset_s)
+            for fields in value_of_json(joined[begin : begin + size], "spans", max_bytes=size)
+        )
     return Timeline(tuple(found), len(sizes))

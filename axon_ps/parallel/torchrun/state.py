@@ -17,6 +17,8 @@ from torch.distributed.elastic.rendezvous import RendezvousStateError
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _NodeDesc as Node
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _RendezvousState as State
 
+from axon_ps.texts import value_of_json
+
 
 def to_json(pickled: bytes) -> bytes:
     """The state that torch has pickled in this process, as JSON.
@@ -36,8 +38,8 @@ def from_json(text: bytes) -> bytes:
     state = State()
     known = vars(state)
     try:
-        given = {name: _decoded(value) for name, value in json.loads(text).items()}
-    except (AttributeError, LookupError, TypeError, ValueError, RecursionError) as error:
+        given = {name: _decoded(value) for name, value in value_of_json(text, "the state").items()}
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
         raise RendezvousStateError(f"the state of the rendezvous is no state of torch's: {error}") from None
     for name, present in known.items():
         types = (datetime, type(None)) if present is None else (type(present),)

@@ -21,6 +21,7 @@ from typing import Final
 
 from axon_ps.errors import AxonError, Closed
 from axon_ps.storage.state_store.etcd_cluster import EtcdCluster, Found, created_at, found, put, read
+from axon_ps.texts import value_of_json
 
 RENEWALS: Final = 6
 """How often a lease is renewed while it lasts."""
@@ -98,7 +99,7 @@ class Leadership:
         if _id_of(leaders[0]) == term.id:  # see Note: [Sent twice] of `etcd_cluster`
             self._others, term.created = (), leaders[0].created
             return ""
-        return str(json.loads(leaders[0].value).get("address")) or "another coordinator"
+        return str(value_of_json(leaders[0].value, "the leader's key").get("address")) or "another coordinator"
 
     def leads(self) -> bool:
         """Whether we lead at this moment. See Note: [Who leads]."""
@@ -179,4 +180,4 @@ def now_s() -> float:
 
 
 def _id_of(leader: Found) -> str:
-    return str(json.loads(leader.value).get("id"))
+    return str(value_of_json(leader.value, "the leader's key").get("id"))

@@ -37,6 +37,7 @@ from axon_ps.observe.reminders import reminding
 from axon_ps.observe.variables import described, misspelt
 from axon_ps.rpc.auth.loopback import is_loopback
 from axon_ps.rpc.deadlines import Deadline
+from axon_ps.texts import value_of_json
 from axon_ps.worker.bootstrap import private
 from axon_ps.worker.bootstrap.local_store import LocalStore
 from axon_ps.worker.bootstrap.services import EmbeddedServices
@@ -321,7 +322,7 @@ def _own_location(env: Mapping[str, str], incarnation: str) -> list[str]:
 def _read(store: C10dStore, key: str) -> Any:
     """The value stored there; None when there is none."""
     try:
-        return json.loads(store.get(key)) if store.check([key]) else None
+        return value_of_json(store.get(key), key) if store.check([key]) else None
     except ValueError:
         return None
 

@@ -20,6 +20,7 @@ import time
 from typing import Any
 
 from axon_ps.errors import PermissionDenied, Unreachable
+from axon_ps.texts import value_of_json
 
 _ANSWER_S = 5.0
 _PAUSE_S = 0.02
@@ -108,7 +109,7 @@ class LocalStore:
             with connection, contextlib.suppress(OSError, ValueError, KeyError, TypeError):
                 connection.settimeout(_ANSWER_S)
                 if _user_of(connection) == os.getuid():
-                    connection.sendall(_line(self._answer(json.loads(_read_line(connection)))))
+                    connection.sendall(_line(self._answer(value_of_json(_read_line(connection), "a request"))))
 
     def _answer(self, request: dict[str, str]) -> dict[str, str]:
         key = str(request["key"])
@@ -131,7 +132,7 @@ class LocalStore:
                         f"the workers' meeting place on this host is held by a process of user {user}"
                     )
                 connection.sendall(_line(request))
-                reply: dict[str, Any] = json.loads(_read_line(connection))
+                reply: dict[str, Any] = value_of_json(_read_line(connection), "an answer")
                 return reply
         except PermissionDenied:
             raise

@@ -24,6 +24,7 @@ from axon_ps.errors import Unreachable
 from axon_ps.rpc.auth.tokens import check_strong, new_secret
 from axon_ps.rpc.deadlines import Deadline
 from axon_ps.rpc.security import Security
+from axon_ps.texts import value_of_json
 from axon_ps.worker.bootstrap.local_store import LocalStore
 
 _KEY: Final = "job"
@@ -86,7 +87,7 @@ def receive(incarnation: str, deadline: Deadline) -> Access:
                 "the worker of rank 0 is on this host and does not answer: is it of another network namespace or user?"
             )
         time.sleep(min(_PAUSE_S, deadline.remaining()))
-    found: dict[str, Any] = json.loads(store.get(_KEY))
+    found: dict[str, Any] = value_of_json(store.get(_KEY), "what the worker of rank 0 has stored")
     return Access(str(found["coordinator"]), str(found["token"]))
 
 

@@ -26,6 +26,7 @@ from axon_ps.host.host_peer import HostPeer
 from axon_ps.host.peer_process import PeerProcess
 from axon_ps.host.peer_socket import MESSAGE_BYTES, Listener, PeerSocket
 from axon_ps.host.shared_memory import Access
+from axon_ps.texts import value_of_json
 from axon_ps.types import Array
 
 NONCE_BYTES = 16
@@ -122,7 +123,8 @@ def _collect_reports(context: GroupContext, offer: dict[str, str], deadline: flo
     failure: AxonError | None = None
     for rank in others:
         try:
-            report = json.loads(store.wait(joined_key(context.name, rank), max(0.0, deadline - time.monotonic())))
+            answer = store.wait(joined_key(context.name, rank), max(0.0, deadline - time.monotonic()))
+            report = value_of_json(answer, f"the report of rank {context.ranks[rank]}")
         except Timeout:
             report = {"error": ""}
             failure = failure or Timeout(
@@ -192,7 +194,8 @@ def _report_joined(context: GroupContext, error: str) -> None:
 def _join(context: GroupContext, layout: ControlLayout, deadline: float) -> tuple[Control, bytes, Sockets]:
     store, first = context.store, context.ranks[0]
     try:
-        offer = json.loads(store.wait(offer_key(context.name), max(0.0, deadline - time.monotonic())))
+        published = store.wait(offer_key(context.name), max(0.0, deadline - time.monotonic()))
+        offer = value_of_json(published, f"the offer of rank {first}")
     except Timeout as error:
         raise Timeout(f"rank {first} did not come to make group {context.name!r} in {context.timeout_s} s") from error
     if "error" in offer:

@@ -12,6 +12,7 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from typing import Final
 
+from axon_ps.texts import printable
 from axon_ps.wire.v1 import logs_pb2
 
 MAX_BYTES: Final = 8 << 20
@@ -66,8 +67,8 @@ class Logs:
             record = logs_pb2.LogRecord(
                 at_s=given.at_s if math.isfinite(given.at_s) else 0.0,
                 level=min(given.level, _MAX_LEVEL),
-                logger=given.logger[:MAX_NAME],
-                text=given.text[:MAX_TEXT],
+                logger=printable(given.logger, MAX_NAME),
+                text=printable(given.text, MAX_TEXT, lines=True),
                 number=self._number,
                 role=role,  # type: ignore[arg-type]
                 rank=rank,

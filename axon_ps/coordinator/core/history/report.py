@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
+
+from axon_ps.texts import printable, value_of_json
 
 REPORT_KEY: Final = "axon_ps/progress"
 """Key of the store under which the newest report is, a JSON object; see `worker.progress`."""
@@ -71,17 +72,17 @@ class Report:
 def parse(value: bytes | None) -> Report | None:
     """The report that is stored; None if there is none, whatever is stored instead."""
     try:
-        found = json.loads(value or b"")
+        found = value_of_json(value or b"", "a report")
         return Report(
             step=int(found.get("step") or 0),
             steps=None if found.get("steps") is None else int(found["steps"]),
             loss=None if found.get("loss") is None else float(found["loss"]),
             steps_per_s=_finite(found.get("steps_per_s")),
-            values={str(name): float(number) for name, number in (found.get("values") or {}).items()},
+            values={printable(str(name)): float(number) for name, number in (found.get("values") or {}).items()},
             at=_finite(found.get("at")),
             by_version=bool(found.get("by_version")),
         )
-    except (ValueError, TypeError, AttributeError, OverflowError, RecursionError):
+    except (ValueError, TypeError, AttributeError, OverflowError):
         return None
 
 
