@@ -155,3 +155,15 @@ def again(error: E) -> E:
     copied.__dict__.update(error.__dict__)
     copied.__cause__, copied.__suppress_context__ = error.__cause__, error.__suppress_context__
     return copied
+
+
+def forget(error: BaseException) -> None:
+    """Let go of the frames that an error, and those that led to it, have passed, and of what lies in these.
+
+    It is for an error that was answered and that somebody keeps still: a future, or gRPC.
+    """
+    passed: BaseException | None = error
+    while passed is not None:
+        before, passed.__context__, passed.__traceback__ = passed.__context__ or passed.__cause__, None, None
+        passed.__cause__ = None
+        passed = before

@@ -103,6 +103,9 @@ def coordinator(
     )  # fmt: skip
     security = _security(settings, host, "coordinator")
     http = _http(settings, host, security)
+    from axon_ps.host.malloc import return_message_memory
+
+    return_message_memory()
     from axon_ps.coordinator.core.checkpoints.schedule import CheckpointPolicy
     from axon_ps.coordinator.core.config import CoordinatorConfig
     from axon_ps.coordinator.server.server import serve

@@ -20,6 +20,11 @@ MMAP_THRESHOLD_BYTES = 16 << 20
 TRIM_THRESHOLD_BYTES = 64 << 20
 """How much free memory a heap retains at its end."""
 
+RETURNED_BYTES = 64 << 10
+"""Blocks from this size on are returned at once by `return_message_memory`: more than a small message needs."""
+RETURNED_TRIM_BYTES = 8 << 20
+"""How much a heap retains at its end then."""
+
 _logger = logging.getLogger(__name__)
 
 
@@ -38,6 +43,19 @@ def retain_message_memory() -> bool:
     if not set_both:
         _logger.info("malloc does not retain message buffers; chunks cost page faults")
     return bool(set_both)
+
+
+def return_message_memory() -> None:
+    """Have malloc return freed message buffers to the kernel: of a coordinator, whose messages are small or rare.
+
+    By default, glibc retains blocks as large as the largest that was ever freed, 32 MiB at most, so the memory of a
+    burst of large messages stays the process's. *Measured* on a coordinator of 73 MiB after 1,537 refused puts of
+    1 MiB, 64 at a time: 87 MiB; 177 where blocks of less than 128 KiB are retained.
+    """
+    with contextlib.suppress(OSError, AttributeError):
+        mallopt = ctypes.CDLL(None).mallopt
+        mallopt(_M_MMAP_THRESHOLD, RETURNED_BYTES)
+        mallopt(_M_TRIM_THRESHOLD, RETURNED_TRIM_BYTES)
 
 
 def limit_arenas() -> None:

@@ -12,6 +12,7 @@ import logging
 import os
 import socket
 import stat
+from collections.abc import Mapping
 from functools import cache
 from typing import Final, cast
 from weakref import WeakKeyDictionary, WeakSet
@@ -28,7 +29,11 @@ from axon_ps.rpc.renewed_channel import RenewedChannel
 from axon_ps.rpc.security import Security, credentials_of
 
 MAX_MESSAGE_BYTES: Final = 64 << 20
-"""Longest message accepted. Chunks are 1 to 4 MiB; a layout of a hundred thousand parameters is about 10 MiB."""
+"""Longest message that a client accepts, and a shard server: a chunk has 1 to 4 MiB, at most 4 Mi elements."""
+
+MAX_CALL_BYTES: Final = 16 << 20
+"""Longest message that a coordinator accepts: a layout of a hundred thousand parameters is about 10 MiB."""
+
 
 LOOKAHEAD_BYTES: Final = 4 << 20
 """Flow-control window of a stream: how much a receiver that does not read yet may be sent.
@@ -36,6 +41,9 @@ LOOKAHEAD_BYTES: Final = 4 << 20
 1 to 16 MiB are equally fast on loopback. This is what 10 Gbit/s carry in 3 ms, and bounds the memory that a stream
 that waits costs its server.
 """
+
+CALL_LOOKAHEAD_BYTES: Final = 256 << 10
+"""Likewise, of a coordinator: what arrives of a call before it is known whose it is."""
 
 FRAME_BYTES: Final = 5 << 18
 """Longest HTTP/2 frame: a chunk with its header.
@@ -86,6 +94,14 @@ SERVER_OPTIONS: Final[tuple[Option, ...]] = (
     ("grpc.http2.min_ping_interval_without_data_ms", int(KEEPALIVE_S * 500)),
 )
 """Options of a server, beside those of `limits`: a port belongs to one server, clients' keepalive pings are welcome."""
+
+CALL_OPTIONS: Final[Mapping[str, int]] = {
+    "grpc.max_receive_message_length": MAX_CALL_BYTES,
+    "grpc.http2.lookahead_bytes": CALL_LOOKAHEAD_BYTES,
+    "grpc.http2.bdp_probe": 0,  # which would raise it: a message that is read is let through whole all the same
+    "grpc.experimental.tcp_min_read_chunk_size": 8 << 10,
+}
+"""Of a server whose calls are small, a coordinator, in place of those of `SERVER_OPTIONS`: strangers send it little."""
 
 _logger = logging.getLogger(__name__)
 connected_ports: Final[set[int]] = set()

@@ -22,7 +22,7 @@ from weakref import WeakValueDictionary
 
 import grpc
 
-from axon_ps.errors import Misuse
+from axon_ps.errors import Misuse, forget
 from axon_ps.rpc.auth.credentials import OnRefused, Revocations
 from axon_ps.rpc.status import rpc_error
 
@@ -274,8 +274,8 @@ class _Call:
             status = _Status(grpc.StatusCode.OK)
         except asyncio.CancelledError:
             status = _Status(grpc.StatusCode.UNAVAILABLE, "the server stopped")
-        except grpc.aio.AbortError:
-            pass  # `_Context.abort` has set the status
+        except grpc.aio.AbortError as error:
+            forget(error)  # `_Context.abort` has set the status
         finally:
             self.end(status)
 

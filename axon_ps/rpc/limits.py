@@ -33,6 +33,12 @@ MAX_PING_STRIKES: Final = 64
 FIRST_MESSAGE_S: Final = 20.0
 """How long a call may stay without its first message."""
 
+MAX_READS: Final = 4
+"""Messages of unary calls that are received at a time on one connection; the calls after them wait for their turn."""
+
+MAX_READS_OF_STRANGERS: Final = 4
+"""Likewise, of callers without credentials, on all connections: health checks, whose message is there at once."""
+
 MAX_STRANGERS: Final = 64
 """Bulk connections at a time that have not shown their capability; see `rpc.bulk`."""
 

@@ -6,14 +6,15 @@ import asyncio
 import errno
 import logging
 import socket
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, Final
 
 import grpc
 
 from axon_ps.errors import ConfigurationError, Misuse
 from axon_ps.rpc.auth.credentials import Guard, OnRefused, Revocations
-from axon_ps.rpc.auth.interceptor import AccessInterceptor
+from axon_ps.rpc.auth.interceptor import CallInterceptor
 from axon_ps.rpc.auth.tls_contexts import server_context
 from axon_ps.rpc.bulk.client import BULK
 from axon_ps.rpc.bulk.server import BulkServer
@@ -22,7 +23,8 @@ from axon_ps.rpc.in_process import InProcessServer, is_in_process
 from axon_ps.rpc.limits import MAX_SERVER_CALLS, server_options
 from axon_ps.rpc.security import Security
 from axon_ps.rpc.service import service_handler
-from axon_ps.rpc.shielded import UnaryInterceptor
+
+NO_OPTIONS: Final[Mapping[str, int]] = MappingProxyType({})
 
 _logger = logging.getLogger(__name__)
 
@@ -35,18 +37,30 @@ def listen(
     service_names: Sequence[str],
     bulk_port: int | None = None,
     advertised_bulk_port: int = 0,
+    *,
+    options: Mapping[str, int] = NO_OPTIONS,
 ) -> Server | InProcessServer:
     """What serves at `host`: a `Server`, or at a host of this process (`rpc.in_process`) one that needs no port.
 
     Args:
         host, port, security, services, service_names, bulk_port, advertised_bulk_port: as of `Server`.
+        options: likewise.
 
     Raises:
         ConfigurationError: as `Server`.
     """
     if is_in_process(host):
         return InProcessServer(host, services)
-    return Server(host, port, security, services, service_names, bulk_port, advertised_bulk_port)
+    return Server(
+        host,
+        port,
+        security,
+        services,
+        service_names,
+        bulk_port,
+        advertised_bulk_port,
+        options=options,
+    )
 
 
 class Server:
@@ -60,6 +74,7 @@ class Server:
         service_names: full names of the services, for health and reflection.
         bulk_port: port for bulk connections (`rpc.bulk`); 0 = any free one; None = there are none.
         advertised_bulk_port: where clients reach it; 0 = there.
+        options: of gRPC, in place of those of `channels.SERVER_OPTIONS`.
 
     Attributes:
         revocations: what is revoked; see `auth.credentials`.
@@ -78,6 +93,8 @@ class Server:
         service_names: Sequence[str],
         bulk_port: int | None = None,
         advertised_bulk_port: int = 0,
+        *,
+        options: Mapping[str, int] = NO_OPTIONS,
     ) -> None:
         security.check_bind(host, port)
         self.host = host
@@ -89,6 +106,7 @@ class Server:
         self._names = tuple(service_names)
         self._bulk_port = bulk_port
         self._advertised_bulk_port = advertised_bulk_port
+        self._options = options
         self._bulk: BulkServer | None = None
         self._server: grpc.aio.Server | None = None
         self._health: Any = None
@@ -110,10 +128,9 @@ class Server:
         if self._server is not None:
             raise Misuse("this server was started before; make a new one")
         credentials = self._security.server_credentials(self.host)
-        guarded = self._guard.asks or credentials is not None
-        interceptors = [UnaryInterceptor(), *([AccessInterceptor(self._guard)] if guarded else [])]
-        options = (*SERVER_OPTIONS, *server_options())
-        server = grpc.aio.server(interceptors=interceptors, options=options, maximum_concurrent_rpcs=MAX_SERVER_CALLS)
+        interceptor = CallInterceptor(self._guard, asks=self._guard.asks or credentials is not None)
+        options = tuple({**dict(SERVER_OPTIONS), **dict(server_options()), **self._options}.items())
+        server = grpc.aio.server(interceptors=[interceptor], options=options, maximum_concurrent_rpcs=MAX_SERVER_CALLS)
         server.add_generic_rpc_handlers(self._services)
         self._add_health(server)
         self._add_reflection(server)

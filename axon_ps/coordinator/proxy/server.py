@@ -13,6 +13,7 @@ from axon_ps.coordinator.proxy.upstream import Upstream
 from axon_ps.errors import AxonError, ConfigurationError, InvalidRequest
 from axon_ps.rpc.auth.credentials import StreamEnd, calling, stream_end
 from axon_ps.rpc.auth.identity import Principal
+from axon_ps.rpc.channels import CALL_OPTIONS
 from axon_ps.rpc.multiplex.client import MultiplexedCall
 from axon_ps.rpc.security import Security
 from axon_ps.rpc.server import listen
@@ -65,7 +66,8 @@ async def serve(
     upstream = Upstream(coordinator, job, security.acting(Principal.WORKER, job), lambda up: server.set_serving(up))
     proxy = _Proxy(upstream)
     acting = security.acting(Principal.COORDINATOR, job)
-    server = listen(host, port, acting, [service_handler(SERVICE, proxy)], [SERVICE.full_name])
+    services = [service_handler(SERVICE, proxy)]
+    server = listen(host, port, acting, services, [SERVICE.full_name], options=CALL_OPTIONS)
     ready(await server.start(serving=False))
     running, stopping = asyncio.create_task(upstream.run()), asyncio.create_task(stop.wait())
     try:

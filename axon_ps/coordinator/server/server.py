@@ -28,7 +28,7 @@ from axon_ps.observe.log_buffer import LogBuffer, collect
 from axon_ps.observe.metrics.sources import Source
 from axon_ps.observe.tracing.tracer import NO_TRACES, TracePolicy
 from axon_ps.rpc.auth.identity import Principal
-from axon_ps.rpc.channels import join_address, split_address
+from axon_ps.rpc.channels import CALL_OPTIONS, join_address, split_address
 from axon_ps.rpc.http import HttpServer, Route, healthz
 from axon_ps.rpc.metrics import metrics
 from axon_ps.rpc.security import Security
@@ -80,7 +80,8 @@ async def serve(
     switch = Switch(store)
     switch.tracer.start(tracing, "coordinator", {"axon_ps.job": config.job})
     security = security.acting(Principal.COORDINATOR, config.job)
-    server = listen(host, port, security, [service_handler(SERVICE, switch)], [SERVICE.full_name])
+    services = [service_handler(SERVICE, switch)]
+    server = listen(host, port, security, services, [SERVICE.full_name], options=CALL_OPTIONS)
 
     switch.revocations = server.revocations
     server.report_refused(switch.refused)

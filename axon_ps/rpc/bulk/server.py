@@ -28,7 +28,7 @@ from typing import Any, Final
 import grpc
 from google.protobuf.message import DecodeError
 
-from axon_ps.errors import ConfigurationError, InvalidRequest, PermissionDenied
+from axon_ps.errors import ConfigurationError, InvalidRequest, PermissionDenied, forget
 from axon_ps.rpc.access import may_call, refusal
 from axon_ps.rpc.auth.credentials import Credentials, Ended, Revocations, Revoked, calling
 from axon_ps.rpc.bulk.connection import Connection, FrameError, Kind
@@ -186,8 +186,8 @@ class BulkServer:
         except (Revoked, Ended) as error:
             _, details, metadata = status_of(error)
             call.end(Status(grpc.StatusCode.UNAUTHENTICATED, details, metadata[0][1]))
-        except grpc.aio.AbortError:
-            pass  # `_Call.abort` has set the status
+        except grpc.aio.AbortError as error:
+            forget(error)  # `_Call.abort` has set the status
         except asyncio.CancelledError:
             if call.hung_up or not task_is_cancelled():
                 raise

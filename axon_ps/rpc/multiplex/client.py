@@ -89,7 +89,7 @@ class MultiplexedClient:
             InvalidRequest: the request is too large.
             AxonError: what the servicer raised; or what ended the stream.
         """
-        check_size(request, method)
+        check_size(request, method, is_call=True)
         call = self._begin(method, caller, request)
         try:
             async for reply in call.messages():
@@ -171,7 +171,7 @@ class MultiplexedCall:
             Broken: too much waits to be sent.
             InvalidRequest: it is too large.
         """
-        check_size(message, self.method)
+        check_size(message, self.method, is_call=True)
         self._client.check_room()
         if not self._over:
             self._client.outbox.add(self.number, message, lazy=lazy)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Final
 
 from axon_ps.errors import InvalidRequest
-from axon_ps.rpc.channels import MAX_MESSAGE_BYTES
+from axon_ps.rpc.channels import MAX_CALL_BYTES, MAX_MESSAGE_BYTES
 from axon_ps.rpc.service import ServerStream, Stream
 from axon_ps.wire.v1 import multiplex_pb2
 
@@ -21,7 +21,10 @@ MAX_WAITING_BYTES: Final = 1 << 27
 """Likewise, bytes of their messages."""
 
 MAX_FRAME_BYTES: Final = MAX_MESSAGE_BYTES - (1 << 16)
-"""Of a message of a call: it travels in one of the stream's, with what else a frame has."""
+"""Of a message to a member: it travels in one of the stream's, with what else a frame has."""
+
+MAX_CALL_FRAME_BYTES: Final = MAX_CALL_BYTES - (1 << 16)
+"""Likewise, of a message of a member's call."""
 
 MAX_BYTES: Final = 1 << 20
 """Of the frames that are written together; a larger one goes by itself."""
@@ -107,11 +110,12 @@ def _batches(frames: list[multiplex_pb2.Frame]) -> Iterator[multiplex_pb2.Frames
         yield multiplex_pb2.Frames(frames=batch)
 
 
-def check_size(message: bytes, method: str) -> None:
-    """Refuse a message that is too large.
+def check_size(message: bytes, method: str, *, is_call: bool) -> None:
+    """Refuse a message that is too large; `is_call` = a member sends it, else it is sent to one.
 
     Raises:
         InvalidRequest: it is.
     """
-    if len(message) > MAX_FRAME_BYTES:
-        raise InvalidRequest(f"a message of {method} has {len(message)} bytes; at most {MAX_FRAME_BYTES} are allowed")
+    max_bytes = MAX_CALL_FRAME_BYTES if is_call else MAX_FRAME_BYTES
+    if len(message) > max_bytes:
+        raise InvalidRequest(f"a message of {method} has {len(message)} bytes; at most {max_bytes} are allowed")

@@ -11,7 +11,7 @@ from typing import Any, Final
 import grpc
 from google.protobuf.message import DecodeError
 
-from axon_ps.errors import AxonError, Broken, Busy, InvalidRequest, again
+from axon_ps.errors import AxonError, Broken, Busy, InvalidRequest, again, forget
 from axon_ps.rpc.auth.credentials import Credentials, Ended, Revocations, Revoked
 from axon_ps.rpc.multiplex.callers import caller_from_proto
 from axon_ps.rpc.multiplex.frames import Outbox, check_size
@@ -139,10 +139,10 @@ class MultiplexedServer:
                     await call.handler.stream_stream(None, call)
                 else:
                     end.message = await call.handler.unary_unary(request, call)
-                    check_size(end.message, call.method)
+                    check_size(end.message, call.method, is_call=False)
             self._send(end)
-        except grpc.aio.AbortError:
-            pass  # `_Call.abort` has sent the status
+        except grpc.aio.AbortError as error:
+            forget(error)  # `_Call.abort` has sent the status
         except (InvalidRequest, Revoked, Ended) as error:
             self.fail(call.number, *status_of(error))
         finally:
@@ -232,7 +232,7 @@ class _Call:
         """Send the caller a message."""
         serialize = self.handler.response_serializer
         data = serialize(message) if serialize else message
-        check_size(data, self.method)
+        check_size(data, self.method, is_call=False)
         if not self.send_soon(data):
             raise grpc.aio.UsageError("the call is over")
 

@@ -46,6 +46,7 @@ def test_limits_are_explicit_on_both_ends() -> None:
         assert options["grpc.max_send_message_length"] == channels.MAX_MESSAGE_BYTES
         assert options["grpc.max_receive_message_length"] == channels.MAX_MESSAGE_BYTES
         assert options["grpc.http2.lookahead_bytes"] == channels.LOOKAHEAD_BYTES
+    assert channels.CALL_OPTIONS.keys() <= {*dict(channels.SERVER_OPTIONS), "grpc.http2.bdp_probe"}
     assert dict(channels.CLIENT_OPTIONS)["grpc.enable_http_proxy"] == 0
     assert dict(channels.SERVER_OPTIONS)["grpc.so_reuseport"] == 0
     assert len(dict(channels.CLIENT_OPTIONS)) == len(channels.CLIENT_OPTIONS)

@@ -314,7 +314,8 @@ def test_limits_of_calls_and_of_what_waits(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_message_that_is_too_large_is_refused_to_its_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(frames_module, "MAX_FRAME_BYTES", 2000)
+    for limit in ("MAX_FRAME_BYTES", "MAX_CALL_FRAME_BYTES"):
+        monkeypatch.setattr(frames_module, limit, 2000)
 
     async def large(request: coordinator_pb2.KVRequest, context: object) -> coordinator_pb2.KVReply:
         return coordinator_pb2.KVReply(value=bytes(int(request.key)))

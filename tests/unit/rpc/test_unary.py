@@ -10,7 +10,7 @@ import grpc
 import pytest
 from hyperframe.frame import RstStreamFrame
 
-from axon_ps.rpc import shielded
+from axon_ps.rpc.auth import interceptor
 from axon_ps.wire.v1 import shard_pb2
 from hostile_http2 import connected
 from rpc_fakes import run, serving
@@ -42,7 +42,7 @@ async def status_of_call(channel: grpc.aio.Channel, path: str, *messages: bytes,
 
 @pytest.mark.parametrize("path", [STATS, CHECK, "/grpc.health.v1.Health/Watch"])
 def test_a_call_without_its_message_ends(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shielded, "FIRST_MESSAGE_S", 0.05)
+    monkeypatch.setattr(interceptor, "FIRST_MESSAGE_S", 0.05)
 
     async def main() -> None:
         async with serving(stats=stats) as s:
