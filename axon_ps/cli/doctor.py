@@ -100,8 +100,10 @@ def _gpu() -> Finding:
 
 
 def _open_files() -> Finding:
+    from axon_ps.rpc.limits import how_to_raise_files
+
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    problem = "" if soft >= _MIN_FILES else f"too few for many connections; raise it: ulimit -n {_MIN_FILES}"
+    problem = "" if soft >= _MIN_FILES else f"too few for many connections; {how_to_raise_files()}"
     return Finding("open files", f"at most {soft}", problem)
 
 

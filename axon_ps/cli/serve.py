@@ -310,11 +310,13 @@ def _settings(config: Path | None, **flags: Any) -> Settings:
     from axon_ps.cli.settings import load, without_blas_threads
     from axon_ps.host.malloc import collect_rarely, limit_arenas
     from axon_ps.host.private_memory import make_memory_private
+    from axon_ps.rpc.limits import raise_max_files
 
     settings = load(config, **flags)
     without_blas_threads()
     limit_arenas()
     collect_rarely()
+    raise_max_files()
     if not settings.debuggable:
         make_memory_private()
     return settings

@@ -1,7 +1,13 @@
 """An HTTP endpoint beside a process's gRPC server, for what is read by people and their tools: metrics, the page.
 
-Owns: the socket, TLS, who may ask for what, and that a request of a web page of somebody else's is refused.
+Owns: connections, TLS, who may ask for what, and that a request of a web page of somebody else's is refused.
 Refuses: what is served; each part of the system adds its routes.
+
+Note: [Connections of strangers]
+    A connection costs a file, and anybody who reaches the port may open one. So there are few (`limits`): for one more,
+    the oldest ends on which no request of a caller with credentials is under way; only if there is none, the new one is
+    answered with 503. A head that does not come within `HTTP_HEAD_S`, the first or a further one, ends its connection
+    (aiohttp's `keepalive_timeout`), and so does a client that does not take what it is sent.
 
 The rules are those of the gRPC server: loopback may be plaintext, any other address needs TLS and credentials or an
 explicit `insecure`, and who may ask for what is in the table of `access`. The token travels as `Authorization: Bearer
@@ -15,10 +21,14 @@ aiohttp is imported by `HttpServer.start`: a process without an endpoint does no
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import ipaddress
 import logging
+import socket
 import ssl
-from collections.abc import Awaitable, Callable
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import urlsplit
@@ -28,13 +38,19 @@ from axon_ps.rpc.access import needs_nothing
 from axon_ps.rpc.auth.credentials import Ended, Guard, OnRefused, Revocations, Revoked, Unknown
 from axon_ps.rpc.auth.tls_contexts import server_context
 from axon_ps.rpc.channels import join_address
+from axon_ps.rpc.limits import HANDSHAKE_S, HTTP_ANSWER_S, HTTP_HEAD_S, max_http_connections
+from axon_ps.rpc.listener import Listener
 from axon_ps.rpc.security import Security
+from axon_ps.texts import printable
 
 if TYPE_CHECKING:
     from aiohttp import web
 
 _logger = logging.getLogger(__name__)
 _GRACE_S: Final = 1.0
+_LINGER_S: Final = 2.0
+_SAID_S: Final = 60.0  # malformed requests are logged once in this time
+_FULL: Final = b"HTTP/1.1 503 Service Unavailable\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
 _READING: Final = ("GET", "HEAD")
 
 
@@ -76,6 +92,10 @@ class HttpServer:
         self._guard = Guard(security)
         self._routes: list[Route] = []
         self._runner: web.AppRunner | None = None
+        self._listener: Listener | None = None
+        self._tls: ssl.SSLContext | None = None
+        self._connections: dict[web.RequestHandler, asyncio.Task[None]] = {}  # and their beginnings; oldest first
+        self._admitted: set[web.RequestHandler] = set()  # which perform a request of a caller with credentials
 
     @property
     def url(self) -> str:
@@ -120,24 +140,79 @@ class HttpServer:
         application = web.Application(middlewares=[check])
         for route in self._routes:
             application.router.add_route(route.method, route.path, self._guarded(route))
-        self._runner = web.AppRunner(application, access_log=None, handle_signals=False, shutdown_timeout=_GRACE_S)
+        self._tls = self._ssl()
+        self._runner = web.AppRunner(
+            application,
+            access_log=None,
+            handle_signals=False,
+            shutdown_timeout=_GRACE_S,
+            keepalive_timeout=HTTP_HEAD_S,
+            lingering_time=_LINGER_S,
+            logger=_http_logger(),
+        )
         await self._runner.setup()
-        site = web.TCPSite(self._runner, self.host.strip("[]"), self.port, ssl_context=self._ssl())
         try:
-            await site.start()
-        except OSError as error:
+            self._listener = Listener(self.host, self.port, "HTTP connections", self._take)
+        except ConfigurationError:
             await self._runner.cleanup()
-            raise ConfigurationError(
-                f"cannot listen on {join_address(self.host, self.port)} for HTTP: {error.strerror or error}"
-            ) from error
-        self.port = self._runner.addresses[0][1]
+            raise
+        self.port = self._listener.port
         _logger.info("HTTP at %s", self.url)
         return self.url
 
     async def stop(self) -> None:
         """Accept no new requests, give those under way a second, then cancel them."""
+        if self._listener is not None:
+            self._listener.close()
+        beginning = [task for task in self._connections.values() if not task.done()]
+        for task in beginning:
+            task.cancel()
+        await asyncio.gather(*beginning, return_exceptions=True)
         if self._runner is not None:
             await self._runner.cleanup()
+        for protocol in self._connections:  # whose clients do not take the end of what they were sent
+            if protocol.transport is not None:
+                protocol.transport.abort()
+
+    # ------------------------------------------------------------------ connections
+
+    def _take(self, sock: socket.socket) -> None:
+        """A connection has come. See Note: [Connections of strangers]."""
+        assert self._runner is not None, "it was started"
+        assert self._runner.server is not None, "it was set up"
+        if len(self._connections) >= max_http_connections() and not self._makes_room():
+            with contextlib.suppress(OSError), sock:
+                if self._tls is None:
+                    sock.send(_FULL)
+            return
+        protocol = self._runner.server()
+        task = self._connections[protocol] = asyncio.get_running_loop().create_task(self._begin(sock, protocol))
+        task.add_done_callback(lambda began: sock.close() if began.cancelled() else None)
+
+    async def _begin(self, sock: socket.socket, protocol: web.RequestHandler) -> None:
+        handshake_s = None if self._tls is None else HANDSHAKE_S
+        try:
+            await asyncio.get_running_loop().connect_accepted_socket(
+                lambda: protocol, sock, ssl=self._tls, ssl_handshake_timeout=handshake_s
+            )
+        except OSError as error:
+            _logger.debug("an HTTP connection did not begin: %s", error)
+
+    def _makes_room(self) -> bool:
+        """Forget connections that are over; where there is none, end the oldest that may be ended, if any."""
+        over = [p for p, began in self._connections.items() if began.done() and p.transport is None]
+        for protocol in over:
+            del self._connections[protocol]
+        if over:
+            return True
+        for protocol, began in self._connections.items():
+            if protocol not in self._admitted:
+                began.cancel()
+                if protocol.transport is not None:
+                    protocol.transport.abort()
+                del self._connections[protocol]
+                return True
+        return False
 
     def _ssl(self) -> ssl.SSLContext | None:
         source = self._security.server_chain(self.host)
@@ -150,13 +225,19 @@ class HttpServer:
         host, origin = request.headers.get("Host", ""), request.headers.get("Origin")
         if not self._guard.asks and not _names_a_machine(host, self.host):
             raise web.HTTPForbidden(text=f"there is no {host!r} here; use the machine's address, or localhost\n")
-        if request.method not in _READING and origin is not None and urlsplit(origin).netloc != host:
-            raise web.HTTPForbidden(text=f"a page of {origin} may not ask for this\n")
-        response = await handler(request)
-        if not response.prepared:
-            response.headers.setdefault("X-Content-Type-Options", "nosniff")
-            response.headers.setdefault("Cache-Control", "no-store")
-        return response
+        if request.method not in _READING and origin is not None and _host_of(origin) != host:
+            raise web.HTTPForbidden(text=f"a page of {origin!r} may not ask for this\n")
+        try:
+            response = await handler(request)
+            if not response.prepared:
+                response.headers.setdefault("X-Content-Type-Options", "nosniff")
+                response.headers.setdefault("Cache-Control", "no-store")
+                async with taken(request):
+                    await response.prepare(request)
+                    await response.write_eof()
+            return response
+        finally:
+            self._admitted.discard(request.protocol)
 
     def _guarded(self, route: Route) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
         from aiohttp import web
@@ -166,9 +247,10 @@ class HttpServer:
         async def guarded(request: web.Request) -> web.StreamResponse:
             if needs_nothing(row):
                 return await route.handler(request)
-            given = request.headers.get("Authorization", "").encode()
+            given = request.headers.get("Authorization", "").encode(errors="surrogateescape")
             try:
                 credentials = self._guard.admit(row, given, _certificate_of(request), request.remote or "")
+                self._admitted.add(request.protocol)
                 with self._guard.revocations.watching(credentials, is_stream=True):
                     return await route.handler(request)
             except (Revoked, Ended) as error:  # it may have been answered in part
@@ -193,9 +275,69 @@ def _certificate_of(request: web.Request) -> bytes:
     return ssl.DER_cert_to_PEM_cert(found).encode() if found else b""
 
 
+@contextlib.asynccontextmanager
+async def taken(request: web.Request) -> AsyncIterator[None]:
+    """While something is sent: a client that does not take it within `HTTP_ANSWER_S` loses its connection.
+
+    Raises:
+        ConnectionError: it has.
+    """
+    try:
+        async with asyncio.timeout(HTTP_ANSWER_S):
+            yield
+    except TimeoutError:
+        if request.transport is not None:
+            request.transport.abort()
+        raise ConnectionResetError(f"{request.remote} has not taken what it was sent") from None
+
+
+class _ClientsErrors(logging.Filter):
+    """Takes out of aiohttp's log what is a client's fault, of which `_logger` says only that there was some."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._more = 0
+        self._said_s = -_SAID_S
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """False for a malformed request, or one that breaks off."""
+        from aiohttp.http_exceptions import HttpProcessingError
+        from aiohttp.web import RequestPayloadError
+
+        error = record.exc_info[1] if record.exc_info else None
+        if not isinstance(error, (HttpProcessingError, RequestPayloadError, ConnectionError)):
+            return True
+        if time.monotonic() - self._said_s < _SAID_S:
+            self._more += 1
+            return False
+        more, self._more, self._said_s = self._more, 0, time.monotonic()
+        reason = printable(str(error).partition("\n")[0], 200)
+        _logger.info("a malformed HTTP request was refused: %s%s", reason, f" (and {more} before)" if more else "")
+        return False
+
+
+def _http_logger() -> logging.Logger:
+    """The logger that aiohttp writes to: ours, without what is a client's fault."""
+    logger = logging.getLogger(f"{__name__}.server")
+    if not any(isinstance(each, _ClientsErrors) for each in logger.filters):
+        logger.addFilter(_ClientsErrors())
+    return logger
+
+
+def _host_of(url: str) -> str:
+    """The host and port of a URL; empty when it is none."""
+    try:
+        return urlsplit(url).netloc
+    except ValueError:
+        return ""
+
+
 def _names_a_machine(host: str, own: str) -> bool:
     """Whether a `Host` header has an address, "localhost" or the name that is listened on: nothing a stranger owns."""
-    name = (urlsplit(f"//{host}").hostname or "").lower()
+    try:
+        name = (urlsplit(f"//{host}").hostname or "").lower()
+    except ValueError:
+        return False
     try:
         ipaddress.ip_address(name)
     except ValueError:

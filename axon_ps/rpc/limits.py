@@ -1,13 +1,16 @@
 """What one connection, and all of them, may make a server keep open or wait for. docs/limits.md has the whole table.
 
-Only what gRPC lets a server say: excess streams of a connection wait in their own client, an excess connection is
-closed before its handshake, an excess call is answered with RESOURCE_EXHAUSTED.
+Of gRPC, only what it lets a server say: excess streams of a connection wait in their own client, an excess connection
+is closed before its handshake, an excess call is answered with RESOURCE_EXHAUSTED.
 """
 
 from __future__ import annotations
 
+import errno
 import resource
 from typing import Final
+
+from axon_ps.errors import ConfigurationError
 
 MAX_STREAMS: Final = 1024
 """Calls at a time on one connection: a worker has some tens."""
@@ -19,7 +22,19 @@ MAX_CONNECTIONS: Final = 1 << 15
 """Connections of gRPC at a time to one server, and of bulk calls, if it may open as many files: `max_connections`."""
 
 RESERVED_FILES: Final = 256
-"""Files of a process that connections leave to everything else: checkpoints, the state, other servers."""
+"""Files of a process that connections leave to everything else: checkpoints, the state, HTTP; half of less than 512."""
+
+MIN_FILES: Final = 128
+"""Fewer files are too few for a service."""
+
+MAX_HTTP_CONNECTIONS: Final = 512
+"""Connections of HTTP at a time, or an eighth of the files that the process may open."""
+
+HTTP_HEAD_S: Final = 10.0
+"""How long an HTTP connection may take for the head of a request, its first and each further one."""
+
+HTTP_ANSWER_S: Final = 10.0
+"""How long the client of an HTTP request may take nothing, or not all, of what it is sent at a time."""
 
 HANDSHAKE_S: Final = 10.0
 """How long a connection may take until it speaks HTTP/2, TLS included."""
@@ -56,17 +71,65 @@ MAX_NEWER: Final = 1 << 20
 """How many generations, placements or versions a call may be ahead at all."""
 
 
+def how_to_raise_files() -> str:
+    """What to do about a number of open files that is too small."""
+    return "raise it: `ulimit -n 65536` before it is started, LimitNOFILE= of systemd, --ulimit nofile= of Docker"
+
+
+def too_few_files() -> str:
+    """How many files this process may open, and what to do if that is too few."""
+    return f"this process may open no more than {max_files()} files; {how_to_raise_files()}"
+
+
+def max_files() -> int:
+    """How many files this process may open; at most as many as all limits of this module ask for."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = 4 * MAX_CONNECTIONS
+    return most if soft == resource.RLIM_INFINITY else min(most, soft)
+
+
+def raise_max_files() -> None:
+    """Let this process, a service's, open as many files as it may allow itself: the hard limit of `ulimit`.
+
+    Raises:
+        ConfigurationError: that is too few.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = 4 * MAX_CONNECTIONS if hard == resource.RLIM_INFINITY else min(hard, 4 * MAX_CONNECTIONS)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    if max_files() < MIN_FILES:
+        found = f"a service needs {MIN_FILES} files at least, and this process may open {max_files()}"
+        raise ConfigurationError(f"{found}; {how_to_raise_files()}")
+
+
 def max_connections() -> int:
     """How many connections of either kind a server of this process takes: half of what its limit of files leaves."""
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    files = 2 * MAX_CONNECTIONS + RESERVED_FILES if soft == resource.RLIM_INFINITY else soft
-    return max(1, min(MAX_CONNECTIONS, (files - RESERVED_FILES) // 2))
+    files = max_files()
+    return max(1, min(MAX_CONNECTIONS, (files - min(RESERVED_FILES, files // 2)) // 2))
+
+
+def max_http_connections() -> int:
+    """How many connections of HTTP a process takes."""
+    return max(1, min(MAX_HTTP_CONNECTIONS, max_files() // 8))
 
 
 def max_bulk_calls() -> int:
     """How many bulk calls a process makes at a time, each with its connection: a quarter of the files it may open."""
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return MAX_CONNECTIONS if soft == resource.RLIM_INFINITY else soft // 4
+    return min(MAX_CONNECTIONS, max_files() // 4)
+
+
+def no_more_files(error: OSError | str) -> str:
+    """Why no file could be opened, and what to do, if an error or its text says that no more can be; else empty."""
+    text = error.lower() if isinstance(error, str) else ""
+    number = error.errno if isinstance(error, OSError) else None
+    if number == errno.EMFILE or "too many open files" in text.replace("too many open files in system", ""):
+        return too_few_files()
+    if number == errno.ENFILE or "too many open files in system" in text:
+        return "this machine can open no more files, of all processes; raise fs.file-max (sysctl), or end some"
+    if number in (errno.ENOBUFS, errno.ENOMEM):
+        return f"the kernel has no memory for it ({error})"
+    return ""
 
 
 def server_options() -> tuple[tuple[str, int], ...]:

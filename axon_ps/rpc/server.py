@@ -20,9 +20,12 @@ from axon_ps.rpc.bulk.client import BULK
 from axon_ps.rpc.bulk.server import BulkServer
 from axon_ps.rpc.channels import SERVER_OPTIONS, join_address
 from axon_ps.rpc.in_process import InProcessServer, is_in_process
-from axon_ps.rpc.limits import MAX_SERVER_CALLS, server_options
+from axon_ps.rpc.limits import MAX_SERVER_CALLS, max_connections, server_options, too_few_files
 from axon_ps.rpc.security import Security
 from axon_ps.rpc.service import service_handler
+
+FEW_CONNECTIONS: Final = 256
+"""A server that takes fewer says so."""
 
 NO_OPTIONS: Final[Mapping[str, int]] = MappingProxyType({})
 
@@ -140,6 +143,8 @@ class Server:
         await server.start()
         await self._set_health("", serving=True)
         await self.set_serving(serving)
+        if (most := max_connections()) < FEW_CONNECTIONS:
+            _logger.warning("at most %d connections of gRPC at a time: %s", most, too_few_files())
         _logger.info("listening on %s", self.address)
         return self.port
 

@@ -22,6 +22,7 @@ from google.protobuf.message import DecodeError
 
 from axon_ps import errors
 from axon_ps.errors import AxonError, GenerationChanged, InternalError, PermissionDenied, Unreachable
+from axon_ps.rpc.limits import no_more_files
 from axon_ps.texts import printable
 from axon_ps.wire.v1 import common_pb2
 
@@ -198,13 +199,16 @@ def error_of_status(
 
 def _not_connected(peer: str, details: str) -> AxonError:
     lower = details.lower()
+    if why := no_more_files(details):
+        return Unreachable(f"{peer} cannot be reached: {why} ({details})")
     for sign, hint in _TLS_HINTS.items():
         if sign in lower:
             return PermissionDenied(f"no TLS connection to {peer}: {hint} ({details})")
     if "socket closed" in lower:
         hint = (
             "somebody listens but hangs up; it may want TLS (--tls, or --tls-ca, AXON_PS_TLS_CA), or a client's "
-            "certificate (mutual TLS) that its authority has signed and that has not expired"
+            "certificate (mutual TLS) that its authority has signed and that has not expired; or it has as many "
+            "connections as the number of files that it may open allows (ulimit -n there)"
         )
     else:
         hint = "is the address right and the server up?"

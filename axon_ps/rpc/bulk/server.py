@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import hashlib
 import logging
 import secrets
@@ -28,7 +27,7 @@ from typing import Any, Final
 import grpc
 from google.protobuf.message import DecodeError
 
-from axon_ps.errors import ConfigurationError, InvalidRequest, PermissionDenied, forget
+from axon_ps.errors import InvalidRequest, PermissionDenied, forget
 from axon_ps.rpc.access import may_call, refusal
 from axon_ps.rpc.auth.credentials import Credentials, Ended, Revocations, Revoked, calling
 from axon_ps.rpc.bulk.connection import Connection, FrameError, Kind
@@ -36,6 +35,7 @@ from axon_ps.rpc.bulk.status import OK, Status
 from axon_ps.rpc.channels import MAX_MESSAGE_BYTES
 from axon_ps.rpc.in_process import end_calls, handler_of
 from axon_ps.rpc.limits import HANDSHAKE_S, MAX_STRANGERS, max_connections
+from axon_ps.rpc.listener import Listener
 from axon_ps.rpc.service import ServerStream
 from axon_ps.rpc.status import status_of
 from axon_ps.rpc.stream import EOF, task_is_cancelled
@@ -46,8 +46,6 @@ LINGER_S: Final = 5.0
 """See Note: [A status arrives]."""
 
 _MAX_HELLO_BYTES: Final = 1024
-_NO_ROOM: Final = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
-_NO_ROOM_S: Final = 1.0  # until the next one is accepted, when this process may open no more files
 _logger = logging.getLogger(__name__)
 
 
@@ -67,7 +65,7 @@ class BulkServer:
         self._revocations = revocations
         self._tls = tls
         self._port = 0
-        self._listener: socket.socket | None = None
+        self._listener: Listener | None = None
         self._granted: dict[bytes, _Grant] = {}
         self._serving: set[asyncio.Task[None]] = set()
         self._strangers: set[asyncio.Task[None]] = set()
@@ -84,18 +82,9 @@ class BulkServer:
         Raises:
             ConfigurationError: it cannot listen there.
         """
-        bare = host.strip("[]")
-        try:
-            family = socket.getaddrinfo(bare, port, type=socket.SOCK_STREAM)[0][0]
-            dual = family == socket.AF_INET6 and bare == "::"
-            listener = socket.create_server((bare, port), family=family, backlog=512, dualstack_ipv6=dual)
-        except OSError as error:
-            raise ConfigurationError(f"cannot listen for bulk connections on port {port} of {host}: {error}") from error
-        listener.setblocking(False)
-        self._listener, bound = listener, int(listener.getsockname()[1])
-        self._port = advertised or bound
-        asyncio.get_running_loop().add_reader(listener.fileno(), self._accept, listener)
-        return bound
+        self._listener = Listener(host, port, "bulk connections", self._take)
+        self._port = advertised or self._listener.port
+        return self._listener.port
 
     async def open(self, context: ServerStream) -> None:
         """RPC `Open`: let the caller in while its stream lasts."""
@@ -118,24 +107,14 @@ class BulkServer:
         """Accept nothing more, give calls under way `grace_s` seconds, then cancel them."""
         self._idle.drain()
         if self._listener is not None:
-            asyncio.get_running_loop().remove_reader(self._listener.fileno())
             self._listener.close()
-            self._listener = None
         for stranger in self._strangers:
             stranger.cancel()
         await end_calls(self._serving, grace_s)
 
     # ------------------------------------------------------------------ inside
 
-    def _accept(self, listener: socket.socket) -> None:
-        try:
-            sock, _ = listener.accept()
-        except OSError as error:
-            if error.errno in _NO_ROOM:
-                loop = asyncio.get_running_loop()
-                loop.remove_reader(listener.fileno())
-                loop.call_later(_NO_ROOM_S, self._accept_again, listener)
-            return  # else it has gone already
+    def _take(self, sock: socket.socket) -> None:
         if len(self._strangers) >= MAX_STRANGERS or len(self._serving) >= max_connections():
             sock.close()
             return
@@ -144,17 +123,12 @@ class BulkServer:
             of.add(task)
             task.add_done_callback(of.discard)
 
-    def _accept_again(self, listener: socket.socket) -> None:
-        if listener is self._listener:
-            asyncio.get_running_loop().add_reader(listener.fileno(), self._accept, listener)
-
     async def _serve(self, sock: socket.socket) -> None:
         """Serve a connection, which has one call."""
         connection: Connection | None = None
         try:
             async with asyncio.timeout(HANDSHAKE_S):
                 if self._tls is not None:
-                    sock.setblocking(False)
                     sock = self._tls.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
                 connection = Connection(sock, _MAX_HELLO_BYTES)
                 await connection.handshake()

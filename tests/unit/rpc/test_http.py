@@ -130,7 +130,10 @@ def test_a_port_that_is_taken_is_an_error_that_names_it() -> None:
         try:
             with pytest.raises(Misuse):
                 first.add(healthz(lambda: True))
-            with pytest.raises(ConfigurationError, match=rf"cannot listen on 127\.0\.0\.1:{first.port} for HTTP"):
+            with pytest.raises(
+                ConfigurationError,
+                match=f"cannot listen for HTTP connections on port {first.port} of 127.0.0.1: Address already in use",
+            ):
                 await HttpServer("127.0.0.1", first.port, Security()).start()
         finally:
             await first.stop()

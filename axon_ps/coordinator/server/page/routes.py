@@ -15,7 +15,7 @@ from axon_ps.coordinator.server.servicer import CoordinatorServicer
 from axon_ps.coordinator.server.standby import Switch
 from axon_ps.errors import AxonError, Busy
 from axon_ps.rpc.access import PAGE
-from axon_ps.rpc.http import Route
+from axon_ps.rpc.http import Route, taken
 
 if TYPE_CHECKING:
     from aiohttp import web
@@ -55,9 +55,11 @@ def page_routes(switch: Switch) -> list[Route]:
                 raise web.HTTPServiceUnavailable(text=f"{error}\n") from None
             with contextlib.suppress(AxonError, ConnectionError):  # it leads no more, or nobody reads; it asks again
                 await response.prepare(request)
-                await response.write(first.sse)
+                async with taken(request):
+                    await response.write(first.sse)
                 async for message in messages:
-                    await response.write(message.sse)
+                    async with taken(request):
+                        await response.write(message.sse)
         return response
 
     async def logs(request: web.Request) -> web.StreamResponse:

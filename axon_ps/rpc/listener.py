@@ -1,0 +1,91 @@
+"""A listening socket of the event loop's, which survives that its process can open no more files.
+
+Note: [No more files]
+    A connection that cannot be accepted waits in the kernel and stays readable, so a loop that tries again at once does
+    nothing else. It tries again after `AGAIN_S`; the log says why, by the name of the limit, once in `SAID_S`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from collections.abc import Callable
+from typing import Final
+
+from axon_ps.errors import ConfigurationError
+from axon_ps.rpc.limits import no_more_files
+
+AGAIN_S: Final = 1.0
+"""When it is tried again to accept, when this process could open no more files."""
+
+SAID_S: Final = 60.0
+BACKLOG: Final = 512
+
+_logger = logging.getLogger(__name__)
+
+
+class Listener:
+    """Accepts connections until `close`. It belongs to the event loop on which it is made.
+
+    Args:
+        host: address to listen on.
+        port: port to listen on; 0 = any free one.
+        what: what connects there, for messages.
+        take: gets every connection, whose socket does not block; it raises nothing.
+
+    Attributes:
+        port: the port.
+
+    Raises:
+        ConfigurationError: it cannot listen there.
+    """
+
+    def __init__(self, host: str, port: int, what: str, take: Callable[[socket.socket], None]) -> None:
+        bare = host.strip("[]")
+        try:
+            family = socket.getaddrinfo(bare, port, type=socket.SOCK_STREAM)[0][0]
+            dual = family == socket.AF_INET6 and bare == "::"
+            listener = socket.create_server((bare, port), family=family, backlog=BACKLOG, dualstack_ipv6=dual)
+        except OSError as error:
+            why = no_more_files(error) or error.strerror or str(error)
+            raise ConfigurationError(f"cannot listen for {what} on port {port} of {host}: {why}") from error
+        listener.setblocking(False)
+        self.port = int(listener.getsockname()[1])
+        self._what = what
+        self._take = take
+        self._said_s = -SAID_S
+        self._listener: socket.socket | None = listener
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(listener.fileno(), self._accept)
+
+    def close(self) -> None:
+        """Accept no more."""
+        if self._listener is not None:
+            self._loop.remove_reader(self._listener.fileno())
+            self._listener.close()
+            self._listener = None
+
+    def _accept(self) -> None:
+        assert self._listener is not None, "a closed one is not read"
+        try:
+            sock, _ = self._listener.accept()
+        except OSError as error:
+            if why := no_more_files(error):
+                self._pause(why)
+            return  # else it has gone already
+        sock.setblocking(False)
+        self._take(sock)
+
+    def _pause(self, why: str) -> None:
+        """See Note: [No more files]."""
+        assert self._listener is not None, "a closed one is not read"
+        self._loop.remove_reader(self._listener.fileno())
+        self._loop.call_later(AGAIN_S, self._resume)
+        if (now_s := self._loop.time()) - self._said_s >= SAID_S:
+            self._said_s = now_s
+            _logger.warning("%s cannot be accepted: %s", self._what, why)
+
+    def _resume(self) -> None:
+        if self._listener is not None:
+            self._loop.add_reader(self._listener.fileno(), self._accept)
