@@ -50,7 +50,7 @@ def return_message_memory() -> None:
 
     By default, glibc retains blocks as large as the largest that was ever freed, 32 MiB at most, so the memory of a
     burst of large messages stays the process's. *Measured* on a coordinator of 73 MiB after 1,537 refused puts of
-    1 MiB, 64 at a time: 87 MiB; 177 where blocks of less than 128 KiB are retained.
+    1 MiB, 64 at a time: 95 MiB; 177 where blocks of less than 128 KiB are retained.
     """
     with contextlib.suppress(OSError, AttributeError):
         mallopt = ctypes.CDLL(None).mallopt

@@ -28,12 +28,14 @@ import logging
 import socket
 import ssl
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import urlsplit
 
 from axon_ps.errors import ConfigurationError, Misuse, PermissionDenied
+from axon_ps.observe.metrics.sources import Source
 from axon_ps.rpc.access import needs_nothing
 from axon_ps.rpc.auth.credentials import Ended, Guard, OnRefused, Revocations, Revoked, Unknown
 from axon_ps.rpc.auth.tls_contexts import server_context
@@ -49,7 +51,7 @@ if TYPE_CHECKING:
 _logger = logging.getLogger(__name__)
 _GRACE_S: Final = 1.0
 _LINGER_S: Final = 2.0
-_SAID_S: Final = 60.0  # malformed requests are logged once in this time
+_LOG_EVERY_S: Final = 60.0  # malformed requests are logged once in this time
 _FULL: Final = b"HTTP/1.1 503 Service Unavailable\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
 _READING: Final = ("GET", "HEAD")
 
@@ -190,11 +192,9 @@ class HttpServer:
         task.add_done_callback(lambda began: sock.close() if began.cancelled() else None)
 
     async def _begin(self, sock: socket.socket, protocol: web.RequestHandler) -> None:
-        handshake_s = None if self._tls is None else HANDSHAKE_S
         try:
-            await asyncio.get_running_loop().connect_accepted_socket(
-                lambda: protocol, sock, ssl=self._tls, ssl_handshake_timeout=handshake_s
-            )
+            async with asyncio.timeout(HANDSHAKE_S):
+                await asyncio.get_running_loop().connect_accepted_socket(lambda: protocol, sock, ssl=self._tls)
         except OSError as error:
             _logger.debug("an HTTP connection did not begin: %s", error)
 
@@ -297,7 +297,7 @@ class _ClientsErrors(logging.Filter):
     def __init__(self) -> None:
         super().__init__()
         self._more = 0
-        self._said_s = -_SAID_S
+        self._logged_s = -_LOG_EVERY_S
 
     def filter(self, record: logging.LogRecord) -> bool:
         """False for a malformed request, or one that breaks off."""
@@ -307,11 +307,11 @@ class _ClientsErrors(logging.Filter):
         error = record.exc_info[1] if record.exc_info else None
         if not isinstance(error, (HttpProcessingError, RequestPayloadError, ConnectionError)):
             return True
-        if time.monotonic() - self._said_s < _SAID_S:
+        if time.monotonic() - self._logged_s < _LOG_EVERY_S:
             self._more += 1
             return False
-        more, self._more, self._said_s = self._more, 0, time.monotonic()
-        reason = printable(str(error).partition("\n")[0], 200)
+        more, self._more, self._logged_s = self._more, 0, time.monotonic()
+        reason = printable(" ".join((getattr(error, "message", "") or str(error)).split()), 200)
         _logger.info("a malformed HTTP request was refused: %s%s", reason, f" (and {more} before)" if more else "")
         return False
 
@@ -354,3 +354,27 @@ def healthz(serving: Callable[[], bool]) -> Route:
         return web.Response(text="SERVING\n") if serving() else web.Response(status=503, text="NOT_SERVING\n")
 
     return Route(path="/healthz", handler=handler)
+
+
+def metrics(sources: Callable[[], Iterable[Source]], labels: Mapping[str, str]) -> Route:
+    """`/metrics`, what Prometheus scrapes: the numbers of `.statistics()`, read at every scrape on the event loop.
+
+    Args:
+        sources: what is read, at every scrape.
+        labels: of every metric of this process: job, role, rank, node.
+    """
+
+    async def handler(request: web.Request) -> web.StreamResponse:
+        from aiohttp import web
+
+        from axon_ps.observe.metrics.exposition import Exposition
+
+        began = time.perf_counter()
+        await asyncio.sleep(0)  # everything that is ready comes before us
+        lag_s = time.perf_counter() - began
+        lag = Source(kind="process", read=lambda: {"loop_lag_s": lag_s})
+        exposition = Exposition(lambda: chain(sources(), (lag,)), labels)
+        body, content_type = exposition.encode(request.headers.get("Accept", ""))
+        return web.Response(body=body, headers={"Content-Type": content_type})
+
+    return Route(path="/metrics", handler=handler)

@@ -2,7 +2,7 @@
 
 Note: [No more files]
     A connection that cannot be accepted waits in the kernel and stays readable, so a loop that tries again at once does
-    nothing else. It tries again after `AGAIN_S`; the log says why, by the name of the limit, once in `SAID_S`.
+    nothing else. It tries again after `AGAIN_S`. The log names the limit, once in `LOG_EVERY_S`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from axon_ps.rpc.limits import no_more_files
 AGAIN_S: Final = 1.0
 """When it is tried again to accept, when this process could open no more files."""
 
-SAID_S: Final = 60.0
+LOG_EVERY_S: Final = 60.0
 BACKLOG: Final = 512
 
 _logger = logging.getLogger(__name__)
@@ -54,7 +54,7 @@ class Listener:
         self.port = int(listener.getsockname()[1])
         self._what = what
         self._take = take
-        self._said_s = -SAID_S
+        self._logged_s = -LOG_EVERY_S
         self._listener: socket.socket | None = listener
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(listener.fileno(), self._accept)
@@ -82,8 +82,8 @@ class Listener:
         assert self._listener is not None, "a closed one is not read"
         self._loop.remove_reader(self._listener.fileno())
         self._loop.call_later(AGAIN_S, self._resume)
-        if (now_s := self._loop.time()) - self._said_s >= SAID_S:
-            self._said_s = now_s
+        if (now_s := self._loop.time()) - self._logged_s >= LOG_EVERY_S:
+            self._logged_s = now_s
             _logger.warning("%s cannot be accepted: %s", self._what, why)
 
     def _resume(self) -> None:

@@ -6,8 +6,7 @@ from collections.abc import Callable
 from itertools import chain
 
 from axon_ps.observe.metrics.sources import Source, registered
-from axon_ps.rpc.http import HttpServer, healthz
-from axon_ps.rpc.metrics import metrics
+from axon_ps.rpc.http import HttpServer, healthz, metrics
 from axon_ps.worker.environment import WorkerConfig
 
 

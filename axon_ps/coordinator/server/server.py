@@ -29,8 +29,7 @@ from axon_ps.observe.metrics.sources import Source
 from axon_ps.observe.tracing.tracer import NO_TRACES, TracePolicy
 from axon_ps.rpc.auth.identity import Principal
 from axon_ps.rpc.channels import CALL_OPTIONS, join_address, split_address
-from axon_ps.rpc.http import HttpServer, Route, healthz
-from axon_ps.rpc.metrics import metrics
+from axon_ps.rpc.http import HttpServer, Route, healthz, metrics
 from axon_ps.rpc.security import Security
 from axon_ps.rpc.server import listen
 from axon_ps.rpc.service import service_handler

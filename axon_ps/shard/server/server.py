@@ -20,9 +20,8 @@ from axon_ps.observe.tracing.tracer import NO_TRACES, TracePolicy
 from axon_ps.optim import registry as optimizers
 from axon_ps.rpc.auth.identity import Principal
 from axon_ps.rpc.channels import join_address
-from axon_ps.rpc.http import HttpServer, Route, healthz
+from axon_ps.rpc.http import HttpServer, Route, healthz, metrics
 from axon_ps.rpc.in_process import InProcessServer, is_in_process
-from axon_ps.rpc.metrics import metrics
 from axon_ps.rpc.security import Security
 from axon_ps.rpc.server import Server, listen
 from axon_ps.rpc.service import service_handler

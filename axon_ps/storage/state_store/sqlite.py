@@ -38,7 +38,7 @@ class SqliteStateStore(StateStore):
     WAL journal with `synchronous=FULL`: a committed batch has been synced to the disk. An exclusive lock keeps a second
     coordinator out; it ends with the process. Only the owner can read or write the file, its journal and its index,
     from their creation on: values of the key-value store may be secret (NCCL ids, tokens of a rendezvous).
-    `--state sqlite:PATH?synchronous=off` does not wait for the disk: what is committed outlives the process, and not the
+    `--state sqlite:PATH?synchronous=off` does not wait for the disk: what is committed outlives the process, not the
     machine.
 
     Args:

@@ -259,7 +259,7 @@ def test_nonsense_is_refused_and_logged_at_most_once(security: Security, caplog:
             assert await answered(server) == 200
 
     for handler in logging.getLogger("axon_ps.rpc.http.server").filters:
-        vars(handler).update(_said_s=-http._SAID_S)
+        vars(handler).update(_logged_s=-http._LOG_EVERY_S)
     run(main())
     said = [r for r in caplog.records if not r.getMessage().startswith("HTTP at ")]
     assert [record.getMessage() for record in said if record.exc_info or record.levelno >= logging.WARNING] == []
