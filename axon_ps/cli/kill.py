@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 
 from axon_ps.cli import options as o
-from axon_ps.cli.settings import DEFAULT_JOB
+from axon_ps.cli.settings import DEFAULT_JOB, load
 from axon_ps.errors import ConfigurationError
 
 _PROGRAMS = ("axon_ps.cli.main", "axon-ps")
@@ -59,7 +59,7 @@ def kill(
 
     Shard servers, coordinators and proxies are found by their command, workers if `axon-ps run` has started them.
     """
-    name = job or os.environ.get("AXON_PS_JOB") or DEFAULT_JOB
+    name = load(job=job).job
     found = list(running())
     meant = [p for p in found if (p.kind, p.job) == (kind, name) and rank in (None, p.rank)]
     if len(meant) != 1:

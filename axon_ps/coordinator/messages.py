@@ -10,7 +10,7 @@ import math
 import re
 from collections.abc import Iterable, Sequence
 
-from axon_ps.coordinator.core.build import Build
+from axon_ps.coordinator.build import Build
 from axon_ps.coordinator.core.committed import checked
 from axon_ps.coordinator.core.events import (
     MAX_BLOCKS,
@@ -21,6 +21,7 @@ from axon_ps.coordinator.core.events import (
     JobPhase,
     JobState,
     JoinRequest,
+    KnowledgeRequest,
     KnownNames,
     ModelPosition,
     ModelStatus,
@@ -35,13 +36,12 @@ from axon_ps.coordinator.core.events import (
     SnapshotReport,
     Status,
     StepDue,
-    Tell,
     Vote,
     Welcome,
 )
 from axon_ps.coordinator.core.history.report import Report
-from axon_ps.coordinator.core.knowledge import Knowledge, ModelKnowledge
 from axon_ps.coordinator.core.records import restore_from_proto, restore_to_proto
+from axon_ps.coordinator.core.restart.knowledge import Knowledge, ModelKnowledge
 from axon_ps.coordinator.span_messages import order_from_proto, order_to_proto
 from axon_ps.errors import InvalidRequest
 from axon_ps.observe.log_buffer import Logged
@@ -515,8 +515,8 @@ def event_to_proto(event: ServerEvent, before: Membership | None = None) -> sess
         return session_pb2.SessionEvent(membership=codec.membership_to_proto(event))
     if isinstance(event, JobState):
         return session_pb2.SessionEvent(job=job_to_proto(event))
-    if isinstance(event, Tell):
-        return session_pb2.SessionEvent(tell=True)
+    if isinstance(event, KnowledgeRequest):
+        return session_pb2.SessionEvent(request_knowledge=True)
     if isinstance(event, StepDue):
         due = policy_pb2.StepDue(generation=event.generation, step=event.step, model=event.model)
         return session_pb2.SessionEvent(due=due)
@@ -568,8 +568,8 @@ def event_from_proto(message: session_pb2.SessionEvent, before: Membership | Non
         return announced(message.difference, before)
     if kind == "job":
         return job_from_proto(message.job)
-    if kind == "tell":
-        return Tell()
+    if kind == "request_knowledge":
+        return KnowledgeRequest()
     if kind == "due":
         due = message.due
         return StepDue(generation=due.generation, step=due.step, model=due.model)

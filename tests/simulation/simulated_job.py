@@ -29,8 +29,8 @@ from axon_ps.coordinator.core import records
 from axon_ps.coordinator.core.checkpoints.schedule import CheckpointPolicy
 from axon_ps.coordinator.core.config import CoordinatorConfig
 from axon_ps.coordinator.core.events import FIRST_VALUES, ModelPosition, Position, Vote
-from axon_ps.coordinator.core.knowledge import behind
 from axon_ps.coordinator.core.records import Record
+from axon_ps.coordinator.core.restart.knowledge import behind
 from axon_ps.coordinator.server import retention
 from axon_ps.coordinator.server import server as coordinator_server
 from axon_ps.errors import GenerationChanged, MemberLost, StepAborted

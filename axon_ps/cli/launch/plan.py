@@ -70,7 +70,7 @@ class Launch:
         return self.nnodes * self.nproc_per_node
 
     @property
-    def keeps_state(self) -> bool:
+    def has_state(self) -> bool:
         """Whether the coordinator's state may have the job from a launch before."""
         return self.state not in ("", "memory")
 

@@ -13,7 +13,7 @@ Note: [Several models]
     named in the Welcome; nothing is sent about it any more.
 
 Note: [Knowledge]
-    What was received is also what a coordinator is told whose state is older; see `coordinator.core.knowledge`.
+    What was received is also what a coordinator is told whose state is older; see `coordinator.core.restart.knowledge`.
 
 Note: [Asynchronous steps]
     Where each replica's gradient is a step of its own, a shard server may have reported several of them, so messages
@@ -39,9 +39,9 @@ from axon_ps.coordinator.core.events import (
     Vote,
     Welcome,
 )
-from axon_ps.coordinator.core.knowledge import Knowledge, ModelKnowledge
 from axon_ps.coordinator.core.records import retained
 from axon_ps.coordinator.core.registration import optimizer_after
+from axon_ps.coordinator.core.restart.knowledge import Knowledge, ModelKnowledge
 from axon_ps.coordinator.messages import step_message_to_proto
 from axon_ps.errors import InternalError, Misuse
 from axon_ps.sharding.job import JobSpec
@@ -215,10 +215,10 @@ class Delivery:
         """
         if self.membership is None:
             raise Misuse("a process that has been no member of the job knows nothing of it")
-        told = (m.knowledge(self.membership.progress(n)[0]) for n, m in sorted(self._models.items()))
+        found = (m.knowledge(self.membership.progress(n)[0]) for n, m in sorted(self._models.items()))
         return Knowledge(
             membership=self.membership,
-            models=tuple(model for model in told if model is not None),
+            models=tuple(model for model in found if model is not None),
             released=frozenset(self._released),
             snapshot_id=self._snapshot_id,
             revoked=revoked,

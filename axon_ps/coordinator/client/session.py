@@ -21,13 +21,13 @@ import uuid
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any, Final
 
+from axon_ps.coordinator import build
 from axon_ps.coordinator.client.addresses import Addresses, Place
 from axon_ps.coordinator.client.calls import Calls
 from axon_ps.coordinator.client.delivery import Delivery
 from axon_ps.coordinator.client.heartbeat import heartbeat
 from axon_ps.coordinator.client.operator import SERVICE, OperatorClient
 from axon_ps.coordinator.client.succession import successor
-from axon_ps.coordinator.core import build
 from axon_ps.coordinator.core.events import (
     CheckpointReply,
     Copied,
@@ -35,6 +35,7 @@ from axon_ps.coordinator.core.events import (
     Event,
     JobState,
     JoinRequest,
+    KnowledgeRequest,
     KnownNames,
     Ready,
     Registered,
@@ -48,7 +49,6 @@ from axon_ps.coordinator.core.events import (
     SnapshotOrder,
     SnapshotReport,
     Status,
-    Tell,
     Vote,
     Welcome,
 )
@@ -428,7 +428,7 @@ class CoordinatorClient(Calls):
         try:
             await stream.write(join_to_proto(_join_request(self), self.role))
             async for event in _events(stream):
-                if isinstance(event, Tell):
+                if isinstance(event, KnowledgeRequest):
                     await stream.write(knowledge_to_proto(self._delivery.knowledge(self.revocations.reasons)))
                     continue
                 await self._receive(event)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Final
 
-from axon_ps.coordinator.core.build import Build, ours
+from axon_ps.coordinator.build import Build, ours
 from axon_ps.coordinator.core.history.report import Report
 from axon_ps.errors import AxonError
 from axon_ps.observe.tracing.span import TraceOrder
@@ -158,13 +158,13 @@ class StepDue:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Tell:
+class KnowledgeRequest:
     """To a shard server that asks to join: say first what you know, which is more than this coordinator does."""
 
 
 ServerEvent = (
     Welcome
-    | Tell
+    | KnowledgeRequest
     | Membership
     | JobState
     | Decision

@@ -116,6 +116,21 @@ class Durable:
     revoked: dict[str, str] = field(default_factory=dict)
 
 
+def check(durable: Durable, job: str, num_shards: int) -> None:
+    """Check that a stored state is of a job with this name and number of shard servers.
+
+    Raises:
+        ConfigurationError: it is not.
+    """
+    if durable.job != job:
+        raise ConfigurationError(f"the state store holds job {durable.job!r}, not {job!r}; give each job its own")
+    if any(model.spec is not None for model in durable.models.values()) and durable.num_shards != num_shards:
+        raise ConfigurationError(
+            f"the job was cut over {durable.num_shards} shard servers, not {num_shards}; start the coordinator as "
+            "before, or with a new state store and resume from a checkpoint"
+        )
+
+
 def job_record(state_id: str, job: str, world_size: int, num_shards: int) -> Record:
     """The name of the job, and how many members it starts with."""
     message = state_pb2.JobRecord(state_id=state_id, job=job, world_size=world_size, num_shards=num_shards)

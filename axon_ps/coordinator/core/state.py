@@ -16,16 +16,15 @@ from collections.abc import Mapping, Sequence
 
 from axon_ps.coordinator import attachments
 from axon_ps.coordinator.attachments import Attachment
+from axon_ps.coordinator.build import check as check_build
 from axon_ps.coordinator.core import records
 from axon_ps.coordinator.core.access.callers import Caller, Callers, check_role
 from axon_ps.coordinator.core.access.revocations import RevocationList
 from axon_ps.coordinator.core.actions import Action, Outbox
 from axon_ps.coordinator.core.assembly import Assembly
 from axon_ps.coordinator.core.barriers import Barriers
-from axon_ps.coordinator.core.build import check as check_build
 from axon_ps.coordinator.core.checkpoints.restores import Restores, Resume
 from axon_ps.coordinator.core.checkpoints.snapshots import SavedModel, Snapshots
-from axon_ps.coordinator.core.comeback import Comeback
 from axon_ps.coordinator.core.config import CoordinatorConfig
 from axon_ps.coordinator.core.events import (
     FIRST_VALUES,
@@ -41,19 +40,18 @@ from axon_ps.coordinator.core.events import (
     Vote,
 )
 from axon_ps.coordinator.core.history.history import History
-from axon_ps.coordinator.core.history.phase import with_phase
 from axon_ps.coordinator.core.history.report import REPORT_KEY, parse
 from axon_ps.coordinator.core.isolation import Isolation
-from axon_ps.coordinator.core.knowledge import Knowledge, behind, check_told
 from axon_ps.coordinator.core.kv import KeyValues
 from axon_ps.coordinator.core.members import Members
 from axon_ps.coordinator.core.models import Models
 from axon_ps.coordinator.core.registrations import Registrations
+from axon_ps.coordinator.core.restart.comeback import Comeback
+from axon_ps.coordinator.core.restart.knowledge import behind
 from axon_ps.coordinator.core.roster import NOUN, RosterEntry, names_of
 from axon_ps.coordinator.core.statistics import statistics
 from axon_ps.errors import (
     AxonError,
-    ConfigurationError,
     GenerationChanged,
     InvalidRequest,
     MemberLost,
@@ -90,7 +88,7 @@ class CoordinatorState:
         durable = records.load(stored or {})
         if durable is None:
             durable = records.Durable(state_id=new_id, job=config.job)
-        self._check_durable(durable)
+        records.check(durable, config.job, config.num_shards)
         self._models = Models(durable, config.num_shards, self._out)
         self._assembly = Assembly(config, durable, self._models, self._out, now)
         self.callers = Callers(config.job, self._assembly)
@@ -106,7 +104,7 @@ class CoordinatorState:
         )
         self._members.on_lost = self._ended
         self.revocations = RevocationList(self._assembly, self._members, self._out)
-        self._comeback = Comeback(self._assembly.roster, now + config.lease_s)
+        self._comeback = Comeback(self._assembly.roster, now + config.lease_s, self._let_in, self._out)
         self.isolation = Isolation(self._assembly, config.lease_s, now)
         self.history = History(now, {model.number: model.step for model in self._models})
         self._out.persist([self._assembly.job_record(), *self._assembly.records()])
@@ -121,8 +119,8 @@ class CoordinatorState:
         Raises:
             PermissionDenied: it wants another job.
             InvalidRequest: it is an axon_ps that does not go together with this; it was a member in another state than
-                ours; its rank is taken, its world size is not the
-                job's, or a shard server does not know an optimizer or a compressor of the job.
+                ours; its rank is taken, its world size is not the job's, or a shard server does not know an optimizer
+                or a compressor of the job.
             Busy: the job has no rank for it.
         """
         if request.job != self.config.job:
@@ -133,20 +131,8 @@ class CoordinatorState:
                 "the coordinator came back without the state it had, so the job cannot go on with this process (was "
                 "the coordinator restarted with another state file, or with none?)"
             )
-        if self._comeback.is_over:
-            self._let_in(session, role, request, now)
-        else:
-            self._comeback.wait(session, role, request)
-            self._let_all_in(now)
+        self._comeback.join(session, role, request, now)
         return self._out.take()
-
-    def _let_all_in(self, now: float) -> None:
-        """Those that have waited for others to come back, if that is over."""
-        for session, role, request in self._comeback.take(now):
-            try:
-                self._let_in(session, role, request, now)
-            except AxonError as error:
-                self._out.close(session, error)
 
     def _let_in(self, session: int, role: Role, request: JoinRequest, now: float) -> None:
         was_over = self.membership.is_over
@@ -160,26 +146,14 @@ class CoordinatorState:
 
         A worker of an earlier generation begins the present one with what the servers have.
         """
-        if request.state_id != self.id:
-            return ""
-        theirs = request.position
-        if role is Role.WORKER and theirs.generation < self.membership.generation:
-            return ""
         ours = Position(
             generation=self.membership.generation,
             models=tuple(model.position for model in self._models),
             released=frozenset(self._models.released),
             snapshot_id=self._snapshots.last_id,
         )
-        return behind(ours, theirs)
-
-    def check_told(self, known: Knowledge) -> None:
-        """Check that it can be knowledge of this job.
-
-        Raises:
-            InvalidRequest: it cannot.
-        """
-        check_told(known, self.id, self.membership.generation)
+        is_earlier = role is Role.WORKER and request.position.generation < ours.generation
+        return "" if is_earlier or request.state_id != self.id else behind(ours, request.position)
 
     def heartbeat(self, session: int, metrics: Mapping[str, float], now: float) -> list[Action]:
         """A member has sent a heartbeat."""
@@ -215,8 +189,7 @@ class CoordinatorState:
 
     def tick(self, now: float) -> list[Action]:
         """Time has passed: leases, members to be replaced, stragglers, waiting calls."""
-        if not self._comeback.is_over:
-            self._let_all_in(now)
+        self._comeback.tick(now)
         self._members.tick(now)
         self._barriers.tick(now, self._assembly.membership)
         self._registrations.tick(now)
@@ -231,9 +204,8 @@ class CoordinatorState:
 
     def next_deadline(self) -> float:
         """When `tick` has something to do; inf when nothing is waited for."""
-        waiting = (self._barriers, self._registrations, self._kv)
-        comeback = [] if self._comeback.is_over else [self._comeback.until]
-        return min(self._members.next_deadline(), *comeback, *(calls.next_deadline() for calls in waiting))
+        waiting = (self._members, self._comeback, self._barriers, self._registrations, self._kv)
+        return min(each.next_deadline() for each in waiting)
 
     # ------------------------------------------------------------------ steps
 
@@ -653,8 +625,7 @@ class CoordinatorState:
         last_norm = 0.0 if first is None else first.last_norm
         counters: dict[str, float] = {**a.counters, "last_grad_norm": last_norm, "kv_keys": len(self._kv)}
         rates = {m.number: 0.0 if now is None else self.history.steps_per_s(now, m.number) for m in self._models}
-        here = self._comeback.here
-        away = [m for role in Role for m in a.roster.awaited(role) if m.incarnation not in here]
+        away = self._comeback.away()
         unknown = [member.rank for member in away if member.role is Role.SHARD]
         models = tuple(m.status(shards, self.config.copies, rates[m.number], unknown) for m in self._models.registered)
         report = parse(self._kv.peek(REPORT_KEY))
@@ -666,14 +637,9 @@ class CoordinatorState:
         for entry in a.roster if measures else ():
             for name, value in entry.metrics.items():
                 counters[f"{entry.member.role.value}/{entry.member.rank}/{name}"] = value
-        stragglers = self.longest_wait(now)[1] if now is not None else ""
-        waits = (
-            *a.pending(),
-            *self._members.pending(),
-            *self._barriers.pending(a.membership),
-            *self._registrations.pending(),
-            *self._snapshots.pending(),
-        )
+        waits = [*a.pending(), *self._members.pending(), *self._barriers.pending(a.membership)]
+        waits += [*self._registrations.pending(), *self._snapshots.pending(), *self._restores.pending()]
+        waits += [self.longest_wait(now)[1]] if now is not None else []
         status = Status(
             job=self.config.job,
             membership=a.membership,
@@ -684,7 +650,7 @@ class CoordinatorState:
             parameters=sum(m.parameters for m in models),
             lease_s=self.config.lease_s,
             counters=counters,
-            pending=(*waits, *self._restores.pending(), *((stragglers,) if stragglers else ())),
+            pending=tuple(filter(None, waits)),
             models=models,
             replication=self.config.copies,
             draining=tuple(sorted(a.draining)),
@@ -692,10 +658,7 @@ class CoordinatorState:
             progress=report,
             steps_per_s=report.steps_per_s if report is not None and not models else rate,
         )
-        if now is None:
-            return status
-        history = self.history
-        return with_phase(status, stepped=history.stepped, step_s=history.step_s, since_s=history.since_step_s(now))
+        return status if now is None else self.history.with_phase(status, now)
 
     def statistics(self, status: Status, now: float) -> dict[str, float]:
         """The numbers of a status that was taken now; see `core.statistics`."""
@@ -718,15 +681,3 @@ class CoordinatorState:
         present = model is not None and (generation, step) == (self._assembly.generation, model.step)
         if model is not None and present and not model.attempts.asynchronous:
             self.history.arrived(ranks, number, step, now)
-
-    def _check_durable(self, durable: records.Durable) -> None:
-        if durable.job != self.config.job:
-            raise ConfigurationError(
-                f"the state store holds job {durable.job!r}, not {self.config.job!r}; give each job its own"
-            )
-        registered = any(model.spec is not None for model in durable.models.values())
-        if registered and durable.num_shards != self.config.num_shards:
-            raise ConfigurationError(
-                f"the job was cut over {durable.num_shards} shard servers, not {self.config.num_shards}; start the "
-                "coordinator as before, or with a new state store and resume from a checkpoint"
-            )

@@ -20,9 +20,9 @@ from axon_ps.coordinator.core.events import (
     UPLOADED,
     CheckpointReply,
     JoinRequest,
+    KnowledgeRequest,
     RevokeReply,
     SnapshotFile,
-    Tell,
 )
 from axon_ps.coordinator.core.kv import KVResult
 from axon_ps.coordinator.core.models import MAX_MODELS
@@ -154,7 +154,7 @@ class CoordinatorServicer:
             refused(self, "join", auth.calling(), context.peer(), error)
             raise
         if why := self._shell.state.behind(role, request):
-            await self._learn(context, role, why)
+            await _learn(self._shell, context, role, why)
         session = self._shell.open_session(differences=first.join.differences, send_soon=context.send_soon)
         reader: asyncio.Task[None] | None = None
         end = auth.stream_end()
@@ -172,23 +172,6 @@ class CoordinatorServicer:
             self._shell.close_session(session)
             if self._ends.get(request.incarnation) is end:
                 self._ends.pop(request.incarnation, None)
-
-    async def _learn(self, context: ServerStream, role: Role, why: str) -> None:
-        """The state is older than what a process knows that asks to join: learn it of a shard server.
-
-        Raises:
-            Broken: it is to come again.
-        """
-        _logger.warning("this coordinator's state is older than what a %s knows: %s", role.value, why)
-        if role is Role.SHARD:
-            await context.write(event_to_proto(Tell()).SerializeToString())
-            told = await _first(context, "what it knows")
-            if told is not EOF and told.HasField("knowledge"):
-                await self._shell.learn(knowledge_from_proto(told.knowledge), why)
-        raise Broken(
-            f"the coordinator's state is older than what this process knows ({why}); it waits for a shard server that "
-            "knows as much. If there is none any more: restore a newer state or a checkpoint, and start again"
-        )
 
     async def host_session(self, context: ServerStream) -> None:
         """The calls of a host's members: its proxy, which holds the job's secret, says who makes each."""
@@ -576,6 +559,24 @@ def _refusing(sessions: Sequence[Session]) -> Iterator[None]:
             error = InternalError(f"a message of a session failed: {type(error).__name__}: {error}")
         for session in sessions:
             session.close(error)
+
+
+async def _learn(shell: Shell, context: ServerStream, role: Role, why: str) -> None:
+    """The state is older than what a process knows that asks to join: learn it of a shard server.
+
+    Raises:
+        Broken: it is to come again.
+    """
+    _logger.warning("this coordinator's state is older than what a %s knows: %s", role.value, why)
+    if role is Role.SHARD:
+        await context.write(event_to_proto(KnowledgeRequest()).SerializeToString())
+        answer = await _first(context, "what it knows")
+        if answer is not EOF and answer.HasField("knowledge"):
+            await shell.learn(knowledge_from_proto(answer.knowledge), why)
+    raise Broken(
+        f"the coordinator's state is older than what this process knows ({why}); it waits for a shard server that "
+        "knows as much. If there is none any more: restore a newer state or a checkpoint, and start again"
+    )
 
 
 async def _first(context: ServerStream, what: str) -> Any:

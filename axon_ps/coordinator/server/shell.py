@@ -28,7 +28,7 @@ from typing import Any, Final
 from axon_ps.coordinator.core.actions import Action, CloseSession, Happened, Persist, Reply, SendEvent
 from axon_ps.coordinator.core.events import UPLOADED, RestoreOrder, ServerEvent, SnapshotOrder, Status
 from axon_ps.coordinator.core.history.logs import COORDINATOR
-from axon_ps.coordinator.core.knowledge import Knowledge, learned
+from axon_ps.coordinator.core.restart.knowledge import Knowledge, check_known, learned
 from axon_ps.coordinator.core.state import CoordinatorState
 from axon_ps.coordinator.messages import event_to_proto, logged_to_proto
 from axon_ps.coordinator.server.audit import NO_AUDIT, OF_MEMBERS, AuditLog
@@ -281,7 +281,7 @@ class Shell:
             InvalidRequest: it cannot be knowledge of this job.
         """
         self._check()
-        self.state.check_told(known)
+        check_known(known, self.state.id, self.state.membership.generation)
         self._failing = True  # nothing is decided any more
         if self._writer is not None:
             await asyncio.wait([self._writer])

@@ -148,7 +148,7 @@ class Initialized(_message.Message):
     def __init__(self, version: _Optional[int] = ..., epoch: _Optional[int] = ..., model: _Optional[int] = ...) -> None: ...
 
 class SessionEvent(_message.Message):
-    __slots__ = ("welcome", "membership", "job", "decision", "snapshot", "restore", "trace", "revocations", "difference", "due", "tell")
+    __slots__ = ("welcome", "membership", "job", "decision", "snapshot", "restore", "trace", "revocations", "difference", "due", "request_knowledge")
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     MEMBERSHIP_FIELD_NUMBER: _ClassVar[int]
     JOB_FIELD_NUMBER: _ClassVar[int]
@@ -159,7 +159,7 @@ class SessionEvent(_message.Message):
     REVOCATIONS_FIELD_NUMBER: _ClassVar[int]
     DIFFERENCE_FIELD_NUMBER: _ClassVar[int]
     DUE_FIELD_NUMBER: _ClassVar[int]
-    TELL_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_KNOWLEDGE_FIELD_NUMBER: _ClassVar[int]
     welcome: _membership_pb2.Welcome
     membership: _membership_pb2.MembershipEvent
     job: JobEvent
@@ -170,8 +170,8 @@ class SessionEvent(_message.Message):
     revocations: _revocation_pb2.RevocationsEvent
     difference: _membership_pb2.MembershipDifference
     due: _policy_pb2.StepDue
-    tell: bool
-    def __init__(self, welcome: _Optional[_Union[_membership_pb2.Welcome, _Mapping]] = ..., membership: _Optional[_Union[_membership_pb2.MembershipEvent, _Mapping]] = ..., job: _Optional[_Union[JobEvent, _Mapping]] = ..., decision: _Optional[_Union[DecisionEvent, _Mapping]] = ..., snapshot: _Optional[_Union[_checkpoint_pb2.SnapshotOrder, _Mapping]] = ..., restore: _Optional[_Union[_checkpoint_pb2.RestoreOrder, _Mapping]] = ..., trace: _Optional[_Union[_trace_pb2.TraceOrder, _Mapping]] = ..., revocations: _Optional[_Union[_revocation_pb2.RevocationsEvent, _Mapping]] = ..., difference: _Optional[_Union[_membership_pb2.MembershipDifference, _Mapping]] = ..., due: _Optional[_Union[_policy_pb2.StepDue, _Mapping]] = ..., tell: bool = ...) -> None: ...
+    request_knowledge: bool
+    def __init__(self, welcome: _Optional[_Union[_membership_pb2.Welcome, _Mapping]] = ..., membership: _Optional[_Union[_membership_pb2.MembershipEvent, _Mapping]] = ..., job: _Optional[_Union[JobEvent, _Mapping]] = ..., decision: _Optional[_Union[DecisionEvent, _Mapping]] = ..., snapshot: _Optional[_Union[_checkpoint_pb2.SnapshotOrder, _Mapping]] = ..., restore: _Optional[_Union[_checkpoint_pb2.RestoreOrder, _Mapping]] = ..., trace: _Optional[_Union[_trace_pb2.TraceOrder, _Mapping]] = ..., revocations: _Optional[_Union[_revocation_pb2.RevocationsEvent, _Mapping]] = ..., difference: _Optional[_Union[_membership_pb2.MembershipDifference, _Mapping]] = ..., due: _Optional[_Union[_policy_pb2.StepDue, _Mapping]] = ..., request_knowledge: bool = ...) -> None: ...
 
 class Knowledge(_message.Message):
     __slots__ = ("events", "progress")

@@ -6,8 +6,8 @@ import re
 
 import pytest
 
-from axon_ps.coordinator.core import build
-from axon_ps.coordinator.core.build import Build
+from axon_ps.coordinator import build
+from axon_ps.coordinator.build import Build
 from axon_ps.coordinator.core.config import CoordinatorConfig
 from axon_ps.coordinator.core.events import JobState, JoinRequest, Welcome
 from axon_ps.errors import (

@@ -10,7 +10,7 @@ from axon_ps.coordinator import messages
 from axon_ps.coordinator.client.delivery import Delivery
 from axon_ps.coordinator.core import records
 from axon_ps.coordinator.core.events import JobState, JoinRequest, RevokedNames, Welcome
-from axon_ps.coordinator.core.knowledge import MAX_GENERATIONS, Knowledge, learned
+from axon_ps.coordinator.core.restart.knowledge import MAX_GENERATIONS, Knowledge, check_known, learned
 from axon_ps.errors import InvalidRequest
 from axon_ps.sharding.placement import Holders
 from axon_ps.storage.state_store import MemoryStateStore, Record
@@ -90,7 +90,7 @@ def tell(d: Driver, peer: Peer) -> None:
     known = knows(peer).knowledge({"id": "why"})
     read = messages.knowledge_from_proto(messages.knowledge_to_proto(known).knowledge)
     assert read == known
-    d.state.check_told(read)
+    check_known(read, d.state.id, d.state.membership.generation)
     d.store.apply(learned(d.store.load(), read))
     d.restart()
 
@@ -157,4 +157,4 @@ def test_knowledge_of_another_job_or_of_no_generation_that_can_be_is_refused() -
 
     for wrong in (changed(state_id="another"), changed(generation=2 * MAX_GENERATIONS)):
         with pytest.raises(InvalidRequest, match="a shard server tells of"):
-            d.state.check_told(wrong)
+            check_known(wrong, d.state.id, d.state.membership.generation)

@@ -16,10 +16,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from axon_ps.coordinator.core.events import UPLOADED, JobState, RestoreOrder, ServerEvent, SnapshotOrder
+from axon_ps.coordinator.core.events import UPLOADED, JobState, RestoreOrder, ServerEvent, SnapshotOrder, Status
 from axon_ps.coordinator.core.history.curves import Curves
 from axon_ps.coordinator.core.history.loads import Loads
 from axon_ps.coordinator.core.history.logs import Logs
+from axon_ps.coordinator.core.history.phase import with_phase
 from axon_ps.coordinator.core.history.report import REPORT_KEY, parse
 from axon_ps.coordinator.core.history.step_rate import Rhythm, StepRate
 from axon_ps.coordinator.core.history.timing import Timing
@@ -148,9 +149,9 @@ class History:
         """Seconds of a step, of the model whose steps take longest; 0 = unknown."""
         return max((rate.step_s for rate in self._step_rates.values()), default=0.0)
 
-    def since_step_s(self, now: float) -> float:
-        """Since when no step has committed while every member was there."""
-        return now - self._active_s
+    def with_phase(self, status: Status, now: float) -> Status:
+        """A status that was taken now, with its phase."""
+        return with_phase(status, stepped=self.stepped, step_s=self.step_s, since_s=now - self._active_s)
 
     def take_new(self, now: float) -> watch_pb2.WatchEvent:
         """What is new since the last call of this."""

@@ -85,7 +85,7 @@ def behind(ours: Position, theirs: Position) -> str:
     return ""
 
 
-def check_told(known: Knowledge, state_id: str, generation: int) -> None:
+def check_known(known: Knowledge, state_id: str, generation: int) -> None:
     """Check that it can be knowledge of the job with a state of this id, which ends with this generation.
 
     Raises:
@@ -97,9 +97,9 @@ def check_told(known: Knowledge, state_id: str, generation: int) -> None:
         raise InvalidRequest(
             f"a shard server tells of generation {known.membership.generation}, and the state ends with {generation}"
         )
-    for told in known.models:
-        if told.state.spec is None or told.state.placement is None:
-            raise InvalidRequest(f"a shard server tells of model {told.state.model} without its layout")
+    for theirs in known.models:
+        if theirs.state.spec is None or theirs.state.placement is None:
+            raise InvalidRequest(f"a shard server tells of model {theirs.state.model} without its layout")
 
 
 def learned(stored: Mapping[str, bytes], known: Knowledge) -> list[Record]:
@@ -113,9 +113,9 @@ def learned(stored: Mapping[str, bytes], known: Knowledge) -> list[Record]:
     changes: list[Record] = []
     for number in known.released & durable.models.keys():
         changes += records.deletions(number, durable.models.pop(number).decisions)
-    for told in known.models:
-        number = told.state.model
-        model = _merged(durable.models.get(number, records.DurableModel()), told, known.membership.shards)
+    for theirs in known.models:
+        number = theirs.state.model
+        model = _merged(durable.models.get(number, records.DurableModel()), theirs, known.membership.shards)
         durable.models[number] = model
         changes += _records_of(number, model)
     durable.next_model = max(durable.next_model, 1 + max((*durable.models, *known.released), default=0))
@@ -138,15 +138,15 @@ def learned(stored: Mapping[str, bytes], known: Knowledge) -> list[Record]:
 
 def _membership(durable: records.Durable, known: Knowledge) -> Membership:
     """A generation that nobody has seen, with the members of both; of a rank the one that the shard server knows."""
-    told, ours = known.membership, durable.membership
-    workers, replicas = numbered(_union(told.workers, ours.workers), told.by_node)
+    theirs, ours = known.membership, durable.membership
+    workers, replicas = numbered(_union(theirs.workers, ours.workers), theirs.by_node)
     step, version = _progress(durable, 0)
     others = (ModelProgress(model=n, step=m.step, version=m.version) for n, m in sorted(durable.models.items()) if n)
     return replace(
-        told,
-        generation=max(told.generation, ours.generation) + 1,
+        theirs,
+        generation=max(theirs.generation, ours.generation) + 1,
         workers=workers,
-        shards=tuple(_union(told.shards, ours.shards)),
+        shards=tuple(_union(theirs.shards, ours.shards)),
         num_replicas=replicas,
         step=step,
         version=version,
@@ -168,17 +168,17 @@ def _union(first: Iterable[Member], second: Iterable[Member]) -> list[Member]:
     return [found[rank] for rank in sorted(found)]
 
 
-def _merged(ours: records.DurableModel, told: ModelKnowledge, shards: Iterable[Member]) -> records.DurableModel:
-    state, epoch = told.state, ours.parameters.epoch
+def _merged(ours: records.DurableModel, theirs: ModelKnowledge, shards: Iterable[Member]) -> records.DurableModel:
+    state, epoch = theirs.state, ours.parameters.epoch
     is_newer = (state.epoch, state.version) >= (epoch, ours.version)
     decisions: list[Decision] = []
-    for decision in sorted({d.step: d for d in (*ours.decisions, *told.decisions)}.values(), key=lambda d: d.step):
+    for decision in sorted({d.step: d for d in (*ours.decisions, *theirs.decisions)}.values(), key=lambda d: d.step):
         decisions = records.retained(decisions, decision)
     return records.DurableModel(
         name=state.name or ours.name,
-        step=max(told.step, ours.step),
+        step=max(theirs.step, ours.step),
         version=state.version if is_newer else ours.version,
-        parameters=_parameters(ours.parameters, told, shards) if is_newer else ours.parameters,
+        parameters=_parameters(ours.parameters, theirs, shards) if is_newer else ours.parameters,
         spec=state.spec,
         optimizer=state.optimizer if is_newer and state.optimizer is not None else ours.optimizer,
         decisions=tuple(decisions),
@@ -186,18 +186,20 @@ def _merged(ours: records.DurableModel, told: ModelKnowledge, shards: Iterable[M
     )
 
 
-def _parameters(ours: records.ParameterState, told: ModelKnowledge, shards: Iterable[Member]) -> records.ParameterState:
+def _parameters(
+    ours: records.ParameterState, theirs: ModelKnowledge, shards: Iterable[Member]
+) -> records.ParameterState:
     """Who holds the parameters. Of a model whose values are complete, whoever is to hold some does.
 
     What the state has changed since it is older, without those who know, does not count.
     """
-    state = told.state
+    state = theirs.state
     assert state.placement is not None
     placement = state.placement
     if ours.placement is not None and ours.placement.number >= placement.number and ours.placement != placement:
         placement = replace(placement, number=ours.placement.number + 1)
     if state.epoch > ours.epoch:
-        order = told.restore if told.restore is not None and told.restore.epoch == state.epoch else None
+        order = theirs.restore if theirs.restore is not None and theirs.restore.epoch == state.epoch else None
         replaced = ours.replaced or order is None or order.uri != FIRST_VALUES
         ours = records.ParameterState(epoch=state.epoch, restore=order, replaced=replaced, run_began=state.version)
     known = replace(ours, placement=placement, copied=max(ours.copied, state.copied))
