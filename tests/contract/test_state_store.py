@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import shutil
 import socket
 import sqlite3
 import stat
@@ -210,6 +211,18 @@ def test_sqlite_writes_all_of_a_batch_or_nothing(tmp_path: Path) -> None:
 def size_of(path: Path) -> int:
     """Bytes of a state file and its journal."""
     return sum(p.stat().st_size for p in path.parent.iterdir() if p.name.startswith(path.name))
+
+
+def test_what_sqlite_is_given_first_outlives_its_journal(tmp_path: Path) -> None:
+    """It is what a job is known by: whoever lacks it takes the job's members for those of another."""
+    path, damaged = tmp_path / "state.sqlite", tmp_path / "damaged.sqlite"
+    with SqliteStateStore(path) as store:
+        store.apply([Record("job", b"id")])
+        store.apply([Record("progress", b"1")])
+        shutil.copy(path, damaged)
+        assert store.load() == {"job": b"id", "progress": b"1"}
+    with SqliteStateStore(damaged) as store:
+        assert store.load() == {"job": b"id"}
 
 
 @pytest.mark.parametrize("made_before", [False, True])

@@ -59,6 +59,7 @@ class SqliteStateStore(StateStore):
         self._synchronous = "FULL" if synchronous else "OFF"
         self._db: sqlite3.Connection | None = None
         self._shrinking = False
+        self._has_begun = False
         try:
             os.makedirs(os.path.dirname(os.path.abspath(self.path)), mode=_DIRECTORY_MODE, exist_ok=True)
             os.close(os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, _FILE_MODE))
@@ -99,6 +100,8 @@ class SqliteStateStore(StateStore):
                 else:
                     db.execute("INSERT OR REPLACE INTO records VALUES (?, ?)", (record.key, record.value))
             db.execute("COMMIT")
+            if not self._has_begun:  # what a job is known by is in the file itself: a journal may lose its end
+                self._has_begun = bool(db.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchone())
             if any(record.value is None for record in records) or self._shrinking:
                 self._shrink(db)
         except sqlite3.Error as error:
