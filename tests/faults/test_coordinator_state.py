@@ -93,7 +93,7 @@ def test_no_committed_step_is_lost_whatever_becomes_of_the_state(
         with paused(second):
             fault(cluster, before)
         if fault is cannot_write:
-            assert cluster.process("coordinator").wait(HANG_S) == 2, "it writes, or has not ended"
+            assert cluster.process("coordinator").wait(HANG_S), "it has not ended, or as if nothing had been wrong"
             cluster.restart("coordinator")
         for result in [worker.result() for worker in workers]:
             assert not result.error, result.error
