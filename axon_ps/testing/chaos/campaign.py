@@ -29,6 +29,12 @@ class Kind(Enum):
     CLOCK_JUMP = "clock_jump"  # a process's wall clock jumps, and back when the fault is over
     BIT_FLIP = "bit_flip"  # a bit in a shard server's memory
     TRUNCATED_FILE = "truncated_file"  # a file of the newest checkpoint is cut, and that is to be restored
+    KILL_TOGETHER = "kill_together"  # SIGKILL of the coordinator and a shard server at once; successors are started
+    FAILING_DISK = "failing_disk"  # the coordinator's state cannot be written, so that it ends; a successor is started
+    OLDER_STATE = (
+        "older_state"  # the coordinator is killed, and comes back with a copy of its state from a while before
+    )
+    TRUNCATED_JOURNAL = "truncated_journal"  # it is killed, and its state has lost its end
 
 
 ROLES: Final = ("coordinator", "shard", "worker")
@@ -38,6 +44,10 @@ POSSIBLE: Final[Mapping[Kind, tuple[str, ...]]] = dict.fromkeys(Kind, ROLES) | {
     Kind.FULL_DISK: ("coordinator", "shard"),
     Kind.BIT_FLIP: ("shard",),
     Kind.TRUNCATED_FILE: ("coordinator", "shard"),
+    Kind.KILL_TOGETHER: ("shard",),
+    Kind.FAILING_DISK: ("coordinator",),
+    Kind.OLDER_STATE: ("coordinator",),
+    Kind.TRUNCATED_JOURNAL: ("coordinator",),
 }
 """Which roles a kind can strike. A full disk: of the coordinator's state; of the shard servers' checkpoints. A
 truncated file: the manifest, which the coordinator reads; what a shard server wrote."""
@@ -45,7 +55,12 @@ truncated file: the manifest, which the coordinator reads; what a shard server w
 FROM_OUTSIDE: Final = (Kind.KILL, Kind.FREEZE, Kind.TRUNCATED_FILE)
 """The kinds that a job can be struck with that somebody else has started."""
 
-LASTING: Final = (Kind.FREEZE, Kind.BLACK_HOLE, Kind.DELAY, Kind.SLOW_LINK, Kind.PARTITION, Kind.FULL_DISK)
+LASTING: Final = (
+    Kind.FREEZE, Kind.BLACK_HOLE, Kind.DELAY, Kind.SLOW_LINK, Kind.PARTITION, Kind.FULL_DISK, Kind.OLDER_STATE,
+)  # fmt: skip
+
+END_THE_COORDINATOR: Final = (Kind.KILL_TOGETHER, Kind.FAILING_DISK, Kind.OLDER_STATE, Kind.TRUNCATED_JOURNAL)
+"""The kinds that always do, so there are none from `spared_from` on."""
 
 
 @dataclass(frozen=True, kw_only=True)

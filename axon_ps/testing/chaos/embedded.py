@@ -16,8 +16,8 @@ import numpy as np
 from axon_ps.errors import AxonError
 from axon_ps.host.children import Child
 from axon_ps.observe.moments import Moment
-from axon_ps.testing.chaos import disks, training
-from axon_ps.testing.chaos.campaign import Campaign, Kind
+from axon_ps.testing.chaos import disks, state_files, training
+from axon_ps.testing.chaos.campaign import END_THE_COORDINATOR, Campaign, Kind
 from axon_ps.testing.chaos.checkpoints import truncated
 from axon_ps.testing.chaos.figures import Attempt, Commit, Events, Samples, right_samples, samples
 from axon_ps.testing.chaos.memory import resident_bytes
@@ -306,6 +306,8 @@ class EmbeddedJob:
             self._disturb(fault, process, hit)
         elif fault.kind is Kind.FULL_DISK:
             return self._fill_disk(fault, hit)
+        elif fault.kind in END_THE_COORDINATOR:
+            return self._end_coordinator(fault, hit)
         elif fault.kind is Kind.CLOCK_JUMP:
             slot = self._cluster.slot_of(process)
             self._cluster.clocks.jump(slot, fault.amount)
@@ -326,10 +328,7 @@ class EmbeddedJob:
         time.sleep(fault.seconds)
 
     def _kill(self, fault: Fault, process: Child, hit: Hit | None) -> str:
-        if fault.role == "shard" and (status := self.observer.status()) is not None:
-            self._killed.update(m.incarnation for m in status.membership.shards if m.rank == fault.index)
-        process.send_signal(signal.SIGKILL)
-        process.wait(_END_S)
+        self._end(fault, process)
         if hit is not None:
             hit.release()
         if fault.role == "worker":
@@ -337,6 +336,38 @@ class EmbeddedJob:
         else:
             self._cluster.restart(fault.role, fault.index)
         return ""
+
+    def _end(self, fault: Fault, process: Child) -> None:
+        if fault.role == "shard" and (status := self.observer.status()) is not None:
+            self._killed.update(m.incarnation for m in status.membership.shards if m.rank == fault.index)
+        process.send_signal(signal.SIGKILL)
+        process.wait(_END_S)
+
+    def _end_coordinator(self, fault: Fault, hit: Hit | None) -> str:
+        """It ends, alone or with a shard server, and comes back with what is left of its state."""
+        process, directory, note = self._process("coordinator", 0), self._disks["coordinator"], ""
+        if fault.kind is Kind.FAILING_DISK:
+            state_files.cannot_write(process)
+        elif fault.kind is Kind.OLDER_STATE:
+            copy = state_files.copy(process, directory)
+            self._last(fault, hit)
+        elif fault.kind is Kind.KILL_TOGETHER:
+            self._end(fault, self._process("shard", fault.index))
+        if fault.kind is not Kind.FAILING_DISK:
+            process.send_signal(signal.SIGKILL)
+        if hit is not None:
+            hit.release()
+        process.was_signalled = True
+        if process.wait(_END_S) is None:
+            return "WRONG: the coordinator runs on, and cannot write"
+        if fault.kind is Kind.OLDER_STATE:
+            note = state_files.put_back(copy, directory)
+        elif fault.kind is Kind.TRUNCATED_JOURNAL:
+            note = state_files.cut_journal(directory, fault.seed)
+        self._cluster.restart("coordinator", 0)
+        if fault.kind is Kind.KILL_TOGETHER:
+            self._cluster.restart("shard", fault.index)
+        return note
 
     def _disturb(self, fault: Fault, process: Child, hit: Hit | None) -> None:
         what = Disturbance(kind=_DISTURBANCES[fault.kind], seconds=fault.seconds)
@@ -411,6 +442,8 @@ class EmbeddedJob:
             del self._workers[worker]
         if failed := [result.error for result in results if result.error]:
             raise AxonError(f"a worker did not end well: {failed[0].strip().splitlines()[-1]}")
+        if not results:
+            raise AxonError("no worker is left")
         first = results[0].value
         for other in results[1:]:
             if bits_different(first, other.value):

@@ -6,7 +6,7 @@ import random
 from dataclasses import dataclass
 from typing import Final
 
-from axon_ps.testing.chaos.campaign import LASTING, Campaign, Embedded, Job, Kind, KindOptions
+from axon_ps.testing.chaos.campaign import END_THE_COORDINATOR, LASTING, Campaign, Embedded, Job, Kind, KindOptions
 
 OUTAGES: Final = (Kind.FREEZE, Kind.BLACK_HOLE, Kind.PARTITION)
 """A worker that is struck by one of these for longer than its lease is a member no more."""
@@ -65,11 +65,12 @@ def planned(campaign: Campaign) -> list[Fault]:
 
 
 def _fault(campaign: Campaign, number: int, chance: random.Random) -> Fault:
-    kinds = list(campaign.kinds)
-    kind = chance.choices(kinds, [campaign.kinds[k].weight for k in kinds])[0]
-    options, target = campaign.kinds[kind], campaign.target
-    seconds = chance.choice(options.seconds) if kind in (*LASTING, Kind.CLOCK_JUMP) else 0.0
+    target = campaign.target
     spares = isinstance(target, Embedded) and number > target.spared_from * campaign.faults
+    kinds = [k for k in campaign.kinds if not (spares and k in END_THE_COORDINATOR)] or list(campaign.kinds)
+    kind = chance.choices(kinds, [campaign.kinds[k].weight for k in kinds])[0]
+    options = campaign.kinds[kind]
+    seconds = chance.choice(options.seconds) if kind in (*LASTING, Kind.CLOCK_JUMP) else 0.0
     indices = _indices(target, kind, options, seconds, spares=spares)
     role = chance.choice(list(indices))
     index = chance.choice(indices[role])

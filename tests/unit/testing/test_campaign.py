@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from axon_ps.errors import ConfigurationError
-from axon_ps.testing.chaos.campaign import POSSIBLE, Campaign, Embedded, Job, Kind, load, parse
+from axon_ps.testing.chaos.campaign import END_THE_COORDINATOR, POSSIBLE, Campaign, Embedded, Job, Kind, load, parse
 from axon_ps.testing.chaos.plan import OUTAGES, planned
 
 DEFAULT = Path(__file__).parents[3] / "examples" / "chaos.toml"
@@ -60,6 +60,7 @@ def test_the_spared_live_through_the_second_half() -> None:
     half = [fault for fault in planned(campaign(head="faults = 2000")) if fault.number > 1000]
     killed = {(fault.role, fault.index) for fault in half if fault.kind is Kind.KILL}
     assert killed == {("shard", 1), ("shard", 2), ("worker", 1)}
+    assert not [fault for fault in half if fault.kind in END_THE_COORDINATOR]
     long = [f for f in half if f.kind in OUTAGES and f.seconds > 1.0]
     assert ("worker", 0) not in {place for f in long for place in ((f.role, f.index), *f.side)}
 
