@@ -57,7 +57,7 @@ faults-sample: $(INSTALLED) ## the tests of what dies, freezes or is cut off, on
 gpu: ## what needs a GPU: its tests, the main job, benchmarks; PYTHON=python3 where nothing can be installed; GPU_ARGS=--quick
 	@$(GPU_PYTHON) benchmarks/gpu.py $(GPU_ARGS)
 
-faults: $(INSTALLED) ## the grid of faults, a job of 40 minutes; CELLS='worker*sigkill' for a part, FAULTS_ARGS=--help
+faults: $(INSTALLED) ## the grid of faults, a job of an hour; CELLS='worker*sigkill' for a part, FAULTS_ARGS=--help
 	$(BIN)/python tests/faults/fault_run.py $(FAULTS_ARGS) $(foreach cell,$(CELLS),'$(cell)')
 
 failover: $(INSTALLED) ## coordinators and etcd members that die, freeze and are cut off: how long no step commits (needs etcd)

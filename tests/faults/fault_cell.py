@@ -14,17 +14,18 @@ import numpy as np
 from axon_ps.errors import AxonError
 from axon_ps.host.children import Child, wait_for_any
 from axon_ps.storage import contents
+from axon_ps.testing.chaos import state_files
 from axon_ps.testing.faults import FaultyCluster, Hit, Moment
 from axon_ps.testing.faults.cluster import MODULES as SERVICE_MODULES
 from axon_ps.testing.faults.proxy import ProxiesStalled
 from axon_ps.testing.workers import WorkerProcess
-from fault_grid import DISTURBANCES, LEASE_S, PATIENCE_S, STOPS_S, Cell, Fault, Target
+from fault_grid import DISTURBANCES, LEASE_S, OF_THE_STATE, PATIENCE_S, STOPS_S, Cell, Fault, Target
 from fault_model import Attempt, Values, attempts_in, expected, train
 
 MODULES = ("torch", "torch.distributed.tensor", "torch._dynamo", "axon_ps.parallel", "axon_ps.worker.world")
 PRELOADED = (*MODULES, *SERVICE_MODULES)
 
-STEPS, FATAL = 7, 3
+STEPS, EARLIER, FATAL = 7, 1, 3
 SHARDS = 2
 _MOST_RESTARTS = 2
 _START_S = 40.0
@@ -140,6 +141,8 @@ class Scene:
         """The process that stopped at the cell's moment; everything is as it was until it is released."""
         moments, moment = self._cluster.moments, self._cell.moment
         first = self._workers[(self._cell.victims or (1,))[0]].process
+        if self._cell.fault is Fault.OLDER_STATE and not self._copy_state(first):
+            return None
         moments.arm(self._cluster.slot_of(first), Moment.BETWEEN_STEPS, version=FATAL)
         if (hit := self._wait("version", _START_S)) is None or moment is Moment.BETWEEN_STEPS:
             self._keep_a_checkpoint()
@@ -153,6 +156,15 @@ class Scene:
             self._save = self._cluster.begin_command("checkpoint", "save", self._written, "--timeout-s", "30")
         hit.release()
         return self._wait(moment.name, 5.0)
+
+    def _copy_state(self, first: Child) -> bool:
+        """Copy the coordinator's state at an earlier step."""
+        self._cluster.moments.arm(self._cluster.slot_of(first), Moment.BETWEEN_STEPS, version=EARLIER)
+        if (hit := self._wait("an earlier version", _START_S)) is None:
+            return False
+        self._copy = state_files.copy(self._cluster.process("coordinator"), self._cluster.state)
+        hit.release()
+        return True
 
     @property
     def _shard(self) -> Child:
@@ -174,11 +186,11 @@ class Scene:
         self._dealt = time.monotonic()
         fault = self._cell.fault
         struck = [self._workers[rank].process for rank in self._cell.victims]
-        if self._cell.target in (Target.COORDINATOR, Target.BOTH):
+        if Target.COORDINATOR in self._cell.struck:
             struck.append(self._cluster.process("coordinator"))
-        if self._cell.target is Target.SHARD:
+        if Target.SHARD in self._cell.struck:
             struck.append(self._shard)
-        if fault is Fault.SIGKILL:
+        if fault is Fault.SIGKILL or fault in OF_THE_STATE:
             self._kill(struck, hit)
         elif fault in STOPS_S:
             self._stop(struck, hit, STOPS_S[fault])
@@ -198,14 +210,23 @@ class Scene:
             process.send_signal(signal.SIGCONT)
 
     def _kill(self, struck: Iterable[Child], hit: Hit) -> None:
-        for process in struck:
-            process.send_signal(signal.SIGKILL)
-        for process in struck:
-            process.wait(5.0)
+        if self._cell.fault is Fault.FAILING_DISK:
+            state_files.cannot_write(struck[0])
+            struck[0].was_signalled = True
+            hit.release()
+        else:
+            for process in struck:
+                process.send_signal(signal.SIGKILL)
+        if [process for process in struck if process.wait(5.0) is None]:
+            self._outcome.problems.append("it runs on")
+        if self._cell.fault is Fault.OLDER_STATE:
+            state_files.put_back(self._copy, self._cluster.state)
+        elif self._cell.fault is Fault.LOST_JOURNAL:
+            state_files.cut_journal(self._cluster.state, seed=len(self._cell.name))
         hit.release()
-        if self._cell.target in (Target.COORDINATOR, Target.BOTH):
+        if Target.COORDINATOR in self._cell.struck:
             self._cluster.restart("coordinator")
-        if self._cell.target is Target.SHARD:
+        if Target.SHARD in self._cell.struck:
             self._cluster.restart("shard", 0)
         if self._cell.restores:
             self._cluster.command("checkpoint", "restore", self._kept, "--timeout-s", "30")

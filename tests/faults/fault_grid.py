@@ -24,6 +24,7 @@ class Target(Enum):
     SHARD = "shard"
     COORDINATOR = "coordinator"
     BOTH = "coordinator+worker"
+    SERVICES = "coordinator+shard"
 
 
 class Fault(Enum):
@@ -37,6 +38,9 @@ class Fault(Enum):
     BLACK_HOLE = "black-hole"
     DELAY = "delay"
     RESETS = "resets"
+    FAILING_DISK = "failing-disk"
+    OLDER_STATE = "older-state"
+    LOST_JOURNAL = "lost-journal"
 
 
 STOPS_S = {Fault.STOP_SHORT: 0.4 * LEASE_S, Fault.STOP_LONG: 2.5 * LEASE_S}
@@ -48,6 +52,12 @@ DISTURBANCES = {
     Fault.DELAY: Disturbance(kind=Kind.DELAY, seconds=4.0),
     Fault.RESETS: Disturbance(kind=Kind.RESETS, seconds=5.0, every_s=0.1),
 }
+
+OF_THE_STATE = (Fault.FAILING_DISK, Fault.OLDER_STATE, Fault.LOST_JOURNAL)
+"""Those of the coordinator's state on disk."""
+
+DECIDING = (Moment.PUSH, Moment.DECISION, Moment.BETWEEN_STEPS)
+"""The moments at which they strike: elsewhere the coordinator knows no more and no less."""
 
 MOMENTS = tuple(moment for moment in Moment if moment not in (Moment.RESTORE, Moment.REMOVE))
 """Those of a step; the two others are all_killed.py's."""
@@ -88,7 +98,13 @@ class Cell:
     @property
     def restores(self) -> bool:
         """Whether parameters are lost, and an operator restores them."""
-        return self.target is Target.SHARD and self.fault is Fault.SIGKILL and self.replication == 1
+        return Target.SHARD in self.struck and self.fault is Fault.SIGKILL and self.replication == 1
+
+    @property
+    def struck(self) -> tuple[Target, ...]:
+        """Which kinds of process."""
+        both = {Target.BOTH: (Target.COORDINATOR, Target.WORKER), Target.SERVICES: (Target.COORDINATOR, Target.SHARD)}
+        return both.get(self.target, (self.target,))
 
     @property
     def most_aborts(self) -> int | None:
@@ -101,7 +117,7 @@ class Cell:
         """What is to happen, beside what every cell promises: nobody waits longer than `PATIENCE_S`, right bits."""
         if self.most_aborts is not None:
             return "its backup goes on at once, at most one attempt does not commit; another server gets a second copy"
-        if self.target is Target.SHARD and self.fault is Fault.SIGKILL:
+        if self.restores:
             return "another server takes its place, an operator restores the last checkpoint, the workers go on"
         if self.hybrid and self.victims:
             return "a node fails as a whole or not at all: its workers end with the reason, and are started again"
@@ -112,7 +128,11 @@ class Cell:
 
 def cannot_occur(cell: Cell) -> str:
     """Why a combination cannot be had; empty when it can."""
-    return ""
+    if cell.fault not in OF_THE_STATE:
+        return ""
+    if cell.target is not Target.COORDINATOR:
+        return "only a coordinator has a state"
+    return "" if cell.moment in DECIDING else "the coordinator knows no more and no less than at another moment"
 
 
 def all_cells() -> tuple[Cell, ...]:

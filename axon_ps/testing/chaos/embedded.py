@@ -345,11 +345,11 @@ class EmbeddedJob:
 
     def _end_coordinator(self, fault: Fault, hit: Hit | None) -> str:
         """It ends, alone or with a shard server, and comes back with what is left of its state."""
-        process, directory, note = self._process("coordinator", 0), self._disks["coordinator"], ""
+        process, state, note = self._process("coordinator", 0), self._cluster.state, ""
         if fault.kind is Kind.FAILING_DISK:
             state_files.cannot_write(process)
         elif fault.kind is Kind.OLDER_STATE:
-            copy = state_files.copy(process, directory)
+            copy = state_files.copy(process, state)
             self._last(fault, hit)
         elif fault.kind is Kind.KILL_TOGETHER:
             self._end(fault, self._process("shard", fault.index))
@@ -361,9 +361,9 @@ class EmbeddedJob:
         if process.wait(_END_S) is None:
             return "WRONG: the coordinator runs on, and cannot write"
         if fault.kind is Kind.OLDER_STATE:
-            note = state_files.put_back(copy, directory)
+            note = state_files.put_back(copy, state)
         elif fault.kind is Kind.TRUNCATED_JOURNAL:
-            note = state_files.cut_journal(directory, fault.seed)
+            note = state_files.cut_journal(state, fault.seed)
         self._cluster.restart("coordinator", 0)
         if fault.kind is Kind.KILL_TOGETHER:
             self._cluster.restart("shard", fault.index)

@@ -55,6 +55,7 @@ class FaultyCluster(LocalCluster):
     Attributes:
         moments: arms moments, and waits for processes that stop there.
         clocks: has the wall clocks of processes jump.
+        state: the file of the coordinator's state.
     """
 
     def __init__(
@@ -103,6 +104,7 @@ class FaultyCluster(LocalCluster):
         self._make_directory()
         self.moments = Moments(self.directory)
         self.clocks = Clocks(self.directory)
+        self.state = (self._state_dir or self.directory) / "coordinator.sqlite"
         self._proxies.__enter__()
         self._to_coordinator = self._proxies.open()
         self._to_shards = [(self._proxies.open(), self._proxies.open()) for _ in range(self._num_shards)]
@@ -234,10 +236,8 @@ class FaultyCluster(LocalCluster):
         return self._to_shards[self._shards.index(process)] if process in self._shards else ()
 
     def _begin_coordinator(self) -> None:
-        state = str((self._state_dir or self.directory) / "coordinator.sqlite")
-        coordinator = self._service(
-            COORDINATOR, ["coordinator", *self._coordinator_options, "--port", "0", "--state", state], {}
-        )
+        argv = ["coordinator", *self._coordinator_options, "--port", "0", "--state", str(self.state)]
+        coordinator = self._service(COORDINATOR, argv, {})
         self._coordinators = [coordinator]
         self._to_coordinator.upstream = self._listening_at(coordinator)
 
