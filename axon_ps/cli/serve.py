@@ -339,9 +339,10 @@ def _http(settings: Settings, host: str, security: Security) -> HttpServer | Non
 
 
 def _state_store(state: str | None, job: str) -> StateStore:
+    from axon_ps.cli.settings import state_directory
     from axon_ps.storage.state_store import open_state
 
-    return open_state(state or str(Path.home() / ".local" / "state" / "axon-ps" / f"{job}.sqlite"), job)
+    return open_state(state or str(state_directory() / f"{job}.sqlite"), job)
 
 
 def _audit_log(settings: Settings, store: StateStore, security: Security) -> AuditLog:
@@ -349,7 +350,8 @@ def _audit_log(settings: Settings, store: StateStore, security: Security) -> Aud
     from axon_ps.coordinator.server.audit import opened
     from axon_ps.storage.state_store import SqliteStateStore
 
-    state = Path(store.path) if isinstance(store, SqliteStateStore) else state_directory() / f"{settings.job}.state"
+    is_lasting = isinstance(store, SqliteStateStore) and store.synchronous
+    state = Path(store.path) if is_lasting else state_directory() / f"{settings.job}.state"
     return opened(settings.audit_log, state.with_suffix(".audit.jsonl"), security.secrets)
 
 

@@ -74,6 +74,7 @@ def started(tmp_path: Path, *options: str) -> subprocess.Popen[str]:
     [
         (["--state", "{}/jobs/gpt.sqlite"], "jobs/gpt.audit.jsonl"),
         (["--state", "memory", "--job", "a.b"], "xdg/axon-ps/a.b.audit.jsonl"),
+        (["--state", "sqlite:{}/own?synchronous=off", "--job", "c"], "xdg/axon-ps/c.audit.jsonl"),
         (["--state", "memory", "--audit-log", "{}/mine"], "mine"),
     ],
 )

@@ -29,8 +29,8 @@ from axon_ps.cli.launch.plan import Launch
 from axon_ps.cli.launch.processes import PYTHON, Process
 from axon_ps.cli.launch.restarts import Restarts
 from axon_ps.cli.launch.workers import Workers
-from axon_ps.cli.settings import DEFAULT_JOB, Settings, child_environment, state_directory, variable_is_set
-from axon_ps.errors import AxonError
+from axon_ps.cli.settings import DEFAULT_JOB, Settings, child_environment, variable_is_set
+from axon_ps.errors import AxonError, ConfigurationError
 from axon_ps.host import loop_cache
 from axon_ps.host.ports import free_ports
 from axon_ps.observe.variables import misspelt
@@ -137,10 +137,8 @@ class _Launcher:
         command += ["--world-size", str(launch.world_size), "--shards", str(launch.shards)]
         if launch.state:
             command += ["--state", launch.state]
-        else:  # a file that goes with the launch; what is audited remains
+        else:  # a file that goes with the launch
             command += ["--state", f"sqlite:{self._private_file('state.sqlite')}{UNSYNCED}"]
-            audited = state_directory() / f"{self._settings.job}.audit.jsonl"
-            command += [] if self._settings.audit_log else ["--audit-log", str(audited)]
         if launch.min_workers is not None:
             command += ["--min-workers", str(launch.min_workers)]
         if launch.step_timeout_s is not None:
@@ -263,9 +261,16 @@ class _Launcher:
         return path
 
     def _private_file(self, name: str) -> Path:
-        """A path in a directory of this user that goes with the launch."""
+        """A path in a directory of this user that goes with the launch.
+
+        Raises:
+            ConfigurationError: none can be made.
+        """
         if self._private is None:
-            self._private = Path(tempfile.mkdtemp(prefix="axon-ps-"))
+            try:
+                self._private = Path(tempfile.mkdtemp(prefix="axon-ps-"))
+            except OSError as error:
+                raise ConfigurationError(f"{error}; set TMPDIR to a directory that can be written") from error
         return self._private / name
 
     def _worker_environment(self) -> dict[str, str]:

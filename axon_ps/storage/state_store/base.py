@@ -170,5 +170,7 @@ def open_state(state: str, job: str) -> StateStore:
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigurationError(f"--state {path} cannot be made: {error.strerror}") from error
+        raise ConfigurationError(
+            f"--state {path} cannot be made: {error.strerror}; give the path of a file that can"
+        ) from error
     return open_store("sqlite", state)

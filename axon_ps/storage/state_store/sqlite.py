@@ -47,6 +47,7 @@ class SqliteStateStore(StateStore):
 
     Attributes:
         path: the same.
+        synchronous: likewise.
 
     Raises:
         ConfigurationError: the file is another program's, is corrupt, is of another version, is in use by another
@@ -56,7 +57,7 @@ class SqliteStateStore(StateStore):
 
     def __init__(self, path: str | os.PathLike[str], *, synchronous: bool = True) -> None:
         self.path = os.fspath(path)
-        self._synchronous = "FULL" if synchronous else "OFF"
+        self.synchronous = synchronous
         self._db: sqlite3.Connection | None = None
         self._shrinking = False
         self._has_begun = False
@@ -159,7 +160,7 @@ class SqliteStateStore(StateStore):
         _make_private(self.path)
         db.execute("PRAGMA journal_mode = WAL")
         db.execute(f"PRAGMA journal_size_limit = {JOURNAL_BYTES}")
-        db.execute(f"PRAGMA synchronous = {self._synchronous}")
+        db.execute(f"PRAGMA synchronous = {'FULL' if self.synchronous else 'OFF'}")
         db.execute("BEGIN IMMEDIATE")  # takes the lock now: a second coordinator fails here, not later
         db.execute("CREATE TABLE IF NOT EXISTS records (key TEXT PRIMARY KEY, value BLOB NOT NULL)")
         db.execute(f"PRAGMA application_id = {APPLICATION_ID}")
