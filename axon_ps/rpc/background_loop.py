@@ -59,6 +59,7 @@ class BackgroundLoop:
         self._settle_s = settle_s
         self._lock = threading.Lock()
         self._closed = False
+        self._submitted: set[concurrent.futures.Future[Any]] = set()  # asyncio itself retains no task that waits
         fork.check()
         fork.opened()
         started: concurrent.futures.Future[None] = concurrent.futures.Future()
@@ -110,7 +111,10 @@ class BackgroundLoop:
         self._check(coro)
         with self._lock:
             self._check(coro)
-            return asyncio.run_coroutine_threadsafe(coro, self._loop)
+            future = asyncio.run_coroutine_threadsafe(coro, self._loop)
+        self._submitted.add(future)
+        future.add_done_callback(self._submitted.discard)
+        return future
 
     def close(self) -> None:
         """Cancel what runs, wait for it (at most 2 * `CANCEL_WAIT_S`), end the thread. May be called again.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import gc
 import logging
 import os
 import signal
@@ -208,6 +209,25 @@ def test_ctrl_c_cancels_the_coroutine_and_leaves_the_loop_usable() -> None:
     assert out == "cancelled\ninterrupted\n1\n"
     assert err == ""
     assert process.returncode == 0
+
+
+def test_what_is_submitted_is_not_collected_while_it_waits() -> None:
+    begun, over = threading.Event(), threading.Event()
+
+    async def wait() -> None:
+        begun.set()
+        try:
+            await asyncio.get_running_loop().create_future()
+        finally:
+            over.set()
+
+    with BackgroundLoop() as loop:
+        loop.submit(wait())
+        assert begun.wait(HANG_S)
+        loop.run(asyncio.sleep(0))
+        gc.collect()
+        assert not over.is_set()
+    assert over.is_set()
 
 
 def test_a_loop_that_nobody_closes_does_not_hold_the_process() -> None:
