@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -24,6 +25,9 @@ print(json.dumps({
     "stdin": sys.stdin.read(), "standby": "axon_ps.cli.launch.standby" in sys.orig_argv,
 }))
 """
+
+OWN_JOB = ("--job", f"restarts-{os.getpid()}")
+"""For `axon-ps kill` in a worker: other jobs of this machine may be there."""
 
 FAILS = """
 import json
@@ -107,7 +111,7 @@ with axon_ps.World.init() as world:
     optimizer, faults = SGD(model, lr=0.1), sys.argv[1:]
     while world.version < 9:
         if faults and world.version == 5:
-            role, fault = faults.pop(0).split()
+            role, fault = faults.pop(0).split(maxsplit=1)
             while role == "shard" and not list_checkpoints(os.environ["AXON_PS_CHECKPOINT_DIR"]):
                 time.sleep(0.01)
             if fault == "dies":
@@ -130,7 +134,7 @@ def test_a_shard_server_that_dies_is_replaced_and_the_job_goes_on_from_a_checkpo
     with LocalCluster(shards=1, world_size=1) as cluster:
         (undisturbed,) = cluster.run_workers(run_script, args=(path,))
     options = ["--checkpoint-dir", str(tmp_path / "checkpoints"), "--checkpoint-every", "2", "--checkpoint-limit", "1"]
-    done = axon_ps("run", *options, path, "shard dies")
+    done = axon_ps("run", *OWN_JOB, *options, path, "shard dies")
     assert done.returncode == 0, done.stderr
     assert done.stdout == f"[worker 0] {undisturbed.output}", "the bits of a run that was not disturbed"
     lines = done.stderr.splitlines()
@@ -150,7 +154,7 @@ def test_a_coordinator_that_fails_is_started_again_and_nothing_is_lost(
     path = script(TRAINS)
     with LocalCluster(shards=1, world_size=1) as cluster:
         (undisturbed,) = cluster.run_workers(run_script, args=(path,))
-    done = axon_ps("run", path, f"coordinator {fault}")
+    done = axon_ps("run", *OWN_JOB, path, f"coordinator {fault}")
     assert done.returncode == 0, done.stderr
     assert done.stdout == f"[worker 0] {undisturbed.output}", "the bits of a run that was not disturbed"
     assert (
@@ -160,7 +164,7 @@ def test_a_coordinator_that_fails_is_started_again_and_nothing_is_lost(
 
 
 def test_a_coordinator_without_a_state_is_not_started_again(script: Callable[[str], str]) -> None:
-    done = axon_ps("run", "--state", "memory", script(TRAINS), "coordinator dies")
+    done = axon_ps("run", *OWN_JOB, "--state", "memory", script(TRAINS), "coordinator dies")
     assert done.returncode == 137
     assert "axon-ps: coordinator failed first: it was ended by SIGKILL" in done.stderr.splitlines()[-1]
 
