@@ -174,4 +174,5 @@ def _as_dict(reply: Status) -> dict[str, Any]:
     membership = values["membership"]
     for member in (*membership["workers"], *membership["shards"], *membership["finished"]):
         member["role"] = member["role"].value
+    values["awaited"] = sorted(reply.awaited)
     return values

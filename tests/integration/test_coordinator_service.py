@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import hashlib
 import json
 import os
 import signal
@@ -55,11 +54,12 @@ from axon_ps.rpc.service import Stub
 from axon_ps.rpc.stream import Stream
 from axon_ps.sharding.job import JobSpec
 from axon_ps.sharding.layout import Layout, build_unit
-from axon_ps.storage.manifest import read_manifest
+from axon_ps.storage.manifest import Manifest, read_manifest
 from axon_ps.types import Decision, DType, Membership, Outcome, Role
 from axon_ps.wire.v1 import common_pb2, membership_pb2, session_pb2
 from coordinator_harness import OPTIMIZER, SOON_S, SPEC, Coordinator, Member, coordinator, ready
 from deadlines import HANG_S
+from shard_files import put_files
 
 Test = Callable[[Coordinator], Awaitable[None]]
 
@@ -453,8 +453,13 @@ def test_a_registration_that_renumbers_replicas_returns_when_the_client_knows(tm
     run(tmp_path, test)
 
 
+CHECKPOINT = Manifest(
+    job="job", version=1, layout=SPEC.layout, optimizer=None, num_servers=1, options=SPEC.options, files=()
+)
+
+
 def answer_orders(shard: Member, *, error: AxonError | None = None) -> Callable[[], None]:
-    """A shard server's part in checkpoints, without parameters. Returns what looks for orders not yet answered."""
+    """A shard server's part in checkpoints, whose parameters are 0. Returns what looks for orders not yet answered."""
     answered = [0, 0]
 
     def answer() -> None:
@@ -463,12 +468,8 @@ def answer_orders(shard: Member, *, error: AxonError | None = None) -> Callable[
             if error is not None:
                 shard.snapshot_report(order.id, error=error)
             else:
-                name = f"shard-00000-of-00001-{order.id}.safetensors"
-                Path(order.uri).mkdir(parents=True, exist_ok=True)
-                (Path(order.uri) / name).write_bytes(bytes(100))
-                shard.snapshot_report(
-                    order.id, (SnapshotFile(name=name, sha256=hashlib.sha256(bytes(100)).hexdigest(), bytes=100),)
-                )
+                (file,) = put_files(order.uri, CHECKPOINT, str(order.id)).files
+                shard.snapshot_report(order.id, (SnapshotFile(name=file.name, sha256=file.sha256, bytes=file.bytes),))
         for restore in shard.received(RestoreOrder)[answered[1] :]:
             answered[1] += 1
             if error is not None:
@@ -509,7 +510,8 @@ def test_saving_and_restoring(tmp_path: Path) -> None:
         with pytest.raises(CheckpointNotFound):
             await operator.restore_checkpoint(uri, SOON_S)
         saved = await answered(shard, workers[0].save_checkpoint(uri, json.dumps({"epoch": 3})))
-        assert (saved.uri, saved.version, saved.bytes, json.loads(saved.extra_json)) == (uri, 1, 100, {"epoch": 3})
+        assert (saved.uri, saved.version, json.loads(saved.extra_json)) == (uri, 1, {"epoch": 3})
+        assert saved.bytes == sum(file.bytes for file in read_manifest(uri).files)
         orders = len(shard.received(SnapshotOrder))
         both = asyncio.gather(*(w.save_checkpoint(uri, json.dumps({"epoch": 3})) for w in workers))
         assert await answered(shard, both) == [saved] * len(workers)

@@ -20,14 +20,16 @@ from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 
+from axon_ps.coordinator import build
 from axon_ps.errors import AxonError
 from axon_ps.rpc.channels import connect
 from axon_ps.rpc.service import EOF, Stub
-from axon_ps.wire.v1 import common_pb2, coordinator_pb2, logs_pb2, session_pb2, watch_pb2
+from axon_ps.wire.v1 import common_pb2, coordinator_pb2, logs_pb2, membership_pb2, session_pb2, watch_pb2
 from coordinator_harness import Coordinator
 from rpc_fakes import run
 
 HOSTILE = "a\x1b]0;owned\x07\x1b[31m\x9b2J\r\u202e"
+BUILD = membership_pb2.Build(version=build.ours().version, protocol=build.PROTOCOL)
 SERVICE = coordinator_pb2.DESCRIPTOR.services_by_name["Coordinator"]
 UNARY = [m for m in SERVICE.methods if not m.client_streaming]
 KINDS = [f for f in session_pb2.SessionRequest.DESCRIPTOR.fields if f.name != "join"]
@@ -139,7 +141,9 @@ async def outcome(stub: Stub, method: str, request: Any) -> Any:
 
 async def session(stub: Stub, kind: Any) -> list[Any]:
     """What a member gets that joins as it should, then sends a message of this kind full of such texts, and ends."""
-    join = session_pb2.Join(job="job", role=1, incarnation=f"{kind.number:032x}", node="b", requested_rank=-1)
+    join = session_pb2.Join(
+        job="job", role=1, incarnation=f"{kind.number:032x}", node="b", requested_rank=-1, build=BUILD
+    )
     message = session_pb2.SessionRequest()
     part = getattr(message, kind.name)
     part.SetInParent()
