@@ -350,8 +350,9 @@ def _audit_log(settings: Settings, store: StateStore, security: Security) -> Aud
     from axon_ps.coordinator.server.audit import opened
     from axon_ps.storage.state_store import SqliteStateStore
 
-    is_lasting = isinstance(store, SqliteStateStore) and store.synchronous
-    state = Path(store.path) if is_lasting else state_directory() / f"{settings.job}.state"
+    state = state_directory() / f"{settings.job}.state"
+    if isinstance(store, SqliteStateStore) and store.synchronous:
+        state = Path(store.path)
     return opened(settings.audit_log, state.with_suffix(".audit.jsonl"), security.secrets)
 
 
