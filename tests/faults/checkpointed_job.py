@@ -11,11 +11,10 @@ import torch
 
 import axon_ps
 from axon_ps import parallel
-from axon_ps.sharding.plan import PlanOptions
 from axon_ps.storage.manifest import list_checkpoints
 from axon_ps.testing.workers import WorkerProcess
 from deadlines import HANG_S
-from parity_model import Block, Values, batch, build
+from parity_model import Values, batch, wrapped
 from pausing import pause
 
 STEPS, FATAL = 12, 7
@@ -32,12 +31,7 @@ def train(pipes: Path | None, follow: Path | str | None = None, ahead: int = 1) 
     """
     torch.set_num_threads(1)
     with axon_ps.World.init(timeout_s=HANG_S) as world:
-        model = parallel.FSDP(
-            build(),
-            world.default_group,
-            unit_types={Block},
-            plan_options=PlanOptions(chunk_numel=512, min_slice_numel=128),
-        )
+        model = wrapped(world)
         optimizer = parallel.SGD(model, lr=0.1, momentum=0.9)
         began, to_pause = world.version, True
         while world.version < STEPS:

@@ -330,35 +330,37 @@ def test_a_checkpoint_that_is_not_there_truncated_or_of_another_model(cluster: L
 def test_a_restore_of_a_damaged_checkpoint_overwrites_nothing_on_servers_whose_files_are_right(
     damage: Callable[[bytes], bytes], tmp_path: Path
 ) -> None:
-    with LocalCluster(shards=2, world_size=1, replication=1) as running, World.init(config(running)) as world:
-        model, optimizer = wrapped(world, numel=256)
-        info = world.save_checkpoint(str(tmp_path / "one"))
-        model(torch.ones(256)).backward()
-        assert optimizer.step().version == 1
-        now = model.state_dict()["weight"]
-        first, *_ = sorted(Path(info.uri).glob("*.safetensors"))
+    def spoil(uri: str) -> str:
+        first, *_ = sorted(Path(uri).glob("*.safetensors"))
         first.write_bytes(damage(first.read_bytes()))
-        with pytest.raises(errors.CheckpointCorrupt, match=first.name):
-            world.restore_checkpoint(info.uri)
-        assert torch.equal(model.state_dict()["weight"], now)
-        optimizer.zero_grad()
-        model(torch.ones(256)).backward()
-        assert optimizer.step().version == 2
+        return first.name
+
+    check_that_nothing_is_given_up(spoil, str(tmp_path / "one"))
 
 
 @pytest.mark.parametrize("damage", ["updates below zero", "tensors that overlap", "no header"])
 def test_a_restore_of_what_fits_its_hashes_alone_gives_up_nothing(damage: str, tmp_path: Path) -> None:
     """Somebody has put it together so: before, both servers ended at the next step, or had nothing to serve."""
+
+    def spoil(uri: str) -> str:
+        manifest = read_manifest(uri)
+        files = [spoilt(Path(uri) / entry.name, damage) for entry in manifest.files]
+        write_manifest(uri, replace(manifest, files=tuple(files)))
+        return files[0].name
+
+    check_that_nothing_is_given_up(spoil, str(tmp_path / "one"))
+
+
+def check_that_nothing_is_given_up(spoil: Callable[[str], str], uri: str) -> None:
+    """Restore a checkpoint that `spoil` has damaged, which returns the name of a file of it; the job trains on."""
     with LocalCluster(shards=2, world_size=1, replication=1) as running, World.init(config(running)) as world:
         model, optimizer = wrapped(world, numel=256)
-        info = world.save_checkpoint(str(tmp_path / "one"))
+        info = world.save_checkpoint(uri)
         model(torch.ones(256)).backward()
         assert optimizer.step().version == 1
         now = model.state_dict()["weight"]
-        manifest = read_manifest(info.uri)
-        files = [spoilt(Path(info.uri) / entry.name, damage) for entry in manifest.files]
-        write_manifest(info.uri, replace(manifest, files=tuple(files)))
-        with pytest.raises(errors.CheckpointCorrupt, match=files[0].name):
+        name = spoil(info.uri)
+        with pytest.raises(errors.CheckpointCorrupt, match=name):
             world.restore_checkpoint(info.uri)
         assert torch.equal(model.state_dict()["weight"], now)
         optimizer.zero_grad()

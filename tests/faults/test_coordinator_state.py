@@ -1,4 +1,4 @@
-"""What becomes of the coordinator's state file: it cannot be written, is an older copy, or has lost its end.
+"""Damage to the coordinator's state file: it cannot be written, is an older copy, or has lost its end.
 
 The oracle is plain torch, over as many replicas in every step.
 """
@@ -16,10 +16,9 @@ import torch
 
 import axon_ps
 from axon_ps import parallel
-from axon_ps.sharding.plan import PlanOptions
 from axon_ps.testing import LocalCluster
 from deadlines import HANG_S
-from parity_model import Block, Values, assert_close, batch, build, plain
+from parity_model import Values, assert_close, batch, plain, wrapped
 from pausing import make_pipes, pause, paused
 
 STEPS, FIRST, SECOND = 12, 4, 8
@@ -29,12 +28,7 @@ def train(first: Path, second: Path) -> tuple[Values, int, list[int]]:
     """Train to version STEPS, and stop at two of them; values, attempts that did not commit, and what committed."""
     torch.set_num_threads(1)
     with axon_ps.World.init(timeout_s=HANG_S) as world:
-        model = parallel.FSDP(
-            build(),
-            world.default_group,
-            unit_types={Block},
-            plan_options=PlanOptions(chunk_numel=512, min_slice_numel=128),
-        )
+        model = wrapped(world)
         optimizer = parallel.SGD(model, lr=0.1, momentum=0.9)
         committed: list[int] = []
         aborted, stops = 0, {FIRST: first, SECOND: second}

@@ -17,12 +17,11 @@ from torch import nn
 import axon_ps
 from axon_ps import parallel
 from axon_ps.errors import AxonError
-from axon_ps.sharding.plan import PlanOptions
 from axon_ps.testing import LocalCluster
 from axon_ps.testing.cluster import results_of
 from axon_ps.types import Role
 from deadlines import HANG_S, WHOLE_S
-from parity_model import Block, Values, assert_close, batch, build, plain
+from parity_model import Values, assert_close, batch, plain, wrapped
 from pausing import make_pipes, pause, paused
 
 STEPS, FATAL = 12, 5
@@ -32,13 +31,7 @@ def train(strategy: str, victim: int, when: str, pipes: Path) -> tuple[Values, l
     """Train to version STEPS; rank `victim` kills itself at version FATAL. Values, replicas per version, aborts."""
     torch.set_num_threads(1)
     with axon_ps.World.init(timeout_s=HANG_S) as world:
-        model = parallel.FSDP(
-            build(),
-            world.default_group,
-            sharding_strategy=parallel.ShardingStrategy[strategy],
-            unit_types={Block},
-            plan_options=PlanOptions(chunk_numel=512, min_slice_numel=128),
-        )
+        model = wrapped(world, sharding_strategy=parallel.ShardingStrategy[strategy])
         optimizer = parallel.SGD(model, lr=0.1, momentum=0.9)
         participated: list[int] = []
         aborted = 0

@@ -26,7 +26,7 @@ from axon_ps.testing import LocalCluster
 from axon_ps.testing.workers import WorkerProcess
 from axon_ps.types import Role
 from deadlines import HANG_S
-from parity_model import Block, Values, batch, build
+from parity_model import Block, Values, batch, build, wrapped
 
 SOON_S = HANG_S
 MORE = 10
@@ -65,13 +65,7 @@ def train(kind: str, end: Path) -> Trained:
     torch.set_num_threads(1)
     trained = Trained()
     with axon_ps.World.init(timeout_s=HANG_S) as world:
-        model = parallel.FSDP(
-            build(),
-            world.default_group,
-            unit_types={Block},
-            plan_options=PlanOptions(chunk_numel=512, min_slice_numel=128),
-            **KINDS[kind],
-        )
+        model = wrapped(world, **KINDS[kind])
         optimizer = parallel.AdamW(model, lr=0.01)
         last = 0
         while not last or world.version < last:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -67,37 +68,28 @@ def test_decoders(findings: Findings) -> None:
 
 def test_services(findings: Findings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)  # what has a relative name is written there
-    target = Services(findings, str(tmp_path / "checkpoints"))
     number = 0
-    try:
+    with closing(Services(findings, str(tmp_path / "checkpoints"))) as target:
         while target.messages < 6_000:
             target.run(Entropy(f"services-{number}"))
             number += 1
-    finally:
-        target.close()
     assert not findings, str(findings)
     assert {"OK", "INVALID_ARGUMENT", "PERMISSION_DENIED"} <= set(target.statuses)
 
 
 def test_the_workers_own_half(findings: Findings) -> None:
-    target = WorkerHalf(findings)
-    try:
+    with closing(WorkerHalf(findings)) as target:
         for number in range(100):
             target.run(Entropy(f"worker-{number}"))
-    finally:
-        target.close()
     assert not findings, str(findings)
     assert target.messages > 50
     assert target.ends["result"] > 20
 
 
 def test_checkpoint_directories(findings: Findings, tmp_path: Path) -> None:
-    target = CheckpointFiles(findings, str(tmp_path))
-    try:
+    with closing(CheckpointFiles(findings, str(tmp_path))) as target:
         for number in range(120):
             target.run(Entropy(f"files-{number}"))
-    finally:
-        target.close()
     assert not findings, str(findings)
     assert target.ends["server: restored"] > 10, "changes that do not matter"
     assert target.ends["check: CheckpointCorrupt"] > 50
@@ -116,14 +108,11 @@ def test_values_that_nobody_checks_are_found(
 
     monkeypatch.setattr(checkpoint.SafetensorsReader, "_check_order", lambda *_: None)
     monkeypatch.setattr(contents, "_updates", unchecked)
-    target = CheckpointFiles(findings, str(tmp_path))
-    try:
+    with closing(CheckpointFiles(findings, str(tmp_path))) as target:
         for number in range(500):
             target.run(Entropy(f"files-{number}"))
             if any(what.startswith("step: ") for what in findings.counts):
                 return
-    finally:
-        target.close()
     pytest.fail(str(findings))
 
 
@@ -133,21 +122,15 @@ def test_a_reader_that_is_not_bounded_is_found(
     """The fault of before: JSON that is nested ends the coordinator's start."""
     for module in (checkpoint, contents, manifest):
         monkeypatch.setattr(module, "value_of_json", lambda text, *_, **__: json.loads(text))
-    target = CheckpointFiles(findings, str(tmp_path))
-    try:
+    with closing(CheckpointFiles(findings, str(tmp_path))) as target:
         for number in range(60):
             target.run(Entropy(f"files-{number}"))
-    finally:
-        target.close()
     assert any("RecursionError" in what for what in findings.counts), str(findings)
     (first, *_) = sorted(findings.directory.iterdir())
     monkeypatch.undo()
     again = Findings(tmp_path / "again")
-    target = CheckpointFiles(again, str(tmp_path))
-    try:
+    with closing(CheckpointFiles(again, str(tmp_path))) as target:
         target.replay(Case.read(first))
-    finally:
-        target.close()
     assert not again, str(again)
 
 
@@ -157,11 +140,8 @@ def test_what_a_worker_was_sent_is_sent_again(findings: Findings, tmp_path: Path
     reply = coordinator_pb2.KVReply(found=True, value=b"a" * 32)
     sent = (("/axon_ps.wire.v1.Coordinator/KV", 0),)
     Case("worker", "kv_get", (reply.SerializeToString(),), names, sent).write(path)
-    target = WorkerHalf(findings)
-    try:
+    with closing(WorkerHalf(findings)) as target:
         target.replay(Case.read(path))
-    finally:
-        target.close()
     assert not findings, str(findings)
     assert (target.messages, target.ends["result"]) == (1, 1)
 
@@ -178,10 +158,7 @@ def test_hostile_connections_and_calls_while_a_job_trains_beside(findings: Findi
 def test_a_trace_of_a_step_far_ahead_is_refused(findings: Findings, tmp_path: Path) -> None:
     """An hour found it: an internal error of the coordinator."""
     trace = trace_pb2.TraceRequest(first=2**64 - 2, steps=3, timeout_s=0.5)
-    target = Services(findings, str(tmp_path / "checkpoints"))
-    try:
+    with closing(Services(findings, str(tmp_path / "checkpoints"))) as target:
         target.replay(Case("services", "/axon_ps.wire.v1.Coordinator/Trace", (trace.SerializeToString(),)))
-    finally:
-        target.close()
     assert not findings, str(findings)
     assert target.statuses["INVALID_ARGUMENT"] == 1

@@ -111,6 +111,12 @@ def train_plain(kind: str, options: Mapping[str, Any], replicas: int, steps: int
     return {name: value.numpy() for name, value in model.state_dict().items()}, norms
 
 
+def wrapped(world: axon_ps.World, **options: Any) -> parallel.FSDP:
+    """The model, a unit for each block, cut so finely that every shard server has slices of it."""
+    plan = PlanOptions(chunk_numel=512, min_slice_numel=128)
+    return parallel.FSDP(build(), world.default_group, unit_types={Block}, plan_options=plan, **options)
+
+
 def train_sharded(
     world: axon_ps.World,
     kind: str,
@@ -123,13 +129,10 @@ def train_sharded(
 ) -> tuple[Values, list[float], dict[str, float]]:
     """One worker's part of the same; final values, gradient norms, statistics."""
     options = dict(options)
-    model = parallel.FSDP(
-        build(),
-        world.default_group,
+    model = wrapped(
+        world,
         sharding_strategy=parallel.ShardingStrategy[strategy],
         mixed_precision=parallel.MixedPrecision(**(precision or {})),
-        unit_types={Block},
-        plan_options=PlanOptions(chunk_numel=512, min_slice_numel=128),
         prefetch=prefetch,
     )
     optimizer = OURS[kind](groups(model, options.pop("weight_decay", 0.0)), **options)
