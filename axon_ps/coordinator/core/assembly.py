@@ -122,12 +122,11 @@ class Assembly:
         self.needed_shards = durable.needed_shards or config.num_shards
         for member in (*known.workers, *known.shards):
             self.roster.add(member, None, now + config.lease_s)
-        self.membership = known if known.generation else self._describe({})
+        present = self._describe({})
+        self.membership = known if known.generation else present
         self.stepping = Stepping(models, self.roster, out, self.membership, disturbed=self.was_complete)
         self.counters = self.stepping.counters
-        if (known.workers or known.shards) and self._describe(
-            {}
-        ).complete != known.complete:  # other options than before
+        if (known.workers or known.shards) and present.complete != known.complete:  # other options than before
             self.change("the coordinator was restarted with other options")
 
     @property

@@ -37,6 +37,12 @@ from axon_ps.storage.state_store.base import SharedStateStore, StateStore
 
 _logger = logging.getLogger(__name__)
 
+Begin = Callable[[], Awaitable[None]]
+"""Makes a coordinator that is about to lead one that members reach."""
+
+Lead = Callable[[Begin], Awaitable[None]]
+"""`_lead`, of one coordinator."""
+
 GRACE_S: Final = 1.0
 """How long running calls may take when it stops."""
 
@@ -89,6 +95,7 @@ async def serve(
         ready(await server.start())
 
     log = collect(security.secrets())
+    lead = partial(_lead, config, store, switch, stop, log, audit)
     try:
         if http is not None:
             http.refuse(server.revocations)
@@ -99,9 +106,9 @@ async def serve(
         if isinstance(store, SharedStateStore):
             ready(await server.start(serving=False))
             store.address = _name_of(server.address)
-            await _lead_in_turn(config, store, switch, stop, server.set_serving, log, audit)
+            await _lead_in_turn(lead, store, switch, stop, server.set_serving)
         else:
-            await _lead_until(config, store, switch, stop, begin, log, audit)
+            await _lead_until(lead, begin)
     finally:
         if log is not None:
             log.close()
@@ -119,19 +126,17 @@ def _metrics(name: str, switch: Switch) -> Route:
 
 
 async def _lead_in_turn(
-    config: CoordinatorConfig,
+    lead: Lead,
     store: SharedStateStore,
     switch: Switch,
     stop: asyncio.Event,
     set_serving: Callable[[bool], Awaitable[None]],
-    log: LogBuffer | None,
-    audit: AuditLog,
 ) -> None:
-    """Stand by, lead, stand by, ... until we are to stop."""
+    """Stand by, lead, stand by, ... until we are to stop; see `_lead`."""
     while await stand_by(store, switch, stop):
         _logger.info("this coordinator leads")
         try:
-            await _lead(config, store, switch, stop, lambda: set_serving(True), log, audit)
+            await lead(lambda: set_serving(True))
         except (Broken, StorageFull) as error:  # or the store could not be reached, or not be made ready
             _logger.warning("%s; standing by", error)
         finally:
@@ -141,19 +146,11 @@ async def _lead_in_turn(
         await rest(stop, REST_S)
 
 
-async def _lead_until(
-    config: CoordinatorConfig,
-    store: StateStore,
-    switch: Switch,
-    stop: asyncio.Event,
-    begin: Callable[[], Awaitable[None]],
-    log: LogBuffer | None,
-    audit: AuditLog,
-) -> None:
+async def _lead_until(lead: Lead, begin: Begin) -> None:
     """Lead until we are to stop, and again from what was learned meanwhile; see `_lead`."""
     while True:
         try:
-            return await _lead(config, store, switch, stop, begin, log, audit)
+            return await lead(begin)
         except StateLearned as learned:
             _logger.warning("%s; the job goes on from that", learned)
             begin = _began
@@ -168,11 +165,11 @@ async def _lead(
     store: StateStore,
     switch: Switch,
     stop: asyncio.Event,
-    begin: Callable[[], Awaitable[None]],
     log: LogBuffer | None,
     audit: AuditLog,
+    begin: Begin,
 ) -> None:
-    """Run the job from what is stored, until we are to stop.
+    """Run the job from what is stored, until we are to stop; `begin` is called when members may come.
 
     Raises:
         NotLeader: another coordinator is to lead.

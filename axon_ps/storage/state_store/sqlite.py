@@ -102,7 +102,8 @@ class SqliteStateStore(StateStore):
                     db.execute("INSERT OR REPLACE INTO records VALUES (?, ?)", (record.key, record.value))
             db.execute("COMMIT")
             if not self._has_begun:  # what a job is known by is in the file itself: a journal may lose its end
-                self._has_begun = bool(db.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchone())
+                db.execute("PRAGMA wal_checkpoint(PASSIVE)")
+                self._has_begun = True
             if any(record.value is None for record in records) or self._shrinking:
                 self._shrink(db)
         except sqlite3.Error as error:
