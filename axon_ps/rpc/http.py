@@ -182,7 +182,7 @@ class HttpServer:
         """A connection has come. See Note: [Connections of strangers]."""
         assert self._runner is not None, "it was started"
         assert self._runner.server is not None, "it was set up"
-        if len(self._connections) >= max_http_connections() and not self._makes_room():
+        if len(self._connections) >= max_http_connections() and not self._evicts():
             with contextlib.suppress(OSError), sock:
                 if self._tls is None:
                     sock.send(_FULL)
@@ -198,7 +198,7 @@ class HttpServer:
         except OSError as error:
             _logger.debug("an HTTP connection did not begin: %s", error)
 
-    def _makes_room(self) -> bool:
+    def _evicts(self) -> bool:
         """Forget connections that are over; where there is none, end the oldest that may be ended, if any."""
         over = [p for p, began in self._connections.items() if began.done() and p.transport is None]
         for protocol in over:

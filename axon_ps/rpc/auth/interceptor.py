@@ -79,7 +79,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         )
 
     def _serving(self, path: str, given: bytes, is_stream: bool) -> Serving:
-        """What a call is served within: raises `PermissionDenied` when its caller may not make it."""
+        """The context that a call is served in, which raises `PermissionDenied` when its caller may not make it."""
         if not self._asks or needs_nothing(path):
             return lambda context: contextlib.nullcontext()
 
@@ -133,7 +133,7 @@ class _Reads:
     """The messages of unary calls that are being received: few of a connection at a time, few of strangers at all."""
 
     def __init__(self) -> None:
-        self._turns: dict[str, _Turns] = {}
+        self._connections: dict[str, _Connection] = {}
         self._strangers: dict[_Stranger, None] = {}  # in the order of their calls
 
     async def message(self, context: Any, path: str, *, is_strange: bool) -> Any:
@@ -147,7 +147,7 @@ class _Reads:
         try:
             async with asyncio.timeout(FIRST_MESSAGE_S):
                 with self._stranger(context) if is_strange else contextlib.nullcontext() as stranger:
-                    async with self._turn(context.peer()):
+                    async with self._permit(context.peer()):
                         request = await Shielded(context.read())
         except TimeoutError:
             late = f"a call of {path} stayed without its message for {FIRST_MESSAGE_S:g} s; send it with the call"
@@ -161,17 +161,17 @@ class _Reads:
         return request
 
     @contextlib.asynccontextmanager
-    async def _turn(self, connection: str) -> AsyncIterator[None]:
+    async def _permit(self, connection: str) -> AsyncIterator[None]:
         """While a message of a connection is being received."""
-        turns = self._turns.setdefault(connection, _Turns())
-        turns.users += 1
+        calls = self._connections.setdefault(connection, _Connection())
+        calls.number += 1
         try:
-            async with turns.free:
+            async with calls.free:
                 yield
         finally:
-            turns.users -= 1
-            if not turns.users:
-                del self._turns[connection]
+            calls.number -= 1
+            if not calls.number:
+                del self._connections[connection]
 
     @contextlib.contextmanager
     def _stranger(self, context: Any) -> Iterator[_Stranger]:
@@ -188,11 +188,11 @@ class _Reads:
             self._strangers.pop(stranger, None)
 
 
-class _Turns:
-    """Who receives a message on a connection."""
+class _Connection:
+    """The calls of a connection that receive their message, or wait for that."""
 
     def __init__(self) -> None:
-        self.users = 0
+        self.number = 0
         self.free = asyncio.Semaphore(MAX_READS)
 
 

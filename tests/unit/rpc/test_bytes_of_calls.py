@@ -35,7 +35,7 @@ REFUSED = 24
 """Calls of 1 MiB each."""
 
 LEFT_BYTES = 4 * MIB
-"""What may be left after all of them: the last one may not be over on the server."""
+"""So much may be left after all of them: the last one may not be over on the server."""
 
 
 class Relay:
@@ -144,15 +144,15 @@ def test_calls_of_one_connection_that_wait_for_their_messages_hold_up_no_other(m
             body = b"\0" + len(message).to_bytes(4, "big") + message
             await c.send(*(c.call(stream, KV) for stream in (1, 3, 5)), DataFrame(5, body, flags=["END_STREAM"]))
             async with asyncio.timeout(HANG_S):
-                while [turns.users for turns in reads._turns.values()] != [3]:
+                while [calls.number for calls in reads._connections.values()] != [3]:
                     await asyncio.sleep(0.01)
             stub = Stub(channel := channels.connect(server.address, SECRET), COORDINATOR, SECRET)
             assert (await stub.call("KV", of_bytes(10))).found
             await channel.close()
-            assert [turns.users for turns in reads._turns.values()] == [3]  # also the one that has come
+            assert [calls.number for calls in reads._connections.values()] == [3]  # also the one that has come
             await c.send(DataFrame(3, body, flags=["END_STREAM"]))  # its turn
             async with asyncio.timeout(HANG_S):
-                while [turns.users for turns in reads._turns.values()] != [1]:
+                while [calls.number for calls in reads._connections.values()] != [1]:
                     await asyncio.sleep(0.01)
 
     run(main())
