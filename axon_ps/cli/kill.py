@@ -106,7 +106,7 @@ def _service(pid: int, command: Sequence[str], environment: Mapping[str, str]) -
 
 
 def _option(command: Sequence[str], name: str) -> str:
-    """What a command gives for an option; "" = nothing."""
+    """The value that a command gives for an option; "" = none."""
     for text, following in zip(command, [*command[1:], ""], strict=True):
         if text == name:
             return following

@@ -1,4 +1,4 @@
-"""Which axon_ps a process is, and which go together in one job. Pure.
+"""The axon_ps that a process is, and those that go together in one job. Pure.
 
 Note: [Versions]
     A protocol version is raised by whatever would be misunderstood by a process that does not know of it: another
@@ -24,7 +24,7 @@ OLDEST: Final = 1
 
 @dataclass(frozen=True, kw_only=True)
 class Build:
-    """Which axon_ps a process is.
+    """The axon_ps that a process is.
 
     Attributes:
         version: of the package, as text; empty = it does not say.

@@ -175,7 +175,7 @@ def _position_from_proto(message: membership_pb2.Position) -> Position:
 
 
 def knowledge_to_proto(known: Knowledge) -> session_pb2.SessionRequest:
-    """What a shard server knows, as the events that it has from."""
+    """A shard server's knowledge, as the events that it has it from."""
     events: list[ServerEvent] = [known.membership, RevokedNames(reasons=known.revoked)]
     events += [SnapshotOrder(id=known.snapshot_id, uri="-", version=0)]
     events += [JobState(model=number, released=True) for number in sorted(known.released)]
@@ -192,7 +192,7 @@ def knowledge_to_proto(known: Knowledge) -> session_pb2.SessionRequest:
 
 
 def knowledge_from_proto(message: session_pb2.Knowledge) -> Knowledge:
-    """What a shard server knows.
+    """A shard server's knowledge.
 
     Raises:
         InvalidRequest: an event is malformed, or the membership is missing.

@@ -23,7 +23,7 @@ TRIM_THRESHOLD_BYTES = 64 << 20
 RETURNED_BYTES = 64 << 10
 """Blocks from this size on are returned at once by `return_message_memory`: more than a small message needs."""
 RETURNED_TRIM_BYTES = 8 << 20
-"""How much a heap retains at its end then."""
+"""So much a heap retains at its end then."""
 
 _logger = logging.getLogger(__name__)
 

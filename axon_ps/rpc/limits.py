@@ -31,10 +31,10 @@ MAX_HTTP_CONNECTIONS: Final = 512
 """Connections of HTTP at a time, or an eighth of the files that the process may open."""
 
 HTTP_HEAD_S: Final = 10.0
-"""How long an HTTP connection may take for the head of a request, its first and each further one."""
+"""An HTTP connection may take so long for the head of a request, its first and each further one."""
 
 HTTP_ANSWER_S: Final = 10.0
-"""How long the client of an HTTP request may take nothing, or not all, of what it is sent at a time."""
+"""The client of an HTTP request may take nothing, or not all, of what it is sent for so long at a time."""
 
 HANDSHAKE_S: Final = 10.0
 """How long a connection may take until it speaks HTTP/2, TLS included."""
@@ -72,17 +72,17 @@ MAX_NEWER: Final = 1 << 20
 
 
 def how_to_raise_files() -> str:
-    """What to do about a number of open files that is too small."""
+    """Say what to do about a number of open files that is too small."""
     return "raise it: `ulimit -n 65536` before it is started, LimitNOFILE= of systemd, --ulimit nofile= of Docker"
 
 
 def too_few_files() -> str:
-    """How many files this process may open, and what to do if that is too few."""
+    """Say how many files this process may open, and what to do if that is too few."""
     return f"this process may open no more than {max_files()} files; {how_to_raise_files()}"
 
 
 def max_files() -> int:
-    """How many files this process may open; at most as many as all limits of this module ask for."""
+    """The number of files that this process may open; at most as many as all limits of this module ask for."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = 4 * MAX_CONNECTIONS
     return most if soft == resource.RLIM_INFINITY else min(most, soft)
@@ -110,7 +110,7 @@ def max_connections() -> int:
 
 
 def max_http_connections() -> int:
-    """How many connections of HTTP a process takes."""
+    """The number of HTTP connections that a process takes."""
     return max(1, min(MAX_HTTP_CONNECTIONS, max_files() // 8))
 
 
@@ -120,7 +120,7 @@ def max_bulk_calls() -> int:
 
 
 def no_more_files(error: OSError | str) -> str:
-    """Why no file could be opened, and what to do, if an error or its text says that no more can be; else empty."""
+    """Say why no file could be opened, and what to do, if that is what an error or its text is about; else empty."""
     text = error.lower() if isinstance(error, str) else ""
     number = error.errno if isinstance(error, OSError) else None
     if number == errno.EMFILE or "too many open files" in text.replace("too many open files in system", ""):

@@ -17,7 +17,7 @@ from axon_ps.errors import ConfigurationError
 from axon_ps.rpc.limits import no_more_files
 
 AGAIN_S: Final = 1.0
-"""When it is tried again to accept, when this process could open no more files."""
+"""After so long it is tried again to accept, when this process could open no more files."""
 
 LOG_EVERY_S: Final = 60.0
 BACKLOG: Final = 512

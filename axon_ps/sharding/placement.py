@@ -95,7 +95,7 @@ class Placement:
         return frozenset(rank for h in self.holders for rank in h.servers)
 
     def lacking(self, copies: int, unknown: Collection[int] = ()) -> int:
-        """How many slices fewer servers have than are to, without those of whom it is `unknown` whether they live."""
+        """The number of slices that too few servers have, without those of whom it is `unknown` whether they live."""
         return sum(len([rank for rank in h.complete if rank not in unknown]) < copies for h in self.holders)
 
     def slices_of(self, rank: int) -> tuple[int, ...]:

@@ -102,7 +102,7 @@ class Cell:
 
     @property
     def struck(self) -> tuple[Target, ...]:
-        """Which kinds of process."""
+        """The kinds of process."""
         both = {Target.BOTH: (Target.COORDINATOR, Target.WORKER), Target.SERVICES: (Target.COORDINATOR, Target.SHARD)}
         return both.get(self.target, (self.target,))
 

@@ -132,7 +132,7 @@ def test_nothing_that_is_said_moves_a_cursor(tmp_path: Path, caplog: pytest.LogC
 
 
 async def outcome(stub: Stub, method: str, request: Any) -> Any:
-    """What a caller gets."""
+    """The reply or error that a caller gets."""
     try:
         return await stub.call(method, request, timeout_s=20)
     except AxonError as error:
@@ -140,7 +140,7 @@ async def outcome(stub: Stub, method: str, request: Any) -> Any:
 
 
 async def session(stub: Stub, kind: Any) -> list[Any]:
-    """What a member gets that joins as it should, then sends a message of this kind full of such texts, and ends."""
+    """Events of a member that joins as it should, then sends a message of this kind full of such texts, and ends."""
     join = session_pb2.Join(
         job="job", role=1, incarnation=f"{kind.number:032x}", node="b", requested_rank=-1, build=BUILD
     )

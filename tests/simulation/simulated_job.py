@@ -506,7 +506,7 @@ class Job:
 
     @property
     def is_older(self) -> bool:
-        """Whether a shard server knows what is not on the disk: nobody else may, so it is not to be lost."""
+        """True if a shard server knows what is not on the disk: nobody else may, so it is not to be lost."""
         return any(behind(self._stored_position, position) for position in self._known())
 
     @property
@@ -531,13 +531,13 @@ class Job:
         )
 
     def _known(self) -> list[Position]:
-        """How far the knowledge goes of each shard server that is there, and was a member of the job on the disk."""
+        """The newest that each shard server knows that is there, and was a member of the job on the disk."""
         shells = [self.network.shells.get(name) for role, name in self.names.items() if role.startswith("shard")]
         clients = [shell.reports for shell in shells if shell is not None and shell.reports is not None]
         return [client._delivery.position for client in clients if client.state_id == self._stored]
 
     def may_end(self, name: str, error: BaseException) -> bool:
-        """Whether a process ends rightly, and is started again."""
+        """True if a process ends rightly, and is started again."""
         if name.startswith("coordinator"):
             return os.strerror(errno.EIO) in str(error)
         if not isinstance(error, MemberLost):

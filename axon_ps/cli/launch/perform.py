@@ -39,7 +39,7 @@ from axon_ps.storage.state_store.sqlite import UNSYNCED
 WORKER_GRACE_S = 5.0
 SERVICE_GRACE_S = 10.0
 SERVICE_RESTARTS = 5
-"""How often in a row a service is started again; see `restarts`."""
+"""So often in a row a service is started again; see `restarts`."""
 
 
 async def perform(launch: Launch, settings: Settings) -> int:
@@ -344,7 +344,7 @@ class _Launcher:
             restarts.began(time.monotonic())
 
     def _goes_on(self, at: int) -> str:
-        """How the job goes on with another process in the place of a service; "" = it cannot."""
+        """The way in which the job goes on with another process in the place of a service; "" = it cannot."""
         launch = self._launch
         if at >= self._first_shard:
             if launch.shards > 1 and launch.replication != 1:

@@ -71,7 +71,7 @@ class Launch:
 
     @property
     def has_state(self) -> bool:
-        """Whether the coordinator's state may have the job from a launch before."""
+        """True if the coordinator's state may have the job from a launch before."""
         return self.state not in ("", "memory")
 
     def http_port_of(self, index: int) -> int | None:

@@ -105,7 +105,7 @@ class _ModelDelivery:
             self.changes.append(decision)
 
     def position(self, number: int, first_step: int) -> ModelPosition:
-        """How far knowledge of it goes, in a generation that begins with `first_step`."""
+        """The newest of it that is known, in a generation that begins with `first_step`."""
         placement = None if self.state is None else self.state.placement
         return ModelPosition(
             model=number,
@@ -116,7 +116,7 @@ class _ModelDelivery:
         )
 
     def knowledge(self, first_step: int) -> ModelKnowledge | None:
-        """What is known of it; None where its layout is not."""
+        """All that is known of it; None where its layout is not."""
         if self.state is None or self.spec is None:
             return None
         optimizer, committed = self.optimizer, dict(self.state.committed)
@@ -192,7 +192,7 @@ class Delivery:
 
     @property
     def position(self) -> Position:
-        """How far what this member knows of the job goes."""
+        """The newest of the job that this member knows."""
         members = self.membership
         if members is None:
             return Position()
@@ -208,7 +208,7 @@ class Delivery:
         )
 
     def knowledge(self, revoked: Mapping[str, str]) -> Knowledge:
-        """What this member knows of the job, and what is `revoked`.
+        """All that this member knows of the job, with the names that are `revoked`.
 
         Raises:
             Misuse: it has been no member.

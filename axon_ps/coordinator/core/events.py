@@ -205,7 +205,7 @@ class ServerMemory:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelPosition:
-    """How far knowledge of a model goes.
+    """The newest of a model that is known.
 
     Attributes:
         model: its number.
@@ -224,7 +224,7 @@ class ModelPosition:
 
 @dataclass(frozen=True, kw_only=True)
 class Position:
-    """How far knowledge of a job goes.
+    """The newest of a job that is known.
 
     Attributes:
         generation: the newest.

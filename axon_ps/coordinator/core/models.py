@@ -87,7 +87,7 @@ class Model:
 
     @property
     def position(self) -> ModelPosition:
-        """How far what is known of it goes."""
+        """The newest of it that is known."""
         r = self.registration
         return ModelPosition(
             model=self.number,

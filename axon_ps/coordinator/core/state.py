@@ -142,7 +142,7 @@ class CoordinatorState:
             attachments.begin_run(self._kv)
 
     def behind(self, role: Role, request: JoinRequest) -> str:
-        """How what a process knows goes further than this state, as text; "" = it does not.
+        """Say what a process knows that this state does not have; "" = nothing.
 
         A worker of an earlier generation begins the present one with what the servers have.
         """

@@ -162,7 +162,7 @@ class Revocations:
 
     @property
     def reasons(self) -> Mapping[str, str]:
-        """What is revoked, by name, and why."""
+        """By the names that are revoked, the reasons."""
         return self._reasons
 
     def set(self, reasons: Mapping[str, str]) -> None:

@@ -77,7 +77,7 @@ def knows(peer: Peer) -> Delivery:
 
 
 def behind(d: Driver, peer: Peer) -> str:
-    """What it is that the coordinator does not know."""
+    """Text on what the coordinator does not know."""
     request = JoinRequest(
         job="job", incarnation=peer.incarnation, node=peer.node, state_id=d.state.id, position=knows(peer).position
     )

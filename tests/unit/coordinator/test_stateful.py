@@ -170,7 +170,7 @@ class Coordinator(RuleBasedStateMachine):
         self.resend(client)
 
     def resend(self, client: Client) -> None:
-        """What is not settled, once it is let in."""
+        """Messages that are not settled, once it is let in."""
         if client.resends and client.is_in:
             client.resends = False
             for message in client.delivery.to_resend():

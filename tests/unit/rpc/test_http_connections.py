@@ -84,7 +84,7 @@ class Client:
         return client
 
     async def ended(self) -> bytes:
-        """What came until the server ended the connection."""
+        """The bytes that came until the server ended the connection."""
         async with asyncio.timeout(HANG_S):
             try:
                 return await self.reader.read()

@@ -1,4 +1,4 @@
-"""Who has come back after the coordinator's restart, before anybody is let in. Pure.
+"""Processes that have come back after the coordinator's restart, before anybody is let in. Pure.
 
 Note: [Coming back together]
     A restarted coordinator does not know who lives, nor whether its state is the newest: see `knowledge`. It hears both
@@ -19,7 +19,7 @@ from axon_ps.types import Member, Role
 
 
 class Comeback:
-    """Who waits to be let in.
+    """The processes that wait to be let in.
 
     Args:
         roster: the members of the state.
@@ -63,7 +63,7 @@ class Comeback:
         self._until += seconds
 
     def next_deadline(self) -> float:
-        """When `tick` has something to do; inf when everybody was let in."""
+        """The time at which `tick` has something to do; inf when everybody was let in."""
         return -self._until if self._until == _OVER else self._until
 
     def tick(self, now: float) -> None:

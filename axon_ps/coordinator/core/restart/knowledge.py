@@ -1,4 +1,4 @@
-"""What shard servers know of the job, and a state that is older than that. Pure.
+"""Knowledge of the job that shard servers have, and a state that is older than that. Pure.
 
 Note: [An older state]
     A coordinator may come back with a state from before: a copy that somebody has restored, or a journal that has lost
@@ -29,7 +29,7 @@ MAX_GENERATIONS: Final = 1 << 32
 
 @dataclass(frozen=True, kw_only=True)
 class ModelKnowledge:
-    """What a shard server knows of a model.
+    """A shard server's knowledge of a model.
 
     Attributes:
         state: with layout and optimizer, at the version of now.
@@ -46,7 +46,7 @@ class ModelKnowledge:
 
 @dataclass(frozen=True, kw_only=True)
 class Knowledge:
-    """What a shard server knows of the job.
+    """A shard server's knowledge of the job.
 
     Attributes:
         membership: the newest.
@@ -64,7 +64,7 @@ class Knowledge:
 
 
 def behind(ours: Position, theirs: Position) -> str:
-    """How what a process knows goes further than a state, as text; "" = it does not."""
+    """Say what a process knows that a state does not have; "" = nothing."""
     if theirs.generation > ours.generation:
         return f"generation {theirs.generation}, and the state ends with {ours.generation}"
     mine = {model.model: model for model in ours.models}
@@ -103,7 +103,7 @@ def check_known(known: Knowledge, state_id: str, generation: int) -> None:
 
 
 def learned(stored: Mapping[str, bytes], known: Knowledge) -> list[Record]:
-    """What to write so that a state has what a shard server knows; see Note: [An older state].
+    """The records by which a state gets what a shard server knows; see Note: [An older state].
 
     Raises:
         ConfigurationError: the state is not a coordinator's.
@@ -189,7 +189,7 @@ def _merged(ours: records.DurableModel, theirs: ModelKnowledge, shards: Iterable
 def _parameters(
     ours: records.ParameterState, theirs: ModelKnowledge, shards: Iterable[Member]
 ) -> records.ParameterState:
-    """Who holds the parameters. Of a model whose values are complete, whoever is to hold some does.
+    """The holders of the parameters. Of a model whose values are complete, whoever is to hold some does.
 
     What the state has changed since it is older, without those who know, does not count.
     """
