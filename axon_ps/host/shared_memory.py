@@ -9,6 +9,11 @@ Invariants:
 - All of its pages are allocated when `create` returns, and it is sealed: nobody can make it shorter. So touching it
   never ends in SIGBUS, in no process. What comes from others is refused if that does not hold.
 - A segment that others only read is sealed against their writing, whatever they do with the descriptor.
+
+Note: [Memory is freed elsewhere]
+    The kernel takes 0.3 s to free a GiB, in the call that unmaps or closes it last. That may be any thread, an event
+    loop's too, since it is the one in which the last reference to an array ends. So large memory is unmapped and closed
+    in a thread that is made for it. To allocate it takes longer still (`create`): no event loop calls that.
 """
 
 from __future__ import annotations
@@ -23,6 +28,8 @@ import os
 import stat
 import struct
 import weakref
+from _thread import start_new_thread  # `threading` has locks, which a garbage collection may find held
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -37,6 +44,7 @@ _MAP_FAILED = ctypes.c_void_p(-1).value
 _SEAL_FUTURE_WRITE = 0x10  # Linux 5.1; fcntl has no name for it
 _BLOCK_BYTES = 512  # of `st_blocks`
 _HUGE_BYTES = 2 << 20
+_FREED_ELSEWHERE_BYTES = 16 << 20
 _OF_FILE, _THERE = np.uint64(1 << 61), np.uint64(3 << 62)  # of a page, in /proc/PID/pagemap; in memory or swapped
 PAGE_BYTES = mmap.PAGESIZE
 
@@ -79,7 +87,7 @@ class Segment:
         """Give it to nobody any more. Harmless when repeated."""
         if self.fd >= 0:
             fd, self.fd = self.fd, -1
-            os.close(fd)
+            _free(self.size_bytes, os.close, fd)
             Segment.closed += 1
             Segment.open -= 1
 
@@ -179,7 +187,19 @@ class _Mapping:
             "typestr": "|u1",
             "version": 3,
         }
-        weakref.finalize(self, _libc.munmap, address, size_bytes).atexit = False
+        weakref.finalize(self, _free, size_bytes, _libc.munmap, address, size_bytes).atexit = False
+
+
+def _free(size_bytes: int, call: Callable[..., object], *args: int) -> None:
+    """Call what frees memory; see Note: [Memory is freed elsewhere]."""
+    if size_bytes >= _FREED_ELSEWHERE_BYTES:
+        try:
+            start_new_thread(call, args)
+        except RuntimeError:  # there can be no more threads
+            pass
+        else:
+            return
+    call(*args)
 
 
 def _map(fd: int, size_bytes: int, access: Access) -> Array:
