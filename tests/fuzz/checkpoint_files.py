@@ -45,7 +45,7 @@ from axon_ps.shard.server import snapshot
 from axon_ps.shard.server.apply import VersionPins
 from axon_ps.shard.server.model_values import ModelValues
 from axon_ps.shard.server.reports import ServerShell
-from axon_ps.shard.server.waiters import Waiters
+from axon_ps.shard.server.waiters import EventOrder, Waiters
 from axon_ps.sharding.job import JobSpec
 from axon_ps.sharding.layout import Layout, build_unit
 from axon_ps.sharding.plan import PlanOptions
@@ -198,9 +198,8 @@ def _restored(engine: ShardEngine, order: RestoreOrder) -> _Reports:
     shell = _Shell()
 
     async def perform() -> None:
-        idle = asyncio.Event()
-        idle.set()
-        values = ModelValues(0, engine, cast(ServerShell, shell), Waiters(), idle, lambda: None)
+        order: EventOrder[RestoreOrder] = EventOrder(lambda order: None, lambda order: False)
+        values = ModelValues(0, engine, cast(ServerShell, shell), Waiters(), order, lambda: None)
         values.begin(order)
         for coroutine in shell.started:
             await coroutine

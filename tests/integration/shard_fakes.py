@@ -221,6 +221,8 @@ async def job(
         chosen = optimizer or OptimizerSpec(name="sgd", groups=({"lr": 1.0},), group_of=groups)
         made.tell(made.membership)
         made.tell(JobState(spec=spec, optimizer=chosen, placement=placement))
+        for shell in made.shells:
+            await shell.model().order.idle.wait()
         yield made
         for shell in made.shells:
             assert not shell.failure.done(), shell.failure.exception()

@@ -63,6 +63,7 @@ class Accumulator:
         self._dtype = precision.grad
         self._compressor = precision.grad_compression
         self._array: Array | None = None
+        self._frozen = bytearray()
         self.rounds = False
         self.queued = QueuedChunks()
         self.digests = ArrayDigests(chunks, GRADIENT)
@@ -90,12 +91,16 @@ class Accumulator:
         self.queued.clear()
 
     def freeze(self) -> None:
-        """Every replica was added: make `array` the sum, zero in chunks without gradient. The counters restart."""
-        for index, present in enumerate(self.present):
-            if not present:  # some ranges of a unit had gradients and this one had none
+        """Every replica was added: after `fill_absent`, `array` is the sum. The counters restart."""
+        self._frozen = self.present
+        self.restart()
+
+    def fill_absent(self, first: int, last: int) -> None:
+        """Make what is frozen 0 where none of chunks [first, last) had a gradient, though others had. Any thread."""
+        for index in range(first, last):
+            if not self._frozen[index]:
                 self.array[self._chunks.ranges[index]] = 0
                 self.digests.record_constant(0.0, self._chunks.blocks_of(index, index + 1))
-        self.restart()
 
     def add(self, index: int, grad: Array | None, *, last: bool) -> list[Corruption]:
         """Add the next replica's gradient to chunk `index`.

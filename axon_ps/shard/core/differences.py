@@ -75,11 +75,14 @@ class SentValues:
         np.copyto(sent, values)
         self._digests[index] = _digest(sent)
 
+    def record(self) -> None:
+        """Take what the values hold as what was written. Any thread, while nothing else becomes of them."""
+        self._digests = [_digest(self.values[elements]) for elements in self._chunks.ranges]
+
     def copied(self, version: int, frames: Sequence[bytes]) -> None:
-        """The values have come from another holder, whose newest frames these are."""
+        """The values have come from another holder, and were recorded; these are its newest frames."""
         headers = [decode_chunk(frame)[0] for frame in frames]
-        of_values = (_digest(self.values[elements]) for elements in self._chunks.ranges)
-        self._digests = [h.digest for h in headers] or list(of_values)
+        self._digests = [h.digest for h in headers] or self._digests
         self.begin(version, next((h.base for h in headers if h.HasField("base")), None))
 
     def begin(self, version: int, base: int | None) -> None:

@@ -121,9 +121,9 @@ class SliceDigests:
     def __getitem__(self, name: str) -> ArrayDigests:
         return self._of[name]
 
-    def forget(self, names: Iterable[str] | None = None) -> None:
-        """Nothing is known of some arrays any more; None = of all."""
-        for name in list(self._of if names is None else names):
+    def forget(self, names: Iterable[str]) -> None:
+        """Nothing is known of some arrays any more."""
+        for name in list(names):
             self._of.pop(name, None)
 
     def record(self, arrays: Mapping[str, Array]) -> None:

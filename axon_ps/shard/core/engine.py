@@ -27,6 +27,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from axon_ps.errors import InternalError, InvalidRequest, Misuse, StepAborted
+from axon_ps.shard.core.digests import PARAM, SliceDigests
 from axon_ps.shard.core.gradients import GradientSums
 from axon_ps.shard.core.master import Update
 from axon_ps.shard.core.parameters import ServedParameters
@@ -87,14 +88,32 @@ class ShardEngine:
         """What the layout calls a unit."""
         return f"unit {unit}" if self.spec is None else self.spec.layout.name_of(unit)
 
-    def configure(self, spec: JobSpec, server: int, num_cuts: int, placement: Placement | None = None) -> None:
-        """Make the slices that `server` holds. The same spec again changes nothing.
+    def make(self, spec: JobSpec, placement: Placement, server: int) -> list[OwnedSlice]:
+        """The slices that a placement gives to `server` and that are not here yet, with their memory.
+
+        It may take long, and runs in any thread while nothing else becomes of this engine, which it does not change.
+        """
+        made = self.slices.make(spec, placement, server)
+        if self.updater is not None:
+            self.updater.install([owned.master for owned in made if owned.trainable], "")
+        return made
+
+    def configure(
+        self,
+        spec: JobSpec,
+        server: int,
+        num_cuts: int,
+        placement: Placement | None = None,
+        made: list[OwnedSlice] | None = None,
+    ) -> None:
+        """Hold the slices of `server`. The same spec again changes nothing.
 
         Args:
             spec: layout, dtypes and policy.
             server: our rank.
             num_cuts: over how many servers the plan cuts units.
             placement: where slices are; None = the server that the plan names has the only copy.
+            made: what `make` returned; None = they are made now.
 
         Raises:
             Misuse: another spec is in place.
@@ -106,22 +125,24 @@ class ShardEngine:
         self.slices.configure(spec, num_cuts)
         self.spec, self.precision = spec, spec.precision
         self.gradients.configure(spec)
-        self.place(placement or place(spec.plan(num_cuts), [Server(rank) for rank in range(num_cuts)], 1), server)
+        placement = placement or place(spec.plan(num_cuts), [Server(rank) for rank in range(num_cuts)], 1)
+        self.place(placement, server, made)
         self.set_replicas(self.gradients.num_replicas)
 
-    def unconfigure(self) -> None:
-        """Give back what `configure` had made when it ran out of memory: the layout is not known any more."""
-        self.release()
-        self.spec, self.placement = None, None
+    def place(self, placement: Placement, server: int, made: list[OwnedSlice] | None = None) -> list[OwnedSlice]:
+        """Hold what a placement gives to `server`; returns what was given up, to be closed when nothing is applied.
 
-    def place(self, placement: Placement, server: int) -> list[OwnedSlice]:
-        """Hold what a placement gives to `server`; returns what was given up, to be closed when nothing is applied."""
+        Args:
+            placement: which.
+            server: our rank.
+            made: what `make` returned for it; None = it is made now.
+        """
+        assert self.spec is not None
+        added = self.make(self.spec, placement, server) if made is None else made
         self.placement = placement
-        added, removed = self.slices.place(placement, server)
+        removed = self.slices.place(placement, server, added)
         for owned in added:
             owned.reached = self.version
-        if self.updater is not None:
-            self.updater.install([s.master for s in added if s.trainable], "")
         self.gradients.recount()
         self.parameters.count()
         return removed
@@ -134,6 +155,7 @@ class ShardEngine:
         changed: int,
         copied: int,
         frames: Sequence[bytes] = (),
+        digests: SliceDigests | None = None,
     ) -> None:
         """A slice has its values from the primary: it is a backup from now on.
 
@@ -145,19 +167,23 @@ class ShardEngine:
             copied: the version in which it last took another model's values.
             frames: of the primary, where parameters travel compressed: they cannot be made again
                 (`shard.core.wire_copy`).
+            digests: of values and moments, as `OwnedSlice.digests_of_copy` has them; None = they are computed now.
         """
+        if digests is None:
+            digests = owned.digests_of_copy({PARAM: owned.master.values, **moments})
         if owned.trainable:
             owned.master.state = dict(moments)
             owned.master.set_updates(updates)
             if self.updater is not None:
                 self.updater.install([owned.master], self.updater.spec.name)
-        owned.copied_from_primary(self.version, changed, copied, frames)
+        owned.copied_from_primary(self.version, changed, copied, frames, digests)
         self.counters["slices_copied"] += 1
 
     def set_optimizer(self, optimizer: OptimizerSpec) -> Updater:
         """Take the model's optimizer: moments are made, and parameters find their groups. Again changes nothing.
 
-        Moments that a restore brought stay if they are of this optimizer.
+        Moments that a restore brought stay if they are of this optimizer. It may take long, and runs in any thread
+        while nothing else becomes of this engine.
 
         Raises:
             Misuse: the layout is not known yet, or another optimizer is in place.
@@ -169,9 +195,10 @@ class ShardEngine:
             return self.updater
         if self.spec is None:
             raise Misuse("the optimizer came before the layout")
-        self.updater = self._updater(optimizer, self._restored)
-        self.updater.install(self.slices.masters(), "" if self._restored is None else self._restored.name)
-        return self.updater
+        updater = self._updater(optimizer, self._restored)
+        updater.install(self.slices.masters(), "" if self._restored is None else self._restored.name)
+        self.updater = updater
+        return updater
 
     def _updater(self, optimizer: OptimizerSpec, restored: OptimizerSpec | None = None) -> Updater:
         assert self.spec is not None
@@ -227,11 +254,11 @@ class ShardEngine:
         self._expected = None
         self.gradients.begin(self.generation, self.step, num_replicas)
 
-    def release(self) -> None:
-        """Give the memory of all slices back. Nothing is asked of this engine any more."""
-        for owned in self.slices.values():
-            owned.close()
+    def release(self) -> list[OwnedSlice]:
+        """Give all slices up, to be closed; nothing is asked of this engine any more."""
+        slices = list(self.slices.values())
         self.slices.clear()
+        return slices
 
     # ------------------------------------------------------------------ the decision
 

@@ -6,7 +6,7 @@ the new values on the wire is `shard.core.wire_copy`'s; who may call what when i
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -153,10 +153,11 @@ class Master:
         """Values and moments by name, f32[slice_numel] each."""
         return {PARAM: self.values, **self.state}
 
-    def record_digests(self) -> None:
-        """Values and moments were replaced: take what they hold as what was written."""
-        self.digests.forget()
-        self.digests.record(self.arrays())
+    def digests_of(self, arrays: Mapping[str, Array]) -> SliceDigests:
+        """The digests of values and moments, f32[slice_numel] each by name, that replace others. Any thread."""
+        digests = SliceDigests(self._chunks)
+        digests.record(arrays)
+        return digests
 
     def leaves(self, untouched: Collection[int]) -> bool:
         """Whether one of the parameters with these numbers in the layout is of this unit."""

@@ -53,9 +53,16 @@ class ServedParameters:
     # ------------------------------------------------------------------ values that replace others
 
     def upload(self, unit: int, offset: int, values: Array, version: int) -> bool:
-        """Store the first values of one chunk; returns whether every slice here now has its values.
+        """As `store`, `OwnedSlice.publish` and `published`; returns whether every slice here now has its values."""
+        owned = self.store(unit, offset, values, version)
+        if owned is not None:
+            self.published(owned.publish(version))
+        return self.lacking == 0
 
-        Once all are there, further uploads are acknowledged and dropped, so that a retry does no harm.
+    def store(self, unit: int, offset: int, values: Array, version: int) -> OwnedSlice | None:
+        """Store the first values of one chunk; returns its slice once that has all of its values: publish them.
+
+        Once all are there, further values are acknowledged and dropped, so that a retry does no harm.
 
         Args:
             unit: which unit.
@@ -71,15 +78,18 @@ class ServedParameters:
         index = owned.chunks.index_of(offset)
         if version and not self._replacing:
             raise Misuse(f"first values came at version {version}; restore a checkpoint to replace parameters")
-        if self.lacking == 0:
+        if not owned.lacking or owned.stored:
             self._counters["duplicates"] += 1
-            return True
+            return None
         before = owned.lacking
         owned.store(index, values)
-        if before and owned.lacking == 0:
-            self._counters["encodings"] += owned.publish(version)
         self.lacking += owned.lacking - before
-        return self.lacking == 0
+        return owned if owned.stored else None
+
+    def published(self, frames: int) -> None:
+        """A slice with all of its values was published, which made so many frames."""
+        self._counters["encodings"] += frames
+        self.lacking -= 1
 
     def begin_restore(self, *, uploaded: bool = False) -> None:
         """Other values are on their way: nothing is served until `restored` or `cancel_restore`.

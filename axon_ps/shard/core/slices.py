@@ -27,14 +27,16 @@ Note: [Primary and backup]
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
+
+import numpy as np
 
 from axon_ps.compress import cast
 from axon_ps.errors import InvalidRequest, Misuse, SliceMoved
 from axon_ps.shard.core.accumulator import Accumulator, Allocate
 from axon_ps.shard.core.chunks import Chunks
-from axon_ps.shard.core.digests import GRADIENT, PARAM, Corruption
+from axon_ps.shard.core.digests import GRADIENT, PARAM, Corruption, SliceDigests
 from axon_ps.shard.core.master import Master, Update
 from axon_ps.shard.core.speculative import SpeculativeUpdate
 from axon_ps.shard.core.wire_copy import MappedMemory, WireCopy
@@ -56,7 +58,7 @@ class OwnedSlice:
         first_parameter: number of the unit's first parameter in the layout.
         chunk_numel: elements of a chunk.
         precision: what frames and pushed chunks hold.
-        allocate: makes the memory of sums; None = ordinary memory.
+        allocate: makes the memory of the first accumulator; None = ordinary memory, of which the others are.
 
     Attributes:
         number: as given.
@@ -72,7 +74,7 @@ class OwnedSlice:
         changed: the version that last changed it; the version in its frames.
         copied: the version in which it last took another model's values since it was made or restored; 0 = none.
         applying: whether an update or a copy is under way.
-        lacking: chunks that lack first values.
+        lacking: chunks that lack first values; not 0 before what was stored is published.
         replicated: whether other servers hold it, too.
         digest: of values and moments as the last update left them; None before one, or without copies.
         corruptions: what was found not to hold what was written, and nobody has taken yet; any thread adds to it.
@@ -95,7 +97,6 @@ class OwnedSlice:
         self.chunks = Chunks(plan_slice, chunk_numel)
         self.trainable = unit.trainable
         self.master = Master(self.chunks, unit, first_parameter, precision.param)
-        self._allocate = allocate
         self.accumulators = [Accumulator(self.chunks, precision, trainable=unit.trainable, allocate=allocate)]
         self.wire = WireCopy(self.chunks, precision, trainable=unit.trainable)
         self.speculative = SpeculativeUpdate(self.chunks, self.master, self.wire)
@@ -161,10 +162,7 @@ class OwnedSlice:
         """Have `count` empty accumulators; the memory of those that are too many is freed."""
         self._clear_queued(count)
         more = count - len(self.accumulators)
-        made = [
-            Accumulator(self.chunks, self._precision, trainable=self.trainable, allocate=self._allocate)
-            for _ in range(more)
-        ]
+        made = [Accumulator(self.chunks, self._precision, trainable=self.trainable) for _ in range(more)]
         for each in made:
             each.rounds = self._rounds
         self.accumulators = self.accumulators[:count] + made
@@ -181,8 +179,13 @@ class OwnedSlice:
 
     # ------------------------------------------------------------------ values that replace others
 
+    @property
+    def stored(self) -> bool:
+        """Whether `store` has had every chunk."""
+        return all(self._stored)
+
     def store(self, index: int, values: Array) -> None:
-        """Take the first values of chunk `index`: f32[c].
+        """Take the first values of chunk `index`: f32[c]. Once it has had every chunk, `publish`.
 
         Raises:
             InvalidRequest: they are of the wrong length.
@@ -196,27 +199,44 @@ class OwnedSlice:
         chunk[:] = values
         if not self._stored[index]:
             self._stored[index] = 1
-            self.lacking -= 1
+            self.lacking = max(1, self.lacking - 1)
 
     def publish(self, version: int) -> int:
-        """Serve the present values, which are those of `version`; returns how many frames were made."""
+        """Serve the present values, which are those of `version`; returns how many frames were made. Any thread."""
         self.changed = self.reached = version
-        self.copied = self.lacking = 0
-        self._replaced()
+        self.copied = 0
+        self._replaced(self.master.digests_of(self.master.arrays()))
         frames = self.wire.replace(version, self.master.values) if self.serves else 0
         self._publish_mapped()
+        self.lacking = 0
         return frames
 
-    def copied_from_primary(self, reached: int, changed: int, copied: int, frames: Sequence[bytes]) -> None:
-        """The values of the primary at version `reached` are here; and its frames, where they travel compressed."""
+    def digests_of_copy(self, arrays: Mapping[str, Array]) -> SliceDigests:
+        """The digests of values and moments that have come from the primary, for `copied_from_primary`. Any thread."""
+        if self.wire.sent is not None:
+            self.wire.sent.record()
+        return self.master.digests_of(arrays)
+
+    def copied_from_primary(
+        self, reached: int, changed: int, copied: int, frames: Sequence[bytes], digests: SliceDigests
+    ) -> None:
+        """The values of the primary at version `reached` are here; and its frames, where they travel compressed.
+
+        Args:
+            reached: the version that they are at.
+            changed: the version that last changed them.
+            copied: the version in which they last were another model's.
+            frames: as they are.
+            digests: of values and moments, as they have come.
+        """
         self.wire.copied(changed, frames)
         self.reached, self.changed, self.copied = reached, changed, copied
         self.lacking = 0
-        self._replaced()
+        self._replaced(digests)
 
-    def _replaced(self) -> None:
-        """There are other values and moments."""
-        self.master.record_digests()
+    def _replaced(self, digests: SliceDigests) -> None:
+        """There are other values and moments, with these digests."""
+        self.master.digests = digests
         self.corruptions.clear()
         self.copying, self.corrupt, self.digest = False, False, None
 
@@ -235,13 +255,18 @@ class OwnedSlice:
 
     # ------------------------------------------------------------------ what is served
 
+    @property
+    def lacks_frames(self) -> bool:
+        """Whether there are values, and no frames of them yet. Where they travel as differences, there may be none."""
+        return not (self.wire.frames or self.wire.differs or self.lacking or self.applying)
+
     def ensure_frames(self) -> int:
-        """Encode the frames if there are none, though there are values; returns how many. Differences cannot be.
+        """Encode the frames if they are lacking; returns how many. Any thread, while no step changes the values.
 
         Raises:
             SliceMoved: its values are corrupt.
         """
-        if self.wire.frames or self.wire.differs or self.lacking or self.applying:
+        if not self.lacks_frames:
             return 0
         self.check_values(0, len(self.chunks.bounds))
         return self.wire.encode_all(self.changed, self.master.values)
@@ -265,8 +290,8 @@ class OwnedSlice:
             self.check_values(first, last)
         return self.wire.full_frame(first, last, self.changed, self.master.values, absent=absent)
 
-    def map(self, memory: MappedMemory) -> None:
-        """From now on the wire copy is in `memory`. Only while the slice has values and is not `applying`.
+    def fill(self, memory: MappedMemory) -> None:
+        """Write the wire copy to `memory`, for `map`. Any thread, while no step changes the values.
 
         Raises:
             SliceMoved: its values are corrupt.
@@ -276,6 +301,11 @@ class OwnedSlice:
             cast.encode(self.master.values, memory.values, self._precision.param)
         else:
             memory.values[:] = self.master.values
+
+    def map(self, memory: MappedMemory) -> None:
+        """From now on the wire copy is in `memory`, where `fill` has written it; nothing has changed since."""
+        assert not self.applying, "values that are being changed cannot move to other memory"
+        if not self.wire.is_cast:
             self.master.values = memory.values
         self.wire.mapped = memory
         self.wire.drop_frames()
@@ -324,6 +354,7 @@ class OwnedSlice:
         """
         assert self._update is not None
         out, sums = self.wire.cast_target(first, last, scratch) if self._serving else None, self._applied
+        sums.fill_absent(first, last)
         _, found = self.master.update(first, last, sums.array, sums.digests, self._update, out)
         self.corruptions += found
         if self._serving:
@@ -402,7 +433,8 @@ class OwnedSlice:
         """Values and moments are corrupt: nothing is served until others are here."""
         self.speculative.discard()
         if self.wire.mapped is not None:  # workers may go on reading it, at the version that it has
-            self.master.values = self.master.values.copy()
+            if not self.wire.is_cast:
+                self.master.values = np.zeros_like(self.master.values)
             self.wire.mapped.close()
             self.wire.mapped = None
         self.withdraw()
@@ -435,9 +467,8 @@ class OwnedSlices(dict[int, OwnedSlice]):
 
     def configure(self, spec: JobSpec, num_cuts: int) -> None:
         """Set what slices there can be: the plan's over `num_cuts` servers."""
-        self._spec, self._plan = spec, spec.plan(num_cuts)
+        self._plan = spec.plan(num_cuts)
         self.num_units = len(spec.layout.units)
-        self._first_parameter = tuple(accumulate((len(u.parameters) for u in spec.layout.units), initial=0))
 
     def check(self, placement: Placement) -> None:
         """Refuse a placement that is not of the slices that there can be.
@@ -447,13 +478,25 @@ class OwnedSlices(dict[int, OwnedSlice]):
         """
         placement.check(self._plan)
 
-    def place(self, placement: Placement, server: int) -> tuple[list[OwnedSlice], list[OwnedSlice]]:
-        """Hold what a placement gives to `server`; returns the slices that are new, and those that are given up."""
+    def make(self, spec: JobSpec, placement: Placement, server: int) -> list[OwnedSlice]:
+        """The slices that a placement gives to `server` and that are not here, for `place`. Any thread."""
+        plan, units = spec.plan(placement.num_cuts), spec.layout.units
+        first_parameters = tuple(accumulate((len(u.parameters) for u in units), initial=0))
+        made: list[OwnedSlice] = []
+        for number in placement.slices_of(server):
+            if number not in self:
+                s, copies = plan.numbered[number], len(placement.holders[number].servers)
+                allocate = self.allocate if copies > 1 else None
+                numel = spec.options.chunk_numel
+                made.append(
+                    OwnedSlice(number, s, units[s.unit], first_parameters[s.unit], numel, spec.precision, allocate)
+                )
+        return made
+
+    def place(self, placement: Placement, server: int, added: list[OwnedSlice]) -> list[OwnedSlice]:
+        """Hold what a placement gives to `server`, of which `added` was made; returns the slices that are given up."""
         wanted = placement.slices_of(server)
         removed = [self.pop(number) for number in set(self).difference(wanted)]
-        added = [
-            self._make(number, copies=len(placement.holders[number].servers)) for number in wanted if number not in self
-        ]
         for owned in added:
             owned.copying = True
         if added:
@@ -468,13 +511,7 @@ class OwnedSlices(dict[int, OwnedSlice]):
                 replicated=len(holders.servers) > 1,
                 rounds=placement.replication > 1,
             )
-        return added, removed
-
-    def _make(self, number: int, copies: int) -> OwnedSlice:
-        s, spec = self._plan.numbered[number], self._spec
-        unit, first_parameter = spec.layout.units[s.unit], self._first_parameter[s.unit]
-        allocate = self.allocate if copies > 1 else None
-        return OwnedSlice(number, s, unit, first_parameter, spec.options.chunk_numel, spec.precision, allocate)
+        return removed
 
     def of(self, unit: int, offset: int) -> OwnedSlice:
         """The slice that element `offset` of `unit` is in.

@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import Final
 
 import numpy as np
@@ -81,6 +81,7 @@ class Copying:
         links: to the other servers.
         epoch: how often the model was restored.
         copied: called when a slice has come.
+        off_loop: does in a thread what takes long.
     """
 
     def __init__(
@@ -90,12 +91,14 @@ class Copying:
         links: Links,
         epoch: Callable[[], int],
         copied: Callable[[OwnedSlice], None],
+        off_loop: Callable[[Callable[[], SliceDigests]], Awaitable[SliceDigests]],
     ) -> None:
         self._model = model
         self._engine = engine
         self._links = links
         self._epoch = epoch
         self._copied = copied
+        self._off_loop = off_loop
         self._task: asyncio.Task[None] | None = None
         self._got_bytes = 0  # since there was nothing left to copy
         self._slice_bytes = 0  # of the slice that is coming
@@ -170,11 +173,10 @@ class Copying:
                 array[chunk.begin : chunk.begin + values.size] = values
         if chunk is EOF:
             raise Broken("the primary ended the stream before the slice was complete")
+        moments = {name: array for name, array in arrays.items() if name not in (PARAM, *owned.wire.feedback)}
+        digests = await self._off_loop(lambda: owned.digests_of_copy({PARAM: arrays[PARAM], **moments}))
         if engine.slices.get(owned.number) is owned and owned.copying and epoch == self._epoch():
-            moments = {name: array for name, array in arrays.items() if name not in (PARAM, *owned.wire.feedback)}
-            digests = SliceDigests(owned.chunks)
-            digests.record({PARAM: arrays[PARAM], **moments})
             if chunk.HasField("digest") and chunk.digest != digests.total:
                 raise Broken("what has come is not what the primary has written")
-            engine.copied(owned, moments, chunk.updates, chunk.changed, chunk.copied, frames)
+            engine.copied(owned, moments, chunk.updates, chunk.changed, chunk.copied, frames, digests)
             self._copied(owned)

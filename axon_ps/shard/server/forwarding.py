@@ -163,7 +163,7 @@ class Forwarding:
                 level = logging.ERROR if unforeseen else logging.INFO
                 if not isinstance(error, GenerationChanged):  # of which we are about to hear
                     _logger.log(level, "forwarding to server %d: %s; trying again", rank, error, exc_info=unforeseen)
-                self._check(follower)
+                await self._check(follower)
                 self._links.forget(rank)
                 leases = not leases  # what failed is not tried the same way again
                 await asyncio.sleep(_RETRY_S)
@@ -179,12 +179,14 @@ class Forwarding:
         complete = attempt.step == item.step and accumulator.is_complete(item.index, attempt.replicas)
         return complete and not accumulator.spoiled
 
-    def _check(self, follower: _Follower) -> None:
+    async def _check(self, follower: _Follower) -> None:
         """A backup may have got something else than was summed, and refused it: look whether that is so here."""
-        for item in self._complete(follower.slices):
-            owned = self._engine.slices[item.slice]
-            if not owned.check_gradient(item.number, item.index):
-                self._corrupt(owned)
+        for item in list(self._complete(follower.slices)):
+            if self._is_wanted(item, follower):
+                owned = self._engine.slices[item.slice]
+                if not owned.check_gradient(item.number, item.index):
+                    self._corrupt(owned)
+            await asyncio.sleep(0)  # there may be GiBs
 
     async def _send(self, stream: Stream, follower: _Follower, peer: HostPeer | None) -> None:
         engine, wire = self._engine, self._engine.precision.grad

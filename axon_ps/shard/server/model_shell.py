@@ -9,14 +9,20 @@ Note: [In order]
     copied) may come while an earlier one is applied. It waits for its turn, and everything about the model that comes
     after it waits behind it. What must find the model as it is between two events, a snapshot of it or a copy from it,
     is queued in the same order (`in_order`).
+
+Note: [Long work]
+    What takes long because a slice may have GiBs runs in a thread (`ServerShell.off_loop`), so that the event loop can
+    send heartbeats and serve others: allocating slices, hashing and encoding values, filling memory that workers map.
+    Meanwhile events about the model wait behind that work, in order (`EventOrder.begin_work`): no step is begun,
+    nothing is restored and no slice comes or goes. Streams go on; they touch what is summed, not the values.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -42,7 +48,7 @@ from axon_ps.shard.server.pacing import SubscriberLimits
 from axon_ps.shard.server.reports import Reports, ServerShell
 from axon_ps.shard.server.room import ModelRoom, NoRoom
 from axon_ps.shard.server.subscriptions import Subscriptions
-from axon_ps.shard.server.waiters import Waiters
+from axon_ps.shard.server.waiters import EventOrder, Waiters
 from axon_ps.sharding.job import JobSpec
 from axon_ps.types import Array, Decision, DType, Hyper, Member, Membership
 from axon_ps.wire.v1.common_pb2 import Chunk
@@ -88,7 +94,8 @@ class ModelShell:
         pins: versions that snapshots and copies still read.
         members: the workers by incarnation, each with the replica that it contributes to here.
         name: its name in the job; empty until that is known.
-        holding: whether there is memory for it.
+        room: whether there is memory for it.
+        order: of the events about it, and what they wait for.
     """
 
     def __init__(
@@ -110,18 +117,15 @@ class ModelShell:
         self._pool = ApplyPool(self.engine, self.pins, threads, self._finished, server.fail)
         self._applying = 0
         self._apply_trace = ApplyTrace(server.tracer, self.engine)
-        self._readers = 0  # copies from here that are under way
         self._copy: tuple[ModelShell, Pin] | None = None  # what is copied to here
-        self._idle = asyncio.Event()
-        self._idle.set()
+        self.order: EventOrder[Event | Averaging] = EventOrder(self._take, self._must_wait)
         self.subscriptions = Subscriptions(self, limits or SubscriberLimits())
-        self.values = ModelValues(number, self.engine, server, self._waiters, self._idle, self.subscriptions.wake)
+        self.values = ModelValues(number, self.engine, server, self._waiters, self.order, self.subscriptions.wake)
         self.corruptions = Corruptions(number, self.engine, server, lambda: self.values.served, self._wake_all)
         self._forwarding: Forwarding | None = None
         self._copying: Copying | None = None
         self._pushing: set[asyncio.Task[Any]] = set()
         self._reported: dict[int, tuple[int, int]] = {}  # per attempt, the newest (generation, step)
-        self._events: deque[Event | Averaging | Callable[[], None]] = deque()
         self._released = False
 
     def stop(self) -> None:
@@ -143,10 +147,10 @@ class ModelShell:
             task.cancel()
         self._waiters.wake_all()
         self.subscriptions.wake()
-        await self._idle.wait()
+        await self.order.idle.wait()
         self.stop()
         await self.close()
-        self.engine.release()
+        await self._server.off_loop(partial(_close, self.engine.release()))
 
     # ------------------------------------------------------------------ events from the coordinator
 
@@ -156,17 +160,17 @@ class ModelShell:
         Where replicas step asynchronously at most as many decisions wait as there are replicas, since each needs our
         report on its next attempt; a copy needs every worker's vote.
         """
-        if self._applying and (self.engine.gradients.asynchronous or self._events or isinstance(event, Averaging)):
-            self._events.append(event)
-        else:
-            self._take(event)
+        self.order.on_event(event)
+
+    def _must_wait(self, event: Event | Averaging | Callable[[], None]) -> bool:
+        """Whether the step that is being applied has to be over first."""
+        if not self._applying:
+            return False
+        return self.engine.gradients.asynchronous or callable(event) or isinstance(event, Averaging)
 
     def in_order(self, call: Callable[[], None]) -> None:
         """Call something when everything that came before it has been taken."""
-        if self._events:
-            self._events.append(call)
-        else:
-            call()
+        self.order.call(call)
 
     @property
     def published(self) -> tuple[int, int] | None:
@@ -177,19 +181,13 @@ class ModelShell:
 
     def pin_for_copy(self, version: int) -> Pin:
         """Keep each unit at `version`, once it is there, until a copy is done and calls `unpin_copy`."""
-        self._readers += 1
-        self._idle.clear()
+        self.order.begin()
         return self.pins.pin(version, expires=False)
 
     def unpin_copy(self, pin: Pin) -> None:
         """A copy is done."""
         self.pins.release(pin)
-        self._readers -= 1
-        self._update_idle()
-
-    def _update_idle(self) -> None:
-        if not self._applying and not self._readers:
-            self._idle.set()
+        self.order.end()
 
     def _take(self, event: Event | Averaging) -> None:
         try:
@@ -203,8 +201,6 @@ class ModelShell:
                 self._on_averaging(event)
             elif isinstance(event, RestoreOrder):
                 self.values.begin(event)
-        except NoRoom:
-            self._wake_all()
         except AxonError as error:
             self._server.fail(error)
 
@@ -225,35 +221,49 @@ class ModelShell:
         self._report_ready()
 
     def _on_job(self, job: JobState) -> None:
-        reports = self._reports
         self.name = job.name or self.name
         self.values.epoch = max(self.values.epoch, job.epoch)
+        engine = self.engine
+        new_optimizer = job.optimizer is not None and engine.updater is None
+        if (job.spec is not None and not engine.configured) or (
+            engine.configured and (new_optimizer or job.placement not in (None, engine.placement))
+        ):
+            self._server.start(self._make(job, self.order.begin_work()))
+        self._wake_all()
+
+    async def _make(self, job: JobState, exclusive: AbstractAsyncContextManager[None]) -> None:
+        """Make what the state of the job asks for, which may take long."""
+        try:
+            async with exclusive:
+                await self._make_slices(job)
+        except NoRoom:
+            pass
+        except AxonError as error:
+            self._server.fail(error)
+        self._wake_all()
+
+    async def _make_slices(self, job: JobState) -> None:
+        reports = self._reports
         if job.spec is not None and not self.engine.configured:
             assert job.placement is not None
-            self.room.configure(self, job.spec, job.optimizer, job.placement)
+            await self._server.off_loop(partial(warm_up, job.spec))
+            await self.room.configure(self, job.spec, job.optimizer, job.placement)
             self.values.served = job.epoch  # what is copied to us is of it; if it is being restored, the order follows
-            if self._server.links is not None:
-                self._forwarding = Forwarding(self.number, self.engine, self._server.links, self.corruptions.report)
-                self._copying = Copying(
-                    self.number, self.engine, self._server.links, lambda: self.values.served, self._on_copied
-                )
+            if (links := self._server.links) is not None:
+                self._forwarding = Forwarding(self.number, self.engine, links, self.corruptions.report)
+                work, epoch = self._server.off_loop, lambda: self.values.served
+                self._copying = Copying(self.number, self.engine, links, epoch, self._on_copied, work)
             self._placed()
             self._renumber(job.spec.replica_is_node)
-            self._server.start(self._server.in_files_thread(partial(warm_up, job.spec)))
             # nothing is owned here, and no restore is on its way
             if self.engine.parameters.initialized and self.values.epoch == 0:
                 reports.initialized(version=job.version, epoch=0, model=self.number)
         if job.optimizer is not None and self.engine.updater is None and self.engine.configured:
-            updater = self.room.set_optimizer(self, job.optimizer)
-            self._server.start(self._server.in_files_thread(partial(updater.warm_up, self.engine.precision.param)))
+            await self.room.set_optimizer(self, job.optimizer)
         if job.placement is not None and self.engine.configured and job.placement != self.engine.placement:
-            self.engine.slices.check(job.placement)
-            self.room.check(self, job.placement)
-            for owned in self.engine.place(job.placement, reports.rank):
-                if not owned.applying:
-                    owned.close()
+            removed = [owned for owned in await self.room.place(self, job.placement) if not owned.applying]
             self._placed()
-        self._wake_all()
+            await self._server.off_loop(partial(_close, removed))
 
     def _placed(self) -> None:
         """There is another placement: reports are to be made for it, streams to other servers begin and end."""
@@ -299,7 +309,7 @@ class ModelShell:
     def _begin(self, slices: list[OwnedSlice], decision: Decision) -> None:
         self._applying = len(slices)
         if slices:
-            self._idle.clear()
+            self.order.begin()
             self._apply_trace.begin(decision, len(slices))
 
     async def _copy_from(self, copying: Averaging, targets: list[OwnedSlice]) -> None:
@@ -324,7 +334,7 @@ class ModelShell:
         owned.finish()
         self.corruptions.report(owned)
         if self.engine.slices.get(owned.number) is not owned:  # it was given up meanwhile
-            owned.close()
+            self._server.start(self._server.off_loop(partial(_close, [owned])))
         self.pins.notify()
         self._waiters.wake_unit(owned.chunks.unit)
         self._applying -= 1
@@ -336,13 +346,7 @@ class ModelShell:
                 (source, pin), self._copy = self._copy, None
                 source.unpin_copy(pin)
             self._report_ready()
-            while self._events and not self._applying:
-                event = self._events.popleft()
-                if callable(event):
-                    event()
-                else:
-                    self._take(event)
-            self._update_idle()
+            self.order.end()
 
     def _report_ready(self) -> None:
         engine = self.engine
@@ -475,8 +479,11 @@ class ModelShell:
         """Record that a replica has no gradient for elements [offset, offset + numel); returns how many were new."""
         chunks = self.engine.slices.of(unit, offset).chunks
         first, last = chunks.range_of(offset, offset + numel)
-        dtype = self.engine.gradients.dtype
-        return sum([await self.push((step, unit, at, replica), dtype, None) for at, _ in chunks.bounds[first:last]])
+        dtype, new = self.engine.gradients.dtype, 0
+        for at, _ in chunks.bounds[first:last]:
+            new += await self.push((step, unit, at, replica), dtype, None)
+            await asyncio.sleep(0)  # each may complete a sum
+        return new
 
     async def available(self, unit: int, begin: int, epoch: int, min_version: int, generation: int) -> None:
         """Wait until the slice with an element can be served at `min_version` of `epoch` or later.
@@ -500,6 +507,24 @@ class ModelShell:
             await self._waiters.wait(unit)
             self.check_generation(generation)
 
+    async def frames(self, unit: int, begin: int, end: int, generation: int) -> tuple[bytes, ...]:
+        """The frames of a range that is `available`, where parameters do not travel as differences.
+
+        They are made now if nobody has wanted them yet.
+
+        Raises:
+            InvalidRequest: the range does not begin and end where chunks of this server do.
+            GenerationChanged: while it waited.
+            SliceMoved: the slice is not here, or no longer, or corrupt.
+        """
+        parameters = self.engine.parameters
+        if self.engine.slices.of(unit, begin).wire.frames:
+            return parameters.frames(unit, begin, end)
+        owned = await self.unchanging(unit, begin, generation)
+        async with self.order.begin_work():
+            self.engine.counters["encodings"] += await self._server.off_loop(owned.ensure_frames)
+            return parameters.frames(unit, begin, end)
+
     async def prepared(
         self, step: int, owned: OwnedSlice, index: int, hypers: tuple[Hyper, ...], generation: int
     ) -> bytes:
@@ -513,6 +538,8 @@ class ModelShell:
         scratch = engine.scratch()
         offset = owned.chunks.bounds[index][0]
         try:
+            if step < engine.step and owned.lacks_frames:
+                await self.frames(owned.chunks.unit, owned.chunks.begin, owned.chunks.end, generation)
             while (frame := engine.prepare_chunk(step, owned, index, hypers, scratch)) is None:
                 await self._waiters.wait(owned.chunks.unit, offset, engine.gradients.num_replicas)
                 self.check_generation(generation)
@@ -559,6 +586,12 @@ class ModelShell:
         if owned.reached != version and not frozen:
             raise StepAborted(f"slice {number} is at version {owned.reached}; version {version} was asked for")
         return owned
+
+
+def _close(slices: list[OwnedSlice]) -> None:
+    """Free slices, the last of which are in this list, one after the other."""
+    while slices:
+        slices.pop().close()
 
 
 class Pushing:

@@ -1,4 +1,4 @@
-"""Where the values of a model come from: first values, and those that replace others, epoch by epoch.
+"""Where the values of a model come from: first values, and those that replace others, epoch by epoch; and mapping them.
 
 Performs the coordinator's orders to restore a model, from a checkpoint or from what a worker uploads, and stores
 uploads. Decides nothing: `shard.core.parameters` does. One event loop; files are read in the files' thread.
@@ -6,19 +6,22 @@ uploads. Decides nothing: `shard.core.parameters` does. One event loop; files ar
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import logging
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
 
 from axon_ps.coordinator.core.events import FIRST_VALUES, UPLOADED, RestoreOrder
-from axon_ps.errors import AxonError
+from axon_ps.errors import AxonError, SliceMoved
 from axon_ps.observe.work import Work
 from axon_ps.shard.core.engine import ShardEngine
+from axon_ps.shard.core.slices import OwnedSlice
+from axon_ps.shard.same_host import mapped_units
+from axon_ps.shard.same_host.shared_copy import SharedCopy
 from axon_ps.shard.server import snapshot
 from axon_ps.shard.server.reports import ServerShell
-from axon_ps.shard.server.waiters import Waiters
+from axon_ps.shard.server.waiters import EventOrder, Waiters
 from axon_ps.types import Array
 
 _logger = logging.getLogger(__name__)
@@ -32,7 +35,7 @@ class ModelValues:
         engine: has the values.
         server: whose it is.
         waiters: woken when there are other values.
-        idle: set while nothing is applied to the model and nobody copies from it.
+        order: of the events about the model.
         replaced: called when there are values that were not there before.
 
     Attributes:
@@ -46,7 +49,7 @@ class ModelValues:
         engine: ShardEngine,
         server: ServerShell,
         waiters: Waiters,
-        idle: asyncio.Event,
+        order: EventOrder[Any],
         replaced: Callable[[], None],
     ) -> None:
         self.epoch = 0
@@ -57,7 +60,7 @@ class ModelValues:
         self._engine = engine
         self._server = server
         self._waiters = waiters
-        self._idle = idle
+        self._order = order
         self._on_replaced = replaced
 
     def begin(self, order: RestoreOrder) -> None:
@@ -71,7 +74,7 @@ class ModelValues:
         """Replace the values by those of a checkpoint. They are withdrawn when all of it has been read and checked."""
         engine, reports = self._engine, self._server.reports
         assert reports is not None
-        await self._idle.wait()
+        await self._order.idle.wait()
         try:
             with self._server.working("restore") as work:
                 prepare = partial(
@@ -95,7 +98,7 @@ class ModelValues:
 
     async def _make_room(self, order: RestoreOrder) -> None:
         """Withdraw the values: a worker is about to upload others."""
-        await self._idle.wait()
+        await self._order.idle.wait()
         self._engine.parameters.withdraw()
         self._withdrawn = order.epoch
         self._waiters.wake_all()
@@ -114,6 +117,26 @@ class ModelValues:
         reports.initialized(version=self._engine.version, epoch=self.epoch, model=self._number)
         self._on_replaced()
 
+    async def mapped(self, owned: OwnedSlice) -> SharedCopy | None:
+        """A slice's wire copy in memory that is passed to workers; None where they must be sent it.
+
+        Only while the slice is `available` and no step is applied to it.
+
+        Raises:
+            SliceMoved: its values are corrupt, or it is not here any more.
+        """
+        if owned.wire.mapped is None and mapped_units.may_map(owned):
+            async with self._order.begin_work():
+                if self._engine.slices.get(owned.number) is not owned:
+                    raise SliceMoved(f"slice {owned.number} is not on this shard server any more")
+                if owned.wire.mapped is None:
+                    make = partial(mapped_units.filled_copy, owned, self._engine.precision.param)
+                    if (memory := await self._server.off_loop(make)) is not None:
+                        owned.map(memory)
+        mapped = owned.wire.mapped
+        assert mapped is None or isinstance(mapped, SharedCopy), "only this makes them"
+        return mapped
+
     def works(self) -> Iterator[Work]:
         """The upload of first values, while some are lacking."""
         slices = [s for s in self._engine.slices.values() if not s.copying]
@@ -126,17 +149,18 @@ class ModelValues:
         """Whether first values of an epoch came before the order to make room for them, or before there is room."""
         return self._withdrawn < epoch and self._ordered <= epoch
 
-    def upload(self, epoch: int, unit: int, offset: int, values: Array) -> bool:
+    async def upload(self, epoch: int, unit: int, offset: int, values: Array) -> bool:
         """Store first values of a chunk, unless a restore was ordered since; True once this server has all of them."""
-        parameters = self._engine.parameters
+        parameters, version = self._engine.parameters, self._engine.version
         if epoch < self._ordered:
             return parameters.initialized
-        before, replacing = parameters.initialized, parameters.replacing
-        complete = parameters.upload(unit, offset, values, self._engine.version)
-        if complete and replacing:
-            self._replaced()
-        elif complete and not before:
-            self._report_initialized()
-        if complete or parameters.available(unit, offset, 0):
+        if (stored := parameters.store(unit, offset, values, version)) is not None:
+            async with self._order.begin_work():
+                replacing = parameters.replacing
+                parameters.published(await self._server.off_loop(partial(stored.publish, version)))
+                if parameters.initialized and replacing:
+                    self._replaced()
+                elif parameters.initialized:
+                    self._report_initialized()
             self._waiters.wake_unit(unit)
-        return complete
+        return parameters.initialized

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Coroutine
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from axon_ps.coordinator.core.events import Copied, Corrupted, Ready, SnapshotFile
 from axon_ps.errors import AxonError
@@ -13,6 +13,8 @@ from axon_ps.observe.work import Work
 from axon_ps.shard.core.queued import QueueLimit
 from axon_ps.shard.server.links import Links
 from axon_ps.shard.server.room import Room
+
+T = TypeVar("T")
 
 
 class Reports(Protocol):
@@ -68,6 +70,9 @@ class ServerShell(Protocol):
 
     async def in_files_thread(self, work: Callable[[], Any]) -> Any:
         """Do something slow in the thread for that, after what was given to it before."""
+
+    async def off_loop(self, work: Callable[[], T]) -> T:
+        """Do something to much memory in the thread for that; it is over when this returns, also when cancelled."""
 
     def working(self, kind: str) -> AbstractContextManager[Work]:
         """Long work, shown in our measures as long as the context lasts."""

@@ -18,7 +18,7 @@ from axon_ps.sharding.placement import Placement
 from axon_ps.types import OptimizerSpec
 
 if TYPE_CHECKING:
-    from axon_ps.shard.core.updater import Updater
+    from axon_ps.shard.core.slices import OwnedSlice
     from axon_ps.shard.server.model_shell import ModelShell
     from axon_ps.shard.server.reports import Reports, ServerShell
 
@@ -90,7 +90,7 @@ class ModelRoom:
         self.no_room = ""
         self._server = server
 
-    def configure(
+    async def configure(
         self, model: ModelShell, spec: JobSpec, optimizer: OptimizerSpec | None, placement: Placement
     ) -> None:
         """Make our slices.
@@ -101,41 +101,49 @@ class ModelRoom:
         engine, rank = model.engine, self._reports.rank
         try:
             self._server.room.check(engine, rank, placement, spec, optimizer, model.engine.gradients.num_replicas)
-            engine.configure(spec, rank, placement.num_cuts, placement)
+            made = await self._server.off_loop(lambda: engine.make(spec, placement, rank))
         except (Busy, MemoryError) as error:
-            engine.unconfigure()
             raise self._without(model, str(error) or "an allocation failed", placement.number) from error
+        engine.configure(spec, rank, placement.num_cuts, placement, made)
         self.no_room = ""
 
-    def set_optimizer(self, model: ModelShell, optimizer: OptimizerSpec) -> Updater:
+    async def set_optimizer(self, model: ModelShell, optimizer: OptimizerSpec) -> None:
         """Make the optimizer's state.
 
         Raises:
             NoRoom: there is no memory for it; the model makes no step then.
         """
+        engine = model.engine
         try:
-            return model.engine.set_optimizer(optimizer)
+            updater = await self._server.off_loop(lambda: engine.set_optimizer(optimizer))
+            await self._server.off_loop(lambda: updater.warm_up(engine.precision.param))
         except MemoryError as error:
             placement = model.engine.placement
             assert placement is not None
             raise self._without(model, "there is no memory for the optimizer's state", placement.number) from error
 
-    def check(self, model: ModelShell, placement: Placement) -> None:
-        """Check that there is memory for what a placement gives us in addition.
+    async def place(self, model: ModelShell, placement: Placement) -> list[OwnedSlice]:
+        """Make what a placement gives us in addition; returns the slices that it takes from us.
 
         Raises:
-            NoRoom: there is not; what is here stays.
+            NoRoom: there is no memory for it; what is here stays.
+            InvalidRequest: it is not of the slices that there can be.
         """
         engine = model.engine
+        engine.slices.check(placement)
         assert engine.spec is not None
         optimizer = None if engine.updater is None else engine.updater.spec
         replicas, rank = engine.gradients.num_replicas, self._reports.rank
+        spec = engine.spec
         try:
-            self._server.room.check(engine, rank, placement, engine.spec, optimizer, replicas)
-        except Busy as error:
-            _logger.warning("model %r: there is no memory for further slices: %s", model.name, error)
-            self._reports.no_room(model.number, placement.number, error)
-            raise NoRoom(str(error)) from error
+            self._server.room.check(engine, rank, placement, spec, optimizer, replicas)
+            made = await self._server.off_loop(lambda: engine.make(spec, placement, rank))
+        except (Busy, MemoryError) as error:
+            why = Busy(str(error) or "an allocation failed")
+            _logger.warning("model %r: there is no memory for further slices: %s", model.name, why)
+            self._reports.no_room(model.number, placement.number, why)
+            raise NoRoom(str(why)) from error
+        return engine.place(placement, rank, made)
 
     def _without(self, model: ModelShell, why: str, placement: int) -> NoRoom:
         """The model is not here: whoever calls for it is told, and the other models go on."""

@@ -11,6 +11,7 @@ Note: [Two kinds of first message]
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -28,7 +29,6 @@ from axon_ps.rpc.stream_pool import IdleStreams
 from axon_ps.shard.core.engine import ShardEngine
 from axon_ps.shard.same_host import leases
 from axon_ps.shard.same_host.access import MAX_ELEMENT_BYTES, MIN_LEASED_BYTES
-from axon_ps.shard.same_host.mapped_units import map_unit
 from axon_ps.shard.server import copying, subscriptions
 from axon_ps.shard.server.model_shell import ModelShell
 from axon_ps.shard.server.shell import ShardShell
@@ -44,6 +44,7 @@ class ShardServicer:
     def __init__(self, shell: ShardShell) -> None:
         self._shell = shell
         self._idle = IdleStreams()
+        self._warm: set[DType] = set()
 
     def drain(self) -> None:
         """End the streams that nothing is under way on, now and from now on: they would be waited for."""
@@ -83,13 +84,16 @@ class ShardServicer:
             if own and precision.differs:
                 await self._send_since(shell, request, context, span)
             elif own:
-                if leased := self._lease_to(member, engine, request, span):
+                if leased := await self._lease_to(member, shell, request, span):
                     await context.write(leased)
                     return
-                for frame in engine.parameters.frames(request.unit, request.begin, request.end):
+                for frame in await shell.frames(request.unit, request.begin, request.end, generation):
                     _count(engine, "out", len(frame), span)
                     await context.write(frame)
             else:
+                if dtype not in self._warm:
+                    await self._shell.off_loop(partial(cast.warm_up, dtype))  # it may compile
+                    self._warm.add(dtype)
                 for index in range(*owned.chunks.range_of(request.begin, request.end)):
                     owned = await shell.unchanging(request.unit, request.begin, generation)
                     frame = engine.parameters.encode(owned, index, dtype)
@@ -119,12 +123,12 @@ class ShardServicer:
             _count(shell.engine, "out", len(frame), span)
             await context.write(frame)
 
-    def _lease_to(
-        self, member: Member, engine: ShardEngine, request: shard_pb2.AllGatherRequest, span: Span | None
+    async def _lease_to(
+        self, member: Member, shell: ModelShell, request: shard_pb2.AllGatherRequest, span: Span | None
     ) -> bytes:
         """The message that leases a range of the wire copy in place of its chunks; empty, if they must be sent."""
         peer = self._shell.same_host.find(member.id) if request.accept_leases else None
-        return b"" if peer is None else _lease(engine, request, peer, span)
+        return b"" if peer is None else await _lease(shell, request, peer, span)
 
     async def _send_mapping(
         self,
@@ -136,16 +140,21 @@ class ShardServicer:
     ) -> None:
         """Send a lease on the unit, to be used where it lies; none, if the caller must gather a copy."""
         engine = shell.engine
-        owned = await shell.unchanging(request.unit, request.begin, request.context.generation)
-        header = common_pb2.Chunk(unit=request.unit, version=owned.changed, numel=owned.chunks.numel)
         peer = self._shell.same_host.find(member.id)
-        if peer is not None and dtype is engine.precision.param and engine.mappable(owned):
+        while True:
+            owned = await shell.unchanging(request.unit, request.begin, request.context.generation)
+            header = common_pb2.Chunk(unit=request.unit, version=owned.changed, numel=owned.chunks.numel)
+            if peer is None or dtype is not engine.precision.param or not engine.mappable(owned):
+                break
             try:
-                memory = map_unit(engine, owned)
+                memory = await shell.values.mapped(owned)
             finally:
                 shell.corruptions.report(owned)
+            if owned.applying:  # a step began once it was mapped
+                continue
             if memory is not None and peer.offer(memory.segment):
                 header.lease.CopyFrom(_to_proto(memory.lease(0, owned.chunks.numel)))
+            break
         await context.write(encode_chunk(header, None))
 
     async def _gather_speculative(
@@ -232,7 +241,7 @@ class ShardServicer:
                 header, payload = _chunk(message)
             _check_chunk(header, unit, position)
             _count(engine, "in", len(message), None)
-            complete = shell.values.upload(epoch, unit, position, _first_values(header, payload))
+            complete = await shell.values.upload(epoch, unit, position, _first_values(header, payload))
             position += header.numel
             message = None
         return shard_pb2.UploadReply(complete=complete)
@@ -342,16 +351,17 @@ class ShardServicer:
             header.offset += header.numel
 
 
-def _lease(engine: ShardEngine, request: shard_pb2.AllGatherRequest, peer: HostPeer, span: Span | None) -> bytes:
+async def _lease(shell: ModelShell, request: shard_pb2.AllGatherRequest, peer: HostPeer, span: Span | None) -> bytes:
     """See `ShardServicer._lease_to`."""
+    engine = shell.engine
     owned = engine.slices.of(request.unit, request.begin)
     begin, end = request.begin - owned.chunks.begin, request.end - owned.chunks.begin
     size_bytes = (end - begin) * engine.precision.param.itemsize
     if request.compressed or owned.applying or size_bytes < MIN_LEASED_BYTES:
         return b""
     first, last = owned.chunks.range_of(request.begin, request.end)
-    memory = map_unit(engine, owned)
-    if memory is None or not peer.offer(memory.segment):
+    memory = await shell.values.mapped(owned)
+    if memory is None or owned.applying or not peer.offer(memory.segment):
         return b""
     header = common_pb2.Chunk(
         version=owned.changed,

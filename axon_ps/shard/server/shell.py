@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import numpy as np
 
@@ -50,6 +50,7 @@ from axon_ps.storage.manifest import discard
 from axon_ps.types import Array, Decision, Member, Membership, Outcome
 from axon_ps.wire.v1.common_pb2 import CallContext
 
+T = TypeVar("T")
 _logger = logging.getLogger(__name__)
 
 MAX_MEMBER_CALLS: Final = 1024
@@ -111,6 +112,7 @@ class ShardShell:
         self._released: dict[int, str] = {}
         self._waiters = Waiters()
         self._files = ThreadPoolExecutor(1, "axon-ps-files")
+        self._memory = ThreadPoolExecutor(1, "axon-ps-memory")
         self._tasks: set[asyncio.Task[None]] = set()
         self._works: list[Work] = []
         self._calls: Counter[str] = Counter()  # under way, by member
@@ -132,6 +134,7 @@ class ShardShell:
             await self.links.close()
         self.same_host.close()
         await asyncio.to_thread(self._files.shutdown)
+        await asyncio.to_thread(self._memory.shutdown)
 
     # ------------------------------------------------------------------ the models
 
@@ -277,12 +280,36 @@ class ShardShell:
         Raises:
             InternalError: it raised what is no error of ours.
         """
+        return await self._perform(asyncio.get_running_loop().run_in_executor(self._files, work))
+
+    async def off_loop(self, work: Callable[[], T]) -> T:
+        """Do something to much memory in the thread for that, after what was given to it before.
+
+        A slice may have GiBs, and allocating, hashing or encoding them takes seconds, in which the event loop would
+        send no heartbeat. The work is over when this returns, also when the task is cancelled meanwhile.
+
+        Raises:
+            MemoryError: there is not that much memory.
+            InternalError: it raised what is no error of ours.
+        """
+        future, cancelled = asyncio.get_running_loop().run_in_executor(self._memory, work), False
+        while not future.done():
+            try:
+                await asyncio.wait([future])
+            except asyncio.CancelledError:
+                cancelled = True
+        if cancelled:
+            future.exception()
+            raise asyncio.CancelledError
+        return await self._perform(future)
+
+    async def _perform(self, work: asyncio.Future[T]) -> T:
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._files, work)
-        except AxonError:
+            return await work
+        except (AxonError, MemoryError):
             raise
         except Exception as error:
-            _logger.exception("what the files' thread was given failed")
+            _logger.exception("what a thread of this shard server was given failed")
             raise InternalError(f"{type(error).__name__}: {error}") from error
 
     def start(self, coroutine: Coroutine[Any, Any, None]) -> None:
@@ -397,15 +424,18 @@ class ShardShell:
         ):
             if given > known + MAX_NEWER:
                 raise InvalidRequest(f"{what} {given} is none of this job's; this server knows {known}")
-        try:
-            async with asyncio.timeout(FENCE_S):
-                while not self._can_answer(context):
-                    await self._waiters.wait()
-        except TimeoutError:
-            raise Broken(
-                f"this server has not heard of generation {context.generation} and placement {context.placement} of "
-                f"model {context.model} within {FENCE_S:g} s; it knows generation {self._generation}"
-            ) from None
+        while not self._can_answer(context):
+            try:
+                async with asyncio.timeout(FENCE_S):
+                    while not self._can_answer(context):
+                        await self._waiters.wait()
+            except TimeoutError:
+                if context.model in self._models and self._models[context.model].order.is_busy:
+                    continue  # it has heard of it, and allocates memory for it
+                raise Broken(
+                    f"this server has not heard of generation {context.generation} and placement {context.placement} "
+                    f"of model {context.model} within {FENCE_S:g} s; it knows generation {self._generation}"
+                ) from None
 
     def calling(self, caller: str) -> MemberCall:
         """A call of an incarnation is under way as long as the context lasts."""

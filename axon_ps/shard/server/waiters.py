@@ -1,8 +1,14 @@
-"""Who waits for what on a shard server: streams that came before their turn. One event loop, no locks."""
+"""Streams of a shard server that came before their turn, and events about a model that have to wait. One event loop."""
 
 from __future__ import annotations
 
 import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from typing import Generic, TypeVar
+
+E = TypeVar("E")
 
 
 class Waiters:
@@ -61,3 +67,76 @@ def _wake(waiting: list[asyncio.Future[None]] | tuple[()]) -> None:
     for future in waiting:
         if not future.done():
             future.set_result(None)
+
+
+class EventOrder(Generic[E]):
+    """The events about one model, each taken when what came before it allows that.
+
+    Args:
+        take: takes one.
+        must_wait: whether an event, or a call, has to wait for the step that is being applied.
+
+    Attributes:
+        idle: set while nothing is applied to the model, nobody copies from it, and nothing long is done to it.
+    """
+
+    def __init__(self, take: Callable[[E], None], must_wait: Callable[[E | Callable[[], None]], bool]) -> None:
+        self.idle = asyncio.Event()
+        self.idle.set()
+        self._take = take
+        self._must_wait = must_wait
+        self._waiting: deque[E | Callable[[], None]] = deque()
+        self._under_way = 0
+        self._long = 0  # of these, long works
+        self._working = asyncio.Lock()
+
+    def on_event(self, event: E) -> None:
+        """Take an event when everything that came before it has been taken and it need not wait."""
+        if self._waiting or self._long or self._must_wait(event):
+            self._waiting.append(event)
+        else:
+            self._take(event)
+
+    def call(self, call: Callable[[], None]) -> None:
+        """Call something when everything that came before it has been taken."""
+        if self._waiting or self._long:
+            self._waiting.append(call)
+        else:
+            call()
+
+    def begin(self) -> None:
+        """A step or a copy begins; `end` must follow."""
+        self._under_way += 1
+        self.idle.clear()
+
+    def end(self) -> None:
+        """What began is over: take what has waited for it."""
+        while self._waiting and not (self._long or self._must_wait(self._waiting[0])):
+            event = self._waiting.popleft()
+            if callable(event):
+                event()
+            else:
+                self._take(event)
+        self._under_way -= 1
+        if not self._under_way:
+            self.idle.set()
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether something long is done to the model."""
+        return self._long > 0
+
+    def begin_work(self) -> AbstractAsyncContextManager[None]:
+        """Have events wait from now on to the end of the context, in which long work is done, one after the other."""
+        self._long += 1
+        self.begin()
+        return self._work()
+
+    @asynccontextmanager
+    async def _work(self) -> AsyncIterator[None]:
+        try:
+            async with self._working:
+                yield
+        finally:
+            self._long -= 1
+            self.end()

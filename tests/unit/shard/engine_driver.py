@@ -11,6 +11,8 @@ from axon_ps.shard.core.engine import ShardEngine
 from axon_ps.shard.core.gradients import Push
 from axon_ps.shard.core.queued import QueueLimit
 from axon_ps.shard.core.slices import OwnedSlice
+from axon_ps.shard.core.wire_copy import MappedMemory
+from axon_ps.shard.same_host.mapped_units import filled_copy, may_map
 from axon_ps.sharding.job import JobSpec
 from axon_ps.sharding.layout import Layout, build_unit
 from axon_ps.sharding.plan import PlanOptions, Slice
@@ -54,6 +56,15 @@ def one_group(layout: Layout, name: str = "sgd", **hyper: float) -> OptimizerSpe
         groups=(hyper,),
         group_of=tuple(0 if layout.units[u].trainable else -1 for u, _ in layout.parameters()),
     )
+
+
+def map_unit(engine: ShardEngine, owned: OwnedSlice) -> MappedMemory | None:
+    """Have a slice's wire copy where workers map it, as `ModelShell.mapped` does."""
+    if owned.wire.mapped is None and may_map(owned):
+        memory = filled_copy(owned, engine.precision.param)
+        if memory is not None:
+            owned.map(memory)
+    return owned.wire.mapped
 
 
 class Servers:

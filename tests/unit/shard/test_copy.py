@@ -15,7 +15,6 @@ from axon_ps.compress import Int8
 from axon_ps.coordinator.core.events import JobState, Ready, SnapshotOrder
 from axon_ps.errors import InternalError, Misuse
 from axon_ps.shard.core.gradients import Push
-from axon_ps.shard.same_host.mapped_units import map_unit
 from axon_ps.shard.same_host.shared_copy import SharedCopy
 from axon_ps.shard.server.shell import ShardShell
 from axon_ps.sharding.layout import Layout
@@ -34,7 +33,7 @@ from axon_ps.types import (
     numbered,
 )
 from axon_ps.wire.v1.common_pb2 import CallContext
-from engine_driver import Servers, job_of, layout_of, one_group
+from engine_driver import Servers, job_of, layout_of, map_unit, one_group
 
 LAYOUT = layout_of([700, 41], [90])
 FROZEN = Layout(units=tuple(dataclasses.replace(u, trainable=False) for u in LAYOUT.units))
@@ -182,16 +181,19 @@ class Job:
             generation=1, step=1, version=0, workers=(worker,), shards=(), num_replicas=1, complete=True
         )
         self.shell.on_event(self.membership)
+        self.steps = {0: 1, 1: 1}
+
+    async def begin(self) -> None:
         for number, (layout, values) in enumerate(((LAYOUT, OTHERS), (FROZEN, VALUES))):
             optimizer = one_group(layout, lr=1.0) if number == 0 else None
             spec = job_of(layout)
             placement = place(spec.plan(1), [Server(0)], 1)
             state = JobState(model=number, name=f"m{number}", spec=spec, optimizer=optimizer, placement=placement)
             self.shell.on_event(state)
+            await self.shell.model(number).order.idle.wait()
             for unit, whole in enumerate(values):
                 for begin, end in self.slices(number)[unit].chunks.bounds:
-                    self.shell.model(number).values.upload(0, unit, begin, whole[begin:end])
-        self.steps = {0: 1, 1: 1}
+                    await self.shell.model(number).values.upload(0, unit, begin, whole[begin:end])
 
     def slices(self, number: int) -> Any:
         return self.shell.model(number).engine.slices
@@ -215,7 +217,7 @@ class Job:
 
     async def settled(self) -> None:
         for number in (0, 1):
-            await self.shell.model(number)._idle.wait()
+            await self.shell.model(number).order.idle.wait()
 
     def values(self, number: int, unit: int = 0) -> Array:
         return np.asarray(self.slices(number)[unit].master.values)
@@ -225,6 +227,7 @@ def run(body: Any) -> None:
     async def main() -> None:
         job = Job()
         try:
+            await job.begin()
             await asyncio.wait_for(body(job), 60.0)
             assert not job.shell.failure.done()
         finally:
@@ -260,7 +263,7 @@ def test_a_copy_that_is_read_holds_the_next_step_of_its_source_back() -> None:
         job.decide(1, CopyFrom(source=0, weight=1.0, version=0))
         await job.train(1.0)
         np.testing.assert_array_equal(job.values(0), OTHERS[0])
-        assert not job.shell.model(0)._idle.is_set()
+        assert not job.shell.model(0).order.idle.is_set()
         job.shell.model(1).pins.release(pin)
         await job.settled()
         np.testing.assert_array_equal(job.values(1), OTHERS[0])
@@ -296,7 +299,7 @@ def test_what_is_released_is_freed_once_nobody_copies_from_it_and_is_refused_the
         await asyncio.sleep(0)
         assert source.engine.slices, "the copy still reads it"
         job.shell.model(1).pins.release(pin)
-        await job.shell.model(1)._idle.wait()
+        await job.shell.model(1).order.idle.wait()
         np.testing.assert_array_equal(job.values(1), OTHERS[0])
         context = CallContext(job="j", generation=1, incarnation="w")
         with pytest.raises(Misuse, match="model 'm0' was released"):

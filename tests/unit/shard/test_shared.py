@@ -16,12 +16,12 @@ from axon_ps.host.shared_arrays import shared_arrays
 from axon_ps.host.shared_memory import PAGE_BYTES, Access, Segment
 from axon_ps.shard.core.engine import ShardEngine
 from axon_ps.shard.same_host import mapped_units
-from axon_ps.shard.same_host.mapped_units import map_unit, sum_memory
+from axon_ps.shard.same_host.mapped_units import sum_memory
 from axon_ps.shard.same_host.shared_copy import MappedCopy, SharedCopy
 from axon_ps.sharding.policy import BoundedStaleness
 from axon_ps.sharding.precision import WirePrecision
 from axon_ps.types import Array, DType, Outcome
-from engine_driver import Servers, apply, commit_of, job_of, layout_of, one_group
+from engine_driver import Servers, apply, commit_of, job_of, layout_of, map_unit, one_group
 
 N, FROZEN = 300, 100
 LAYOUT = layout_of([N - 20, 20], [FROZEN], frozen=[1])
@@ -77,8 +77,9 @@ def test_while_a_step_is_applied_it_holds_no_version() -> None:
     assert not copy.is_at(0)
     assert not copy.is_at(1)
     np.testing.assert_array_equal(copy.values, before)
+    assert owned.wire.mapped is not None
     with pytest.raises(AssertionError, match="being changed"):
-        map_unit(engine, owned)
+        owned.map(owned.wire.mapped)
     owned.apply(0, len(owned.chunks.bounds), engine.scratch(8))
     owned.finish()
     assert copy.is_at(1)
