@@ -6,7 +6,7 @@ It is in the coordinator's key-value store (`coordinator.attachments`), so a wor
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from typing import Any
 
 from axon_ps.coordinator.attachments import Attachment, Header, block_keys, header_key
@@ -93,21 +93,21 @@ class Attachments:
         Raises:
             InvalidRequest: it is damaged.
         """
-        return self._loop.run(self._read(key), self._timeout_s)
+        for left in reversed(range(_READS)):
+            stored = self._loop.run(self._stored(key), self._timeout_s)
+            if stored is None:
+                return None
+            try:
+                return stored.content()  # in this thread: it may take a second, in which the loop sends heartbeats
+            except InvalidRequest:  # it was replaced twice meanwhile
+                if not left:
+                    raise
+        return None
 
-    def _read(self, key: str) -> Coroutine[Any, Any, bytes | None]:
-        async def read() -> bytes | None:
-            for left in reversed(range(_READS)):
-                header = Header.of(await self._coordinator.kv_get(header_key(key), timeout_s=self._timeout_s))
-                if not header.blocks:
-                    return None
-                keys = block_keys(key, header)
-                blocks = [await self._coordinator.kv_get(k, timeout_s=self._timeout_s) or b"" for k in keys]
-                try:
-                    return Attachment(header=header, blocks=blocks).content()
-                except InvalidRequest:  # it was replaced twice meanwhile
-                    if not left:
-                        raise
+    async def _stored(self, key: str) -> Attachment | None:
+        header = Header.of(await self._coordinator.kv_get(header_key(key), timeout_s=self._timeout_s))
+        if not header.blocks:
             return None
-
-        return read()
+        keys = block_keys(key, header)
+        blocks = [await self._coordinator.kv_get(k, timeout_s=self._timeout_s) or b"" for k in keys]
+        return Attachment(header=header, blocks=blocks)
