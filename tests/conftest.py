@@ -7,6 +7,7 @@ import functools
 import gc
 import logging
 import os
+import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +17,7 @@ import hypothesis
 import psutil
 import pytest
 
+import loop_watchdog
 from axon_ps.host import loop_cache
 from axon_ps.observe.logging import ROOT
 from axon_ps.shard import loops
@@ -34,8 +36,34 @@ WORKERS_IMPORT = (
 )
 """What nearly every worker of a test imports; one process does it for all of them, and for services that fork."""
 
+_WATCHES = loop_watchdog.VARIABLE not in os.environ  # else it is a process of pytest-xdist
+if _WATCHES:
+    os.environ[loop_watchdog.VARIABLE] = tempfile.mkdtemp(prefix="loop-watchdog-")
+    watchdogs = os.path.dirname(loop_watchdog.__file__)
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (watchdogs, os.environ.get("PYTHONPATH"))))
+loop_watchdog.install()
+
 hypothesis.settings.register_profile("the same examples each time, and no times", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("the same examples each time, and no times")  # `make fuzz` looks for others
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """By hand, on a machine that does nothing else: tests prove no times."""
+    parser.addoption("--longest-hold", type=float, metavar="MS", help="fail when an event loop was held for longer")
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """As `--longest-hold` asks for."""
+    limit_ms = session.config.getoption("--longest-hold")
+    holds = loop_watchdog.found(Path(os.environ[loop_watchdog.VARIABLE])) if _WATCHES and limit_ms else []
+    if holds and holds[0].held_s * 1e3 > limit_ms:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_unconfigure() -> None:
+    """What loops were held by was printed."""
+    if _WATCHES:
+        shutil.rmtree(os.environ[loop_watchdog.VARIABLE], ignore_errors=True)
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
@@ -81,9 +109,11 @@ def workers_are_forks(state_is_temporary: None) -> Iterator[None]:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """The tables that the tests have filled."""
+    """The tables that the tests have filled, and what held event loops."""
     reports = [r for outcome in ("passed", "failed") for r in terminalreporter.stats.get(outcome, [])]
     for line in shown(p for r in reports if r.when == "call" for p in r.user_properties):
+        terminalreporter.write_line(line)
+    for line in loop_watchdog.report(Path(os.environ[loop_watchdog.VARIABLE])):
         terminalreporter.write_line(line)
 
 

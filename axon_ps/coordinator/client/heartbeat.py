@@ -1,13 +1,19 @@
-"""What a heartbeat of a member carries: what it measures, and what it has logged."""
+"""What a heartbeat of a member carries, what it measures and has logged; and a word when heartbeats come late."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Final
 
 from axon_ps.coordinator.messages import logged_to_proto
 from axon_ps.observe.log_buffer import LogBuffer
 from axon_ps.wire.v1 import membership_pb2, session_pb2
+
+LATE_S: Final = 1.0
+"""A loop that wakes so much later than it wanted to says so: after a lease without a heartbeat the member is lost."""
 
 _logger = logging.getLogger(__name__)
 
@@ -27,3 +33,38 @@ def heartbeat(measure: Callable[[], Mapping[str, float]], log: LogBuffer | None)
     records, dropped = ([], 0) if log is None else log.take()
     beat = membership_pb2.Heartbeat(metrics=measured, logs=logged_to_proto(records), logs_dropped=dropped)
     return session_pb2.SessionRequest(heartbeat=beat)
+
+
+@contextmanager
+def punctual(pause_s: float) -> Iterator[None]:
+    """Log if the context, a wait of `pause_s` at most, lasts much longer: the event loop did not come to it."""
+    began_s, waited_s = time.monotonic(), _not_scheduled_s()
+    try:
+        yield
+    finally:
+        late_s = time.monotonic() - began_s - pause_s
+        if late_s >= LATE_S:
+            _logger.warning(lateness(late_s, _not_scheduled_s() - waited_s))
+
+
+def lateness(late_s: float, waited_s: float) -> str:
+    """Say that a loop came late, and to what that is due.
+
+    Args:
+        late_s: by how much.
+        waited_s: how long its thread was ready to run meanwhile and had no processor.
+    """
+    if waited_s >= late_s / 2:
+        why = f"its processors were busy with others for {waited_s:.1f} s: give it more of them, or a higher priority"
+    else:
+        why = "this process was busy with something else, or was stopped"
+    return f"heartbeats come {late_s:.1f} s late; {why}"
+
+
+def _not_scheduled_s() -> float:
+    """How long this thread was ready to run, and did not; 0 where the system does not say."""
+    try:
+        with open("/proc/thread-self/schedstat", encoding="ascii") as file:
+            return int(file.read().split()[1]) / 1e9
+    except (OSError, ValueError, IndexError):
+        return 0.0

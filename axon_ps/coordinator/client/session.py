@@ -25,7 +25,7 @@ from axon_ps.coordinator import build
 from axon_ps.coordinator.client.addresses import Addresses, Place
 from axon_ps.coordinator.client.calls import Calls
 from axon_ps.coordinator.client.delivery import Delivery
-from axon_ps.coordinator.client.heartbeat import heartbeat
+from axon_ps.coordinator.client.heartbeat import heartbeat, punctual
 from axon_ps.coordinator.client.operator import SERVICE, OperatorClient
 from axon_ps.coordinator.client.succession import successor
 from axon_ps.coordinator.core.events import (
@@ -462,8 +462,9 @@ class CoordinatorClient(Calls):
             while True:
                 pause_s = min(self.lease_s / 3, MEASURE_S)
                 try:
-                    async with asyncio.timeout(pause_s):
-                        message = await outbox.get()
+                    with punctual(pause_s):
+                        async with asyncio.timeout(pause_s):
+                            message = await outbox.get()
                     await stream.write(message)
                     if message.HasField("leave"):
                         await stream.done_writing()
