@@ -19,6 +19,7 @@ FAULTS_ARGS ?=
 SOAK_ARGS ?=
 ALL_KILLED_ARGS ?=
 FAILOVER_ARGS ?=
+BIG_STARTS_ARGS ?=
 COMPOSE_ARGS ?=
 FUZZ_ARGS ?=
 PROGRAMS_ARGS ?=
@@ -29,7 +30,7 @@ export PYTHONDONTWRITEBYTECODE :=
 # nor do they multiply matrices with numpy, whose threads spin for 0.1 s when it is imported
 test pages faults-sample: export OPENBLAS_NUM_THREADS := 1
 
-.PHONY: help setup demo test house gpu soak simulate simulate-record planted fuzz programs cases pages faults faults-sample flips all-killed failover chaos loaders launchers subscribers observability integrations compose rolling-update dist schedulers torch-suite torch-range check lint audit locks format proto proto-drift bench docs clean
+.PHONY: help setup demo test house gpu soak simulate simulate-record planted fuzz programs cases pages faults faults-sample flips all-killed big-starts failover chaos loaders launchers subscribers observability integrations compose rolling-update dist schedulers torch-suite torch-range check lint audit locks format proto proto-drift bench docs clean
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -94,6 +95,9 @@ flips: $(INSTALLED) ## a thousand bits of shard servers' memory change while a j
 
 all-killed: $(INSTALLED) ## every process of a job killed at once, 20 times with a state that survives and 20 without; ALL_KILLED_ARGS=--help
 	$(BIN)/python tests/faults/all_killed.py $(ALL_KILLED_ARGS)
+
+big-starts: $(INSTALLED) ## starts of jobs of 0.5 and 1 billion parameters beside busy loops: leases lost, what held a loop; BIG_STARTS_ARGS=--help
+	$(BIN)/python tests/faults/big_starts.py $(BIG_STARTS_ARGS)
 
 loaders: $(INSTALLED) ## 20 runs each of data loaders with every start method, in every kind of training
 	$(BIN)/python -W ignore tests/faults/loader_runs.py

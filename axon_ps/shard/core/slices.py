@@ -447,6 +447,14 @@ class OwnedSlice:
             SliceMoved: they are corrupt.
         """
         self.corruptions += self.master.check(first, last, moments=False)
+        self.refuse_corrupt()
+
+    def refuse_corrupt(self) -> None:
+        """Raise if something was found.
+
+        Raises:
+            SliceMoved: the values are corrupt.
+        """
         if self.corruptions or self.corrupt:
             raise SliceMoved(
                 f"the values of unit {self.chunks.unit} from element {self.chunks.begin} on are corrupt on this shard "

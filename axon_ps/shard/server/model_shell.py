@@ -523,6 +523,7 @@ class ModelShell:
         owned = await self.unchanging(unit, begin, generation)
         async with self.order.begin_work():
             self.engine.counters["encodings"] += await self._server.off_loop(owned.ensure_frames)
+            owned.refuse_corrupt()  # as something else may have found meanwhile
             return parameters.frames(unit, begin, end)
 
     async def prepared(

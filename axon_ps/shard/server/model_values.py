@@ -131,7 +131,9 @@ class ModelValues:
                     raise SliceMoved(f"slice {owned.number} is not on this shard server any more")
                 if owned.wire.mapped is None:
                     make = partial(mapped_units.filled_copy, owned, self._engine.precision.param)
-                    if (memory := await self._server.off_loop(make)) is not None:
+                    memory = await self._server.off_loop(make)
+                    owned.refuse_corrupt()  # as something else may have found meanwhile
+                    if memory is not None:
                         owned.map(memory)
         mapped = owned.wire.mapped
         assert mapped is None or isinstance(mapped, SharedCopy), "only this makes them"
