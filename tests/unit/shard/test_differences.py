@@ -323,7 +323,7 @@ def test_another_holder_goes_on_from_what_it_was_given_if_it_has_kept_it(flipped
     theirs, mine = made.engines[0].slices[0], other.engines[0].slices[0]
     mine.master.values[:] = theirs.master.values
     mine.wire.feedback["sent"][:] = theirs.wire.feedback["sent"]
-    mine.copied_from_primary(1, 1, 0, theirs.wire.frames)
+    mine.copied_from_primary(1, 1, 0, theirs.wire.frames, mine.digests_of_copy(mine.master.arrays()))
     if flipped:
         mine.wire.feedback["sent"].view(np.uint32)[70] ^= 1 << 30
     assert mine.wire.frames_since(0, 0, 9) == theirs.wire.frames_since(0, 0, 9) != ()
