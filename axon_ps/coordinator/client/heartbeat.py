@@ -35,16 +35,26 @@ def heartbeat(measure: Callable[[], Mapping[str, float]], log: LogBuffer | None)
     return session_pb2.SessionRequest(heartbeat=beat)
 
 
-@contextmanager
-def punctual(pause_s: float) -> Iterator[None]:
-    """Log if the context, a wait of `pause_s` at most, lasts much longer: the event loop did not come to it."""
-    began_s, waited_s = time.monotonic(), _not_scheduled_s()
-    try:
-        yield
-    finally:
-        late_s = time.monotonic() - began_s - pause_s
-        if late_s >= LATE_S:
-            _logger.warning(lateness(late_s, _not_scheduled_s() - waited_s))
+class Punctuality:
+    """Logs that an event loop does not come to its heartbeats in time. In its thread."""
+
+    def __init__(self) -> None:
+        self._waited_s = _not_scheduled_s()
+
+    def sent(self) -> None:
+        """A heartbeat was sent."""
+        self._waited_s = _not_scheduled_s()
+
+    @contextmanager
+    def expected(self, pause_s: float) -> Iterator[None]:
+        """The context is a wait of `pause_s` at most."""
+        began_s = time.monotonic()
+        try:
+            yield
+        finally:
+            late_s = time.monotonic() - began_s - pause_s
+            if late_s >= LATE_S:
+                _logger.warning(lateness(late_s, _not_scheduled_s() - self._waited_s))
 
 
 def lateness(late_s: float, waited_s: float) -> str:

@@ -25,7 +25,7 @@ from axon_ps.coordinator import build
 from axon_ps.coordinator.client.addresses import Addresses, Place
 from axon_ps.coordinator.client.calls import Calls
 from axon_ps.coordinator.client.delivery import Delivery
-from axon_ps.coordinator.client.heartbeat import heartbeat, punctual
+from axon_ps.coordinator.client.heartbeat import Punctuality, heartbeat
 from axon_ps.coordinator.client.operator import SERVICE, OperatorClient
 from axon_ps.coordinator.client.succession import successor
 from axon_ps.coordinator.core.events import (
@@ -457,12 +457,12 @@ class CoordinatorClient(Calls):
 
     async def _write(self, stream: Stream, outbox: asyncio.Queue[session_pb2.SessionRequest]) -> None:
         """Send what is queued, and a heartbeat now and then, also when nothing else is sent."""
-        sent_s = -math.inf
+        sent_s, punctuality = -math.inf, Punctuality()
         with contextlib.suppress(AxonError):  # the reader sees why the stream is over
             while True:
                 pause_s = min(self.lease_s / 3, MEASURE_S)
                 try:
-                    with punctual(pause_s):
+                    with punctuality.expected(pause_s):
                         async with asyncio.timeout(pause_s):
                             message = await outbox.get()
                     await stream.write(message)
@@ -474,6 +474,7 @@ class CoordinatorClient(Calls):
                 if time.monotonic() - sent_s >= pause_s:
                     sent_s = time.monotonic()
                     await stream.write(heartbeat(self.measure, self.log))
+                    punctuality.sent()
 
     async def _receive(self, event: ServerEvent) -> None:
         if isinstance(event, RevokedNames):

@@ -23,7 +23,8 @@ def test_a_late_heartbeat_says_whose_fault_that_is(
     times, waits = _from(10.0, 14.0), _from(0.0, waited_s)
     monkeypatch.setattr(heartbeat.time, "monotonic", lambda: next(times))
     monkeypatch.setattr(heartbeat, "_not_scheduled_s", lambda: next(waits))
-    with caplog.at_level(logging.WARNING, heartbeat.__name__), heartbeat.punctual(1.0):
+    punctuality = heartbeat.Punctuality()
+    with caplog.at_level(logging.WARNING, heartbeat.__name__), punctuality.expected(1.0):
         pass
     assert next(r.getMessage() for r in caplog.records if r.name == heartbeat.__name__).startswith(said)
 
@@ -31,7 +32,7 @@ def test_a_late_heartbeat_says_whose_fault_that_is(
 def test_nothing_is_said_of_what_is_in_time(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     times = _from(10.0, 11.5)
     monkeypatch.setattr(heartbeat.time, "monotonic", lambda: next(times))
-    with heartbeat.punctual(1.0):
+    with heartbeat.Punctuality().expected(1.0):
         pass
     assert not caplog.records
     assert heartbeat._not_scheduled_s() >= 0.0
