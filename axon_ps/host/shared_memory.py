@@ -44,7 +44,7 @@ _MAP_FAILED = ctypes.c_void_p(-1).value
 _SEAL_FUTURE_WRITE = 0x10  # Linux 5.1; fcntl has no name for it
 _BLOCK_BYTES = 512  # of `st_blocks`
 _HUGE_BYTES = 2 << 20
-_FREED_ELSEWHERE_BYTES = 16 << 20
+_LARGE_BYTES = 16 << 20
 _OF_FILE, _THERE = np.uint64(1 << 61), np.uint64(3 << 62)  # of a page, in /proc/PID/pagemap; in memory or swapped
 PAGE_BYTES = mmap.PAGESIZE
 
@@ -192,7 +192,7 @@ class _Mapping:
 
 def _free(size_bytes: int, call: Callable[..., object], *args: int) -> None:
     """Call what frees memory; see Note: [Memory is freed elsewhere]."""
-    if size_bytes >= _FREED_ELSEWHERE_BYTES:
+    if size_bytes >= _LARGE_BYTES:
         try:
             start_new_thread(call, args)
         except RuntimeError:  # there can be no more threads
