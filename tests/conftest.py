@@ -36,12 +36,7 @@ WORKERS_IMPORT = (
 )
 """What nearly every worker of a test imports; one process does it for all of them, and for services that fork."""
 
-_WATCHES = loop_watchdog.VARIABLE not in os.environ  # else it is a process of pytest-xdist
-if _WATCHES:
-    os.environ[loop_watchdog.VARIABLE] = tempfile.mkdtemp(prefix="loop-watchdog-")
-    watchdogs = os.path.dirname(loop_watchdog.__file__)
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (watchdogs, os.environ.get("PYTHONPATH"))))
-loop_watchdog.install()
+loop_watchdog.install()  # in a process of pytest-xdist, if it was asked for
 
 hypothesis.settings.register_profile("the same examples each time, and no times", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("the same examples each time, and no times")  # `make fuzz` looks for others
@@ -49,21 +44,33 @@ hypothesis.settings.load_profile("the same examples each time, and no times")  #
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """By hand, on a machine that does nothing else: tests prove no times."""
-    parser.addoption("--longest-hold", type=float, metavar="MS", help="fail when an event loop was held for longer")
+    parser.addoption(
+        "--longest-hold", type=float, metavar="MS", help="watch event loops, and fail when one was held for longer"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Watch the event loops of all processes, as `--longest-hold` asks for."""
+    if config.getoption("--longest-hold") is not None and loop_watchdog.VARIABLE not in os.environ:
+        os.environ[loop_watchdog.VARIABLE] = tempfile.mkdtemp(prefix="loop-watchdog-")
+        watchdogs = os.path.dirname(loop_watchdog.__file__)
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (watchdogs, os.environ.get("PYTHONPATH"))))
+        loop_watchdog.install()
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """As `--longest-hold` asks for."""
-    limit_ms = session.config.getoption("--longest-hold")
-    holds = loop_watchdog.found(Path(os.environ[loop_watchdog.VARIABLE])) if _WATCHES and limit_ms else []
+    limit_ms, records = session.config.getoption("--longest-hold"), os.environ.get(loop_watchdog.VARIABLE)
+    holds = [] if limit_ms is None or records is None else loop_watchdog.found(Path(records))
     if holds and holds[0].held_s * 1e3 > limit_ms:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
-def pytest_unconfigure() -> None:
+def pytest_unconfigure(config: pytest.Config) -> None:
     """What loops were held by was printed."""
-    if _WATCHES:
-        shutil.rmtree(os.environ[loop_watchdog.VARIABLE], ignore_errors=True)
+    records = os.environ.get(loop_watchdog.VARIABLE)
+    if records is not None and not hasattr(config, "workerinput"):
+        shutil.rmtree(records, ignore_errors=True)
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
@@ -113,8 +120,9 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     reports = [r for outcome in ("passed", "failed") for r in terminalreporter.stats.get(outcome, [])]
     for line in shown(p for r in reports if r.when == "call" for p in r.user_properties):
         terminalreporter.write_line(line)
-    for line in loop_watchdog.report(Path(os.environ[loop_watchdog.VARIABLE])):
-        terminalreporter.write_line(line)
+    if (records := os.environ.get(loop_watchdog.VARIABLE)) is not None:
+        for line in loop_watchdog.report(Path(records)):
+            terminalreporter.write_line(line)
 
 
 def _left(directory: Path, pattern: str) -> set[Path]:

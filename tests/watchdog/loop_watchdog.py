@@ -1,7 +1,7 @@
 """A watchdog of event loops: names what held one longer than `BOUND_S`, in every process of a test run.
 
 Owns: measuring each callback and step of a task of every asyncio loop of this process, and the records of those that
-were long. `tests/conftest.py` turns it on and prints what it found; nothing fails for it, unless that is asked for.
+were long. `tests/conftest.py` turns it on with `--longest-hold`, and prints what it found.
 
 Note: [Held, or not scheduled]
     On a busy machine most of what takes long was just not scheduled, and says nothing about us. The kernel counts, for
@@ -135,7 +135,8 @@ class Watchdog:
                     if (frame := frames.get(running.thread)) is not None and running.began_s:
                         running.stack = _described(frame)
                         mine = {running.thread, threading.get_ident()}
-                        running.others = [_described(f)[-1] for t, f in frames.items() if t not in mine]
+                        others = (_described(f) for t, f in frames.items() if t not in mine)
+                        running.others = [stack[-1] for stack in others if stack]
 
     def was_long(
         self,
