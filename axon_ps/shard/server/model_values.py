@@ -6,6 +6,7 @@ uploads. Decides nothing: `shard.core.parameters` does. One event loop; files ar
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 from collections.abc import Callable, Iterator
@@ -157,12 +158,18 @@ class ModelValues:
         if epoch < self._ordered:
             return parameters.initialized
         if (stored := parameters.store(unit, offset, values, version)) is not None:
-            async with self._order.begin_work():
-                replacing = parameters.replacing
-                parameters.published(await self._server.off_loop(partial(stored.publish, version)))
-                if parameters.initialized and replacing:
-                    self._replaced()
-                elif parameters.initialized:
-                    self._report_initialized()
-            self._waiters.wake_unit(unit)
+            # the uploader may go meanwhile, and nobody uploads the slice again
+            await asyncio.shield(self._server.start(self._publish(stored, version)))
         return parameters.initialized
+
+    async def _publish(self, stored: OwnedSlice, version: int) -> None:
+        """Make the frames of a slice that has all of its first values."""
+        parameters = self._engine.parameters
+        async with self._order.begin_work():
+            replacing = parameters.replacing
+            parameters.published(await self._server.off_loop(partial(stored.publish, version)))
+            if parameters.initialized and replacing:
+                self._replaced()
+            elif parameters.initialized:
+                self._report_initialized()
+        self._waiters.wake_unit(stored.chunks.unit)

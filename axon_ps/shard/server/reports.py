@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Coroutine
 from contextlib import AbstractContextManager
 from typing import Any, Protocol, TypeVar
@@ -65,8 +66,8 @@ class ServerShell(Protocol):
     room: Room
     queue: QueueLimit
 
-    def start(self, coroutine: Coroutine[Any, Any, None]) -> None:
-        """Run something; if it raises, the server ends."""
+    def start(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Run something, whoever waits for it; if it raises, the server ends."""
 
     async def in_files_thread(self, work: Callable[[], Any]) -> Any:
         """Do something slow in the thread for that, after what was given to it before."""

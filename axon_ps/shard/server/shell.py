@@ -312,11 +312,12 @@ class ShardShell:
             _logger.exception("what a thread of this shard server was given failed")
             raise InternalError(f"{type(error).__name__}: {error}") from error
 
-    def start(self, coroutine: Coroutine[Any, Any, None]) -> None:
-        """Run something; if it raises, the server ends."""
+    def start(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Run something, whoever waits for it; if it raises, the server ends."""
         task = asyncio.get_running_loop().create_task(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._ended)
+        return task
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
