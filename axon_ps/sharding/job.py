@@ -58,6 +58,16 @@ class JobSpec:
             self._plans[num_servers] = make_plan(self.layout, num_servers, self.options)
         return self._plans[num_servers]
 
+    @cached_property
+    def sizes(self) -> dict[tuple[int, int], tuple[int, ...]]:
+        """Bytes of each slice, by those of a trainable element and the servers it is cut over; see `memory`."""
+        return {}
+
+    @cached_property
+    def encoded(self) -> list[bytes]:
+        """Its message, once it was made; see `wire.codec.job_spec_to_proto`."""
+        return []
+
     def is_cut_like(self, other: JobSpec) -> bool:
         """Whether `cut_difference` is empty (computed once for each other spec)."""
         if id(other) not in self._alike:

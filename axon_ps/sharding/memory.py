@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from axon_ps.sharding.job import JobSpec
-from axon_ps.sharding.placement import Placement
+from axon_ps.sharding.placement import Holders, Placement
 
 CHUNK_BYTES: Final = 256
 """What a chunk takes beside its elements: its bounds, its counters and the header of its frame."""
@@ -34,10 +34,13 @@ def slice_bytes(spec: JobSpec, moments: int, num_cuts: int, *, replicas: int = 1
     wire_bytes = spec.precision.param.itemsize
     trainable = _F32_BYTES * (1 + accumulators + moments + residual) + wire_bytes
     frozen = _F32_BYTES + wire_bytes
-    return tuple(
-        s.numel * (trainable if units[s.unit].trainable else frozen) + -(-s.numel // chunk_numel) * CHUNK_BYTES
-        for s in spec.plan(num_cuts).numbered
-    )
+    known = spec.sizes.get((trainable, num_cuts))
+    if known is None:
+        known = spec.sizes[trainable, num_cuts] = tuple(
+            s.numel * (trainable if units[s.unit].trainable else frozen) + -(-s.numel // chunk_numel) * CHUNK_BYTES
+            for s in spec.plan(num_cuts).numbered
+        )
+    return known
 
 
 def placed_bytes(placement: Placement, sizes: Sequence[int]) -> Counter[int]:
@@ -47,8 +50,11 @@ def placed_bytes(placement: Placement, sizes: Sequence[int]) -> Counter[int]:
         placement: where its slices are.
         sizes: of `slice_bytes`.
     """
-    placed: Counter[int] = Counter()
+    total: Counter[Holders] = Counter()
     for holders, size in zip(placement.holders, sizes, strict=True):
+        total[holders] += size
+    placed: Counter[int] = Counter()
+    for holders, size in total.items():
         for rank in holders.servers:
             placed[rank] += size
     return placed

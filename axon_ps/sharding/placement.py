@@ -8,13 +8,19 @@ Note: [Declustered backups]
     The backups of one server's slices are spread over all other servers, on other nodes wherever there are some, so
     that a death spreads its work evenly (Muntz & Lui 1990, "Performance analysis of disk arrays under failure", called
     it declustering).
+
+Note: [Many slices on few servers]
+    A job has many more slices than combinations of servers that hold them. Questions about all slices are answered by
+    these combinations (`Placement.counts`), and several slices change with one new placement, in which each combination
+    is changed once. So work a slice is a look-up in a dictionary, done once for each placement.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Container, Iterable, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from axon_ps.errors import InvalidRequest
 from axon_ps.sharding.plan import Plan
@@ -47,6 +53,19 @@ class Holders:
         """All of them, the primary first."""
         return self.complete + self.copying
 
+    def with_copying(self, rank: int) -> Holders:
+        """A server begins to get the slice."""
+        return Holders(self.complete, (*self.copying, rank))
+
+    def with_primary(self, rank: int) -> Holders:
+        """A backup becomes the primary, and the primary a backup."""
+        return Holders((rank, *(r for r in self.complete if r != rank)), self.copying)
+
+    def without(self, rank: int) -> Holders:
+        """A server has the slice no more, unless nobody else has it completely."""
+        complete = tuple(r for r in self.complete if r != rank) or self.complete
+        return Holders(complete, tuple(r for r in self.copying if r != rank))
+
 
 @dataclass(frozen=True, slots=True)
 class Server:
@@ -61,7 +80,7 @@ class Server:
     node: str = ""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Placement:
     """The holders of every slice of a model.
 
@@ -89,30 +108,42 @@ class Placement:
                 f"{len(plan.numbered)}"
             )
 
-    @property
+    @cached_property
+    def counts(self) -> Mapping[Holders, int]:
+        """The number of slices of each set of holders. See Note: [Many slices on few servers]."""
+        return Counter(self.holders)
+
+    @cached_property
     def servers(self) -> frozenset[int]:
         """Every server that holds something."""
-        return frozenset(rank for h in self.holders for rank in h.servers)
+        return frozenset(rank for h in self.counts for rank in h.servers)
+
+    @cached_property
+    def is_copied(self) -> bool:
+        """Whether a server is getting a slice."""
+        return any(h.copying for h in self.counts)
 
     def lacking(self, copies: int, unknown: Collection[int] = ()) -> int:
         """The number of slices that too few servers have, without those of whom it is `unknown` whether they live."""
-        return sum(len([rank for rank in h.complete if rank not in unknown]) < copies for h in self.holders)
+        few = (h for h in self.counts if len([rank for rank in h.complete if rank not in unknown]) < copies)
+        return sum(self.counts[h] for h in few)
 
     def slices_of(self, rank: int) -> tuple[int, ...]:
         """The slices that a server holds, or is to hold."""
-        return tuple(i for i, h in enumerate(self.holders) if rank in h.servers)
+        theirs = {h for h in self.counts if rank in h.servers}
+        return tuple(i for i, h in enumerate(self.holders) if h in theirs)
 
     def without(self, rank: int) -> Placement:
         """A server is lost: backups become primaries. It stays the only holder of what nobody else has completely."""
-        return self._map(range(len(self.holders)), lambda h: _without(h, rank))
+        return self._map(range(len(self.holders)), lambda h: h.without(rank))
 
     def not_copying(self, rank: int) -> Placement:
         """What a server was getting it gets no more."""
-        return self._map(range(len(self.holders)), lambda h: _without(h, rank) if rank in h.copying else h)
+        return self._map(range(len(self.holders)), lambda h: h.without(rank) if rank in h.copying else h)
 
     def copying(self, index: int, rank: int) -> Placement:
         """A server begins to get a slice."""
-        return self._map([index], lambda h: replace(h, copying=(*h.copying, rank)))
+        return self.changed({index: self.holders[index].with_copying(rank)})
 
     def copied(self, indexes: Iterable[int], rank: int, present: Container[int]) -> Placement:
         """A server has got slices completely; those that it was not to get are ignored.
@@ -129,7 +160,8 @@ class Placement:
 
     def corrupted(self, index: int, rank: int) -> Placement:
         """A server that has a slice, as others do, has lost it, and begins to get it again."""
-        return self._map([index], lambda h: Holders(tuple(r for r in h.complete if r != rank), (*h.copying, rank)))
+        h = self.holders[index]
+        return self.changed({index: Holders(tuple(r for r in h.complete if r != rank), (*h.copying, rank))})
 
     def taken_back(self, indexes: Iterable[int], rank: int, present: Container[int]) -> Placement:
         """A server that was lost is back with slices that are still right; `present` are the holders that are there."""
@@ -143,22 +175,30 @@ class Placement:
 
     def promoted(self, index: int, rank: int) -> Placement:
         """A backup becomes the primary of a slice, and the primary a backup."""
-        return self._map([index], lambda h: replace(h, complete=(rank, *(r for r in h.complete if r != rank))))
+        return self.changed({index: self.holders[index].with_primary(rank)})
 
     def dropped(self, index: int, rank: int) -> Placement:
         """A backup gives up a slice."""
-        return self._map([index], lambda h: _without(h, rank))
+        return self.changed({index: self.holders[index].without(rank)})
+
+    def changed(self, holders: Mapping[int, Holders]) -> Placement:
+        """Slices have other holders, by number."""
+        if not holders:
+            return self
+        after, known = list(self.holders), {h: h for h in self.counts}
+        for index, h in holders.items():
+            after[index] = known.setdefault(h, h)
+        return replace(self, holders=tuple(after))
 
     def _map(self, indexes: Iterable[int], change: Callable[[Holders], Holders]) -> Placement:
-        holders = list(self.holders)
+        made: dict[Holders, Holders] = {}
+        after: dict[int, Holders] = {}
         for index in indexes:
-            holders[index] = change(holders[index])
-        return replace(self, holders=tuple(holders))
-
-
-def _without(h: Holders, rank: int) -> Holders:
-    complete = tuple(r for r in h.complete if r != rank) or h.complete
-    return Holders(complete, tuple(r for r in h.copying if r != rank))
+            h = self.holders[index]
+            if h not in made:
+                made[h] = change(h)
+            after[index] = made[h]
+        return self.changed(after)
 
 
 def place(plan: Plan, servers: Sequence[Server], replication: int, number: int = 1) -> Placement:
@@ -175,20 +215,29 @@ def place(plan: Plan, servers: Sequence[Server], replication: int, number: int =
     """
     if not servers:
         raise InvalidRequest("slices cannot be placed: the job has no shard server")
+    key = replication, *((s.rank, s.node) for s in servers)
+    ranks = plan.placed.get(key)
+    if ranks is None:
+        plan.placed.clear()
+        ranks = plan.placed[key] = tuple(_place(plan, servers, min(replication, len(servers))))
+    made = {each: Holders(each) for each in set(ranks)}
+    return Placement(tuple([made[each] for each in ranks]), plan.num_servers, number, replication)
+
+
+def _place(plan: Plan, servers: Sequence[Server], copies: int) -> Iterator[tuple[int, ...]]:
+    """The ranks of the holders of each slice, the primary first."""
     slices = [(s.numel, [servers[s.server % len(servers)]]) for s in plan.numbered]
     load: Counter[int] = Counter()
-    for numel, holders in slices:
-        load[holders[0].rank] += numel
+    for numel, (primary,) in slices:
+        load[primary.rank] += numel
     between: Counter[tuple[int, int]] = Counter()
     for numel, holders in sorted(slices, key=lambda s: -s[0]):  # small ones even out what large ones leave uneven
-        while len(holders) < min(replication, len(servers)):
+        while len(holders) < copies:
             backup = choose_backup(holders, servers, load, between)
             holders.append(backup)
             load[backup.rank] += numel
             between[holders[0].rank, backup.rank] += numel
-    return Placement(
-        tuple(Holders(tuple(h.rank for h in holders)) for _, holders in slices), plan.num_servers, number, replication
-    )
+    return (tuple([h.rank for h in holders]) for _, holders in slices)
 
 
 def choose_backup(

@@ -111,6 +111,11 @@ class Plan:
         return tuple(s for unit in self.slices for s in unit)
 
     @cached_property
+    def placed(self) -> dict[tuple[object, ...], tuple[tuple[int, ...], ...]]:
+        """The ranks of the holders of all slices that `placement.place` has chosen last, by what it was given."""
+        return {}
+
+    @cached_property
     def first_of(self) -> tuple[int, ...]:
         """Per unit, the number of its first slice."""
         return tuple(accumulate((len(unit) for unit in self.slices), initial=0))

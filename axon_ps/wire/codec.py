@@ -220,11 +220,12 @@ def membership_from_proto(message: membership_pb2.MembershipEvent) -> Membership
 
 def placement_to_proto(placement: Placement) -> placement_pb2.Placement:
     """Where a model's slices are, as a message."""
+    made = {h: placement_pb2.SliceHolders(complete=h.complete, copying=h.copying) for h in placement.counts}
     return placement_pb2.Placement(
         number=placement.number,
         num_cuts=placement.num_cuts,
         replication=placement.replication,
-        slices=[placement_pb2.SliceHolders(complete=h.complete, copying=h.copying) for h in placement.holders],
+        slices=[made[h] for h in placement.holders],
     )
 
 
@@ -238,8 +239,10 @@ def placement_from_proto(message: placement_pb2.Placement) -> Placement:
         raise InvalidRequest(f"a placement is cut over {message.num_cuts} servers; at most {MAX_CUTS} are allowed")
     if not message.num_cuts or not all(h.complete for h in message.slices):
         raise InvalidRequest("a placement names a slice that no shard server holds, or is cut over no server")
+    made: dict[Holders, Holders] = {}  # equal ones are one object, which is found sooner in dictionaries
+    holders = (Holders(tuple(h.complete), tuple(h.copying)) for h in message.slices)
     return Placement(
-        holders=tuple(Holders(tuple(h.complete), tuple(h.copying)) for h in message.slices),
+        holders=tuple([made.setdefault(h, h) for h in holders]),
         num_cuts=message.num_cuts,
         number=message.number,
         replication=message.replication,
@@ -408,7 +411,13 @@ def compression_from_proto(message: common_pb2.Compression) -> Compressor:
 
 
 def job_spec_to_proto(spec: JobSpec) -> common_pb2.JobSpec:
-    """A job's spec as a message."""
+    """A job's spec as a message. It is made once: of a large layout that takes a while."""
+    if not spec.encoded:
+        spec.encoded.append(_job_spec_to_proto(spec).SerializeToString(deterministic=True))
+    return common_pb2.JobSpec.FromString(spec.encoded[0])
+
+
+def _job_spec_to_proto(spec: JobSpec) -> common_pb2.JobSpec:
     param, grad = spec.precision.param_compression, spec.precision.grad_compression
     return common_pb2.JobSpec(
         layout=layout_to_proto(spec.layout),

@@ -236,9 +236,12 @@ class Assembly:
 
     def announce(self, model: Model, *, full: bool = True) -> None:
         """Send everybody the state of a model; its layout, too, if `full`, to shard servers."""
-        for role, with_layout in ((Role.SHARD, full), (Role.WORKER, False)):
-            sessions = [s.session for s in self.roster.of_role(role)]
-            self._out.push(sessions, model.state(self.shards(), full=with_layout))
+        state = model.state(self.shards())
+        if not full:
+            self._out.push(self.roster.sessions(), state)
+            return
+        for role, event in ((Role.SHARD, model.state(self.shards(), full=True)), (Role.WORKER, state)):
+            self._out.push([s.session for s in self.roster.of_role(role)], event)
 
     def initialized(self) -> dict[int, bool]:
         """Per model, whether the servers hold its parameters."""

@@ -28,6 +28,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
+from itertools import compress
 
 from axon_ps.coordinator.core.events import FIRST_VALUES, Copied, Corrupted, JobState, KnownNames, RestoreOrder
 from axon_ps.coordinator.core.records import ParameterState
@@ -137,6 +138,13 @@ class Registration:
         assert self.spec is not None
         return tuple(s.numel for s in self.spec.plan(self.num_shards).numbered)
 
+    @cached_property
+    def _trainable(self) -> tuple[bool, ...]:
+        """Whether steps change each slice, by number."""
+        assert self.spec is not None
+        units = self.spec.layout.units
+        return tuple(units[s.unit].trainable for s in self.spec.plan(self.num_shards).numbered)
+
     def place(self, placement: Placement) -> None:
         """Set where the slices are from now on."""
         self.parameters.placement = placement
@@ -146,9 +154,10 @@ class Registration:
         """The next placement; servers get what it says they are getting, and did not before."""
         number = self.placement_number + 1
         for index, (before, after) in enumerate(zip(self.placement.holders, placement.holders, strict=True)):
-            for rank in after.copying:
-                if rank not in before.copying:
-                    self._copying_since[index, rank] = number
+            if after is not before:
+                for rank in after.copying:
+                    if rank not in before.copying:
+                        self._copying_since[index, rank] = number
         self.place(replace(placement, number=number))
 
     def copied(self, shard: Member, report: Copied, shards: Sequence[Member]) -> bool:
@@ -235,7 +244,7 @@ class Registration:
     def cancel_copies(self, rank: int) -> bool:
         """The session of a server was broken: what it was getting is begun anew later. Returns whether it was any."""
         placement = self.parameters.placement
-        if placement is None or not any(rank in h.copying for h in placement.holders):
+        if placement is None or not any(rank in h.copying for h in placement.counts):
             return False
         self.change_placement(placement.not_copying(rank))
         return True
@@ -321,7 +330,7 @@ class Registration:
             return []
         if not self.parameters.initialized:
             return sorted(placement.servers - here)
-        return sorted({h.primary for h in placement.holders if here.isdisjoint(h.complete)})
+        return sorted({h.primary for h in placement.counts if here.isdisjoint(h.complete)})
 
     def lost_with_parameters(self, shards: Sequence[Member]) -> list[int]:
         """Ranks whose shard server is lost with slices that nobody else has: it came back empty, or others came."""
@@ -330,7 +339,7 @@ class Registration:
             return []
         here = {s.rank for s in shards}
         loaded = {s.rank for s in shards if self.is_loaded(s)}
-        gone = {h.primary for h in placement.holders if loaded.isdisjoint(h.complete)}
+        gone = {h.primary for h in placement.counts if loaded.isdisjoint(h.complete)}
         return sorted(rank for rank in gone if rank in here or len(shards) >= self.num_shards)
 
     def loss(self, shards: Sequence[Member]) -> str:
@@ -435,9 +444,8 @@ class Registration:
 
     def _find_owners(self) -> None:
         if self.spec is not None and self.parameters.placement is not None:
-            units, slices = self.spec.layout.units, self.spec.plan(self.num_shards).numbered
-            holders = zip(slices, self.parameters.placement.holders, strict=True)
-            self.owners = tuple(sorted({rank for s, h in holders if units[s.unit].trainable for rank in h.servers}))
+            holders = set(compress(self.parameters.placement.holders, self._trainable))
+            self.owners = tuple(sorted({rank for h in holders for rank in h.servers}))
 
 
 def check_known(

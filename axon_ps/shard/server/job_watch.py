@@ -50,9 +50,10 @@ class JobWatch:
         servers = () if self._membership is None else self._membership.shards
         live = {member.rank for member in servers}
         return sum(
-            len(live.intersection(h.complete)) < min(placement.replication, len(live))
+            count
             for placement in self._placements.values()
-            for h in placement.holders
+            for h, count in placement.counts.items()
+            if len(live.intersection(h.complete)) < min(placement.replication, len(live))
         )
 
     @property

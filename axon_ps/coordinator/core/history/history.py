@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Final
 
 from axon_ps.coordinator.core.events import UPLOADED, JobState, RestoreOrder, ServerEvent, SnapshotOrder, Status
@@ -273,7 +274,7 @@ class History:
         self._count_slices()
         if before is None or len(before.holders) != len(after.holders):
             return
-        pairs = list(zip(before.holders, after.holders, strict=True))
+        pairs = [(old, new) for old, new in zip(before.holders, after.holders, strict=True) if old is not new]
         promoted = [new.primary for old, new in pairs if new.primary != old.primary]
         copied = [rank for old, new in pairs for rank in set(new.complete) & set(old.copying)]
         if promoted:
@@ -285,12 +286,13 @@ class History:
         """How many slices each shard server has."""
         if self._membership is None:
             return
-        holders = [h for placement in self._placements.values() for h in placement.holders]
-        counts = {
-            "primary_slices": Counter(h.primary for h in holders),
-            "backup_slices": Counter(rank for h in holders for rank in h.complete[1:]),
-            "copying_slices": Counter(rank for h in holders for rank in h.copying),
+        counts: dict[str, Counter[int]] = {
+            name: Counter() for name in ("primary_slices", "backup_slices", "copying_slices")
         }
+        for h, count in chain.from_iterable(placement.counts.items() for placement in self._placements.values()):
+            for name, ranks in zip(counts, (h.complete[:1], h.complete[1:], h.copying), strict=True):
+                for rank in ranks:
+                    counts[name][rank] += count
         for server in self._membership.shards:
             slices = {name: ranks[server.rank] for name, ranks in counts.items()}
             self._loads.changed((Role.SHARD, server.rank), **slices)

@@ -107,20 +107,21 @@ class Placements:
             moves = self._moves(model)
             if not moves:
                 self._settled[model.number] = due
-            placement = r.placement
+            before, after = r.placement.holders, {}
             if not self._under_way():  # those of before may have been given up
                 self._began = math.inf
             for move in moves:
+                h = before[move.index]
                 if isinstance(move, Promote):
                     if model is ending and not self._snapshots.under_way:
-                        placement = placement.promoted(move.index, move.rank)
+                        after[move.index] = h.with_primary(move.rank)
                 elif isinstance(move, Drop):
-                    placement = placement.dropped(move.index, move.rank)
+                    after[move.index] = h.without(move.rank)
                 elif ending is None and now >= self._rest_until:
-                    placement = placement.copying(move.index, move.rank)
+                    after[move.index] = h.with_copying(move.rank)
                     self._began = min(self._began, now)
-            if placement is not r.placement:
-                r.change_placement(placement)
+            if after:
+                r.change_placement(r.placement.changed(after))
                 self.changed(model)
 
     def next_deadline(self) -> float:
@@ -162,7 +163,7 @@ class Placements:
         return min(self._replication, sum(s.rank not in a.draining for s in a.shards()))
 
     def _under_way(self) -> bool:
-        return any(h.copying for m in self._models.registered for h in m.registration.placement.holders)
+        return any(m.registration.placement.is_copied for m in self._models.registered)
 
     def changed(self, model: Model) -> None:
         """A model has another placement: reports count no more, and members learn of it."""

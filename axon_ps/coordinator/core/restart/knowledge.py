@@ -205,7 +205,7 @@ def _parameters(
     known = replace(ours, placement=placement, copied=max(ours.copied, state.copied))
     if not state.initialized:
         return known
-    complete = {rank for h in placement.holders for rank in h.complete}
+    complete = {rank for h in placement.counts for rank in h.complete}
     holders = {m.rank: m.incarnation for m in shards if m.rank in complete}
     return replace(
         known, initialized=True, restore=None, failure="", corrupt={}, lost={}, holders=ours.holders | holders

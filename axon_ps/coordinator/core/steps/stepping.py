@@ -197,7 +197,7 @@ class Stepping:
         source = self._models.get(copy.source)
         if source is None or self._problem(model, source):
             return True  # it cannot be decided otherwise later
-        pairs = zip(model.registration.placement.holders, source.registration.placement.holders, strict=True)
+        pairs = set(zip(model.registration.placement.holders, source.registration.placement.holders, strict=True))
         return all(not h.copying and set(h.complete) <= set(theirs.complete) for h, theirs in pairs)
 
     def _copied(self, model: Model, decision: Decision) -> Decision:
@@ -225,7 +225,8 @@ class Stepping:
                 return f"the shard servers do not hold the parameters of model {one.name!r}"
             if one.attempts.asynchronous:
                 return f"replicas of model {one.name!r} step asynchronously, so there is no version that all agree on"
-        return model.registration.spec.cut_difference(source.registration.spec)
+        ours, theirs = model.registration.spec, source.registration.spec
+        return "" if ours.is_cut_like(theirs) else ours.cut_difference(theirs)
 
     def _count_staleness(self, decision: Decision, read: int) -> None:
         """How many steps were applied since the version that a gradient was computed from."""
