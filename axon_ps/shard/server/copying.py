@@ -7,6 +7,10 @@ Note: [A copy misses no step]
     backup. All members see the placement at the same place among the decisions, so both mean the same version.
     A slice takes as long as its bytes do at `BANDWIDTH_FRACTION` of what the connection carries; the coordinator has
     only a few copied at a time, so that a step hardly waits.
+
+Note: [Slices are reported together]
+    Every report of copied slices makes a placement, which costs everybody as much as the model has slices. So a server
+    reports what has come when nothing more is to come, or `REPORT_S` later.
 """
 
 from __future__ import annotations
@@ -39,6 +43,9 @@ BLOCK_NUMEL = 1 << 18
 FRAME = "frame"
 MAX_TENSORS: Final = 16
 """Most tensors of a slice: its values, a residual (or what was sent), and the optimizer's moments."""
+
+REPORT_S: Final = 0.25
+"""How long a slice that has come waits for others before it is reported."""
 
 _RETRY_S = 0.05
 _logger = logging.getLogger(__name__)
@@ -80,7 +87,8 @@ class Copying:
         engine: gets them.
         links: to the other servers.
         epoch: how often the model was restored.
-        copied: called when a slice has come.
+        copied: called with each slice that has come.
+        report: called with the numbers of slices that have come.
         off_loop: does in a thread what takes long.
     """
 
@@ -91,6 +99,7 @@ class Copying:
         links: Links,
         epoch: Callable[[], int],
         copied: Callable[[OwnedSlice], None],
+        report: Callable[[tuple[int, ...]], None],
         off_loop: Callable[[Callable[[], SliceDigests]], Awaitable[SliceDigests]],
     ) -> None:
         self._model = model
@@ -98,7 +107,10 @@ class Copying:
         self._links = links
         self._epoch = epoch
         self._copied = copied
+        self._report = report
         self._off_loop = off_loop
+        self._came: list[tuple[OwnedSlice, int]] = []  # not reported yet, each with the epoch of its values
+        self._timer: asyncio.TimerHandle | None = None
         self._task: asyncio.Task[None] | None = None
         self._got_bytes = 0  # since there was nothing left to copy
         self._slice_bytes = 0  # of the slice that is coming
@@ -115,32 +127,62 @@ class Copying:
 
     def place(self) -> None:
         """The placement has changed: get what this server is to hold and does not have yet."""
-        if (self._task is None or self._task.done()) and self._next() is not None:
+        if (self._task is None or self._task.done()) and self._pending():
             self._task = asyncio.get_running_loop().create_task(self._run())
 
     def restart(self) -> None:
         """Another generation: what is under way begins anew."""
-        self.close()
+        self._report_all()
+        self._end()
         self.place()
 
     def close(self) -> None:
-        """Get nothing more."""
+        """Get nothing more, and report nothing more."""
+        self._end()
+        self._came.clear()
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _end(self) -> None:
         if self._task is not None:
             self._task.cancel()
             self._task = None
 
-    def _next(self) -> OwnedSlice | None:
-        return next((s for s in self._engine.slices.values() if s.copying), None)
+    def _pending(self) -> list[OwnedSlice]:
+        return [s for s in self._engine.slices.values() if s.copying]
 
     async def _run(self) -> None:
-        while (owned := self._next()) is not None:
-            try:
-                await self._copy(owned)
-            except Exception as error:
-                unforeseen = not isinstance(error, AxonError)
-                level = logging.ERROR if unforeseen else logging.INFO
-                _logger.log(level, "copying slice %d: %s; trying again", owned.number, error, exc_info=unforeseen)
-                await asyncio.sleep(_RETRY_S)
+        while pending := self._pending():
+            for owned in pending:
+                if owned.copying and self._engine.slices.get(owned.number) is owned:
+                    await self._try(owned)
+            self._report_all()
+
+    async def _try(self, owned: OwnedSlice) -> None:
+        try:
+            await self._copy(owned)
+        except Exception as error:
+            unforeseen = not isinstance(error, AxonError)
+            level = logging.ERROR if unforeseen else logging.INFO
+            _logger.log(level, "copying slice %d: %s; trying again", owned.number, error, exc_info=unforeseen)
+            await asyncio.sleep(_RETRY_S)
+
+    def _has_come(self, owned: OwnedSlice) -> None:
+        self._came.append((owned, self._epoch()))
+        if not any(s.copying for s in self._engine.slices.values()):
+            self._report_all()
+        elif self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(REPORT_S, self._report_all)
+        self._copied(owned)
+
+    def _report_all(self) -> None:
+        """See Note: [Slices are reported together]."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer, came, self._came = None, self._came, []
+        slices, epoch = self._engine.slices, self._epoch()
+        if still := [s.number for s, of in came if slices.get(s.number) is s and not s.copying and of == epoch]:
+            self._report(tuple(still))
 
     async def _copy(self, owned: OwnedSlice) -> None:
         engine, placement, epoch = self._engine, self._engine.placement, self._epoch()
@@ -179,4 +221,4 @@ class Copying:
             if chunk.HasField("digest") and chunk.digest != digests.total:
                 raise Broken("what has come is not what the primary has written")
             engine.copied(owned, moments, chunk.updates, chunk.changed, chunk.copied, frames, digests)
-            self._copied(owned)
+            self._has_come(owned)

@@ -32,6 +32,10 @@ EVEN = 16
 """Loads that differ by at most 1/16 of the mean are even, also where a smaller slice could move."""
 
 
+BUDGET_SLICES = 256
+"""Slices of a model that may be on their way at a time: each costs a call and a report, however small it is."""
+
+
 @dataclass(frozen=True, slots=True)
 class Copy:
     """Begin to copy a slice to a server that does not have it (`Placement.copying`).
@@ -97,7 +101,7 @@ def plan_moves(
         servers: the live shard servers.
         draining: ranks of those that are to give everything up. If all are, nothing moves.
         replication: how many servers shall hold each slice; all that do not drain if they are fewer.
-        budget_numel: elements that may be on their way at a time; one slice always may.
+        budget_numel: elements that may be on their way at a time, of `BUDGET_SLICES` slices; one slice always may.
         full: ranks of the servers that have no memory for more slices: they get none.
     """
     planner = _Planner(placement, numels, servers, draining, replication, budget_numel)
@@ -132,13 +136,18 @@ class _Planner:
         self._primary_load: Counter[int] = Counter()
         self._sending: Counter[int] = Counter()  # elements on their way from a primary
         self._under_way = 0  # all of them
+        self._copies = 0  # slices on their way
         self._unsettled: list[tuple[int, Holders]] = []  # slices whose holders are not as wanted
         self._survey()
 
     def _survey(self) -> None:
         usable = frozenset(self.usable)
         load, primary_load = self._load, self._primary_load
-        for index, (h, numel) in enumerate(zip(self._holders, self._numels, strict=True)):
+        numels: Counter[Holders] = Counter()  # see Note: [Many slices on few servers] of `sharding.placement`
+        for h, numel in zip(self._holders, self._numels, strict=True):
+            numels[h] += numel
+        unsettled = set()
+        for h, numel in numels.items():
             primary_load[h.complete[0]] += numel
             for rank in h.complete:
                 load[rank] += numel
@@ -147,9 +156,12 @@ class _Planner:
             for rank in h.copying:
                 load[rank] += numel
             if h.primary in usable or h.primary in self._leaving:
-                self._unsettled.append((index, h))
+                unsettled.add(h)
                 self._sending[h.primary] += numel * len(h.copying)
+        if unsettled:
+            self._unsettled = [(index, h) for index, h in enumerate(self._holders) if h in unsettled]
         self._under_way = self._sending.total()
+        self._copies = sum(len(h.copying) for _, h in self._unsettled)
 
     def replicate(self) -> None:
         """Copy slices with too few holders: those with the fewest first, from one primary after the other."""
@@ -196,6 +208,8 @@ class _Planner:
         """A backup becomes primary where that makes the primaries' loads of the two servers more even."""
         load = self._primary_load
         least, tolerance = min(load[rank] for rank in self.usable), self._tolerance(load)
+        if max(load.values(), default=0) - tolerance <= least:
+            return
         for index, (h, numel) in enumerate(zip(self._holders, self._numels, strict=True)):
             limit = load[h.complete[0]] - (numel if numel > tolerance else tolerance)
             if limit > least and index not in self.moves and h.primary in self.usable:
@@ -292,7 +306,8 @@ class _Planner:
         return len({self.usable[rank].node for rank in ranks})
 
     def _fits(self, index: int) -> bool:
-        return not self._under_way or self._under_way + self._numels[index] <= self._budget_numel
+        small = self._under_way + self._numels[index] <= self._budget_numel
+        return not self._under_way or (small and self._copies < BUDGET_SLICES)
 
     def _candidates(self, h: Holders) -> list[Server]:
         """The servers that a slice may be copied to."""
@@ -307,6 +322,7 @@ class _Planner:
         self._load[rank] += numel
         self._between[self._first(self._holders[index]), rank] += numel
         self._under_way += numel
+        self._copies += 1
 
     def _promote(self, index: int, ranks: Iterable[int]) -> None:
         """The one of `ranks` with the fewest elements as primary becomes the primary."""
