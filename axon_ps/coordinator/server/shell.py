@@ -49,10 +49,14 @@ MAX_CALLS: Final = 1 << 15
 MAX_SLEEP_S: Final = 1.0
 """The clock is read at least this often, so that a pause of the whole process is noticed."""
 
-PAUSES_IN_A_LEASE: Final = 8
-"""Waking later than this part of a lease is a pause: the process was suspended, or its machine overloaded.
+LOOKS_IN_A_LEASE: Final = 8
+"""The clock is read so often in a lease, that the unseen part of a pause costs none."""
 
-The clock is read as often, so that neither the unseen part of a pause nor pauses too short to count cost a lease.
+PAUSE_S: Final = 0.05
+"""Waking later than this is a pause: the process was suspended, its machine overloaded, or it was at long work.
+
+Heartbeats that came meanwhile wait to be read. So leases are extended by the pause: a lease is judged by when a
+heartbeat came, and not by when the coordinator had time for it.
 """
 
 LOG_PAUSE_S: Final = 0.2
@@ -219,7 +223,7 @@ class Shell:
         self._announced = asyncio.Event()
         self._closed = False
         self._failing = False
-        self._pause_s = min(MAX_SLEEP_S, state.config.lease_s / PAUSES_IN_A_LEASE)
+        self._look_s = min(MAX_SLEEP_S, state.config.lease_s / LOOKS_IN_A_LEASE)
         self._set_timer()
 
     def now(self) -> float:
@@ -517,7 +521,7 @@ class Shell:
         self._timing = False
         if self._closed or self._failing:
             return
-        at = min(self.state.next_deadline(), self.now() + self._pause_s)
+        at = min(self.state.next_deadline(), self.now() + self._look_s)
         if self._timer is None or at < self._timer.when() or self._timer.cancelled():
             if self._timer is not None:
                 self._timer.cancel()
@@ -526,7 +530,7 @@ class Shell:
     def _wake(self, planned: float) -> None:
         self._timer = None
         late_s = self.now() - planned
-        if late_s > self._pause_s:
+        if late_s > min(PAUSE_S, self._look_s):
             loud = late_s > LOG_PAUSE_S and not self.state.config.in_worker
             level = logging.WARNING if loud else logging.DEBUG
             _logger.log(level, "the coordinator was paused for %.1f s; leases are extended by that", late_s)

@@ -112,6 +112,34 @@ def join(shell: Shell) -> Session:
     return session
 
 
+class JumpingLoop(asyncio.SelectorEventLoop):
+    """A loop whose clock jumps, as it does for a loop that something holds."""
+
+    jumped_s = 0.0
+
+    def time(self) -> float:
+        return super().time() + self.jumped_s
+
+
+def test_leases_are_extended_by_what_held_the_loop_also_where_that_was_short() -> None:
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, JumpingLoop)
+        state = CoordinatorState(CoordinatorConfig(job="job", world_size=1, num_shards=1, lease_s=4.0), loop.time())
+        shell = Shell(state, MemoryStateStore())
+        session = join(shell)
+        for _ in range(5):
+            loop.jumped_s += 0.9
+            for _ in range(3):
+                await asyncio.sleep(0)
+        shell.perform(state.heartbeat(session.number, {}, shell.now()))
+        assert [m.rank for m in shell.status().membership.workers] == [0]
+        await shell.close()
+
+    with asyncio.Runner(loop_factory=JumpingLoop) as runner:
+        runner.run(main())
+
+
 def test_what_comes_while_writing_is_written_together_afterwards() -> None:
     async def test(shell: Shell, store: SlowStore) -> None:
         first = put(shell, "a")
