@@ -7,7 +7,7 @@ asked. Messages name a model by its number.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from axon_ps.coordinator.core import records
@@ -17,8 +17,13 @@ from axon_ps.coordinator.core.records import Durable, DurableModel, deletions, m
 from axon_ps.coordinator.core.registration import Registration, covering
 from axon_ps.coordinator.core.steps.attempts import Attempts
 from axon_ps.errors import Busy, InvalidRequest
+from axon_ps.sharding.job import JobSpec
+from axon_ps.sharding.memory import slice_bytes
+from axon_ps.sharding.placement import Server, place
+from axon_ps.sharding.plan import num_slices
 from axon_ps.storage.state_store.base import Record
 from axon_ps.types import Decision, Hyper, Member, ModelProgress, OptimizerSpec, Outcome
+from axon_ps.wire import codec
 
 MAX_MODELS = 256
 """Most models that a job has at a time."""
@@ -26,6 +31,14 @@ MAX_MODELS = 256
 MAX_NUMBERS = 1 << 14
 """Most models that a job has ever had: members receive the numbers that are released."""
 
+MAX_SLICES = 1 << 15
+"""Most slices of all models of a job.
+
+A new placement costs the coordinator and every member work in proportion to them, on its event loop.
+"""
+
+MAX_SERVER_SLICES = 1 << 12
+"""Most copies of slices for each shard server of a job: it does something about each in every step."""
 
 MAX_SPEC_BYTES = 256 << 20
 """Most bytes of the layouts and optimizers that a job has registered, as they are stored."""
@@ -273,6 +286,43 @@ class Models:
             raise Busy(
                 f"with model {name!r} the job's layouts and optimizers would take {total} bytes; at most "
                 f"{MAX_SPEC_BYTES} are stored: release models that are not needed"
+            )
+
+    def preparation(self, spec: JobSpec, servers: Sequence[Server], replication: int) -> Callable[[], None]:
+        """The long part of a registration, for any thread: what it finds stays with the spec."""
+        cuts = self._num_shards
+
+        def prepare() -> None:
+            if servers and num_slices(spec.layout, cuts, spec.options) <= MAX_SLICES:  # else it is refused
+                place(spec.plan(cuts), servers, replication)
+                slice_bytes(spec, 0, cuts)
+                codec.job_spec_to_proto(spec)
+
+        return prepare
+
+    def check_slices(self, model: Model, name: str, spec: JobSpec, servers: int, copies: int) -> None:
+        """Check that the job's shard servers can have the slices of a model, too.
+
+        Args:
+            model: gets the spec.
+            name: what it is to be called.
+            spec: the spec.
+            servers: how many there are.
+            copies: how many of them hold each slice.
+
+        Raises:
+            Busy: there are too many then.
+        """
+        mine = num_slices(spec.layout, self._num_shards, spec.options)
+        others = sum(len(m.registration.placement.holders) for m in self.registered if m is not model)
+        most = min(MAX_SLICES, MAX_SERVER_SLICES * servers // copies)
+        if mine + others > most:
+            beside = f", beside {others} of other models" if others else ""
+            raise Busy(
+                f"the registration of model {name!r} is refused, nothing has changed: its {len(spec.layout.units)} "
+                f"units are cut into {mine} slices{beside}; a job with {servers} shard servers and {copies} copies of "
+                f"each slice has at most {most}: put more parameters into each unit (unit_types, or fully_shard on "
+                "larger modules), start more shard servers (--shards), or release models that are not needed"
             )
 
     def add(self, model: Model, name: str) -> None:

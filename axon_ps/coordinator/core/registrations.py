@@ -232,7 +232,11 @@ class Registrations:
         for server in a.roster.of_role(Role.SHARD):
             check_known(server.name, server.known, name, spec, optimizer)
         optimizer = None if optimizer is None else model.with_restored(optimizer)
-        placement = r.placement if spec is None else r.new_placement(spec, a.servers(), self._replication)
+        if spec is not None:
+            servers = a.servers()
+            copies = min(self._replication, len(servers))
+            self._models.check_slices(model, name, spec, len(servers), copies)
+        placement = r.placement if spec is None else r.new_placement(spec, servers, self._replication)
         self._check_room(model, name, placement, spec, optimizer)
         stored: list[Record] = [] if spec is None else [records.spec_record(model.number, spec)]
         stored += [] if optimizer is None else [records.optimizer_record(model.number, optimizer)]

@@ -12,7 +12,7 @@ It is composed of: `members` (joins, leaves and losses), `assembly` (generations
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from axon_ps.coordinator import attachments
 from axon_ps.coordinator.attachments import Attachment
@@ -262,6 +262,10 @@ class CoordinatorState:
     def wants_resume(self, caller: Caller, name: str) -> bool:
         """True if this registration, should it be of a layout, must come with the manifest of `config.resume`."""
         return bool(self.config.resume) and self._registrations.gives_layout(caller.incarnation, name)
+
+    def preparation(self, spec: JobSpec) -> Callable[[], None]:
+        """The long part of a registration: to be called before `register`, in any thread, or not at all."""
+        return self._models.preparation(spec, self._assembly.servers(), self.config.copies)
 
     def register(
         self,

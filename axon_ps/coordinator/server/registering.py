@@ -46,6 +46,8 @@ class Registering:
         """
         state, now = self._shell.state, self._shell.now
         limit_s = now() + timeout_s
+        if spec is not None:
+            await asyncio.to_thread(state.preparation(spec))
 
         def wait(call: int) -> list[Action]:
             return state.await_registration(call, caller, name, now(), max(0.0, limit_s - now()))

@@ -25,7 +25,7 @@ from axon_ps.coordinator.core.events import (
     SnapshotFile,
 )
 from axon_ps.coordinator.core.kv import KVResult
-from axon_ps.coordinator.core.models import MAX_MODELS
+from axon_ps.coordinator.core.models import MAX_MODELS, MAX_SLICES
 from axon_ps.coordinator.core.records import FIRST_NAME
 from axon_ps.coordinator.core.roster import name_of
 from axon_ps.coordinator.core.state import CoordinatorState
@@ -62,9 +62,10 @@ from axon_ps.rpc.multiplex.server import MultiplexedServer
 from axon_ps.rpc.service import ServerStream, service_handler
 from axon_ps.rpc.status import error_from_detail
 from axon_ps.rpc.stream import EOF
+from axon_ps.sharding.job import JobSpec
 from axon_ps.storage.roots import check_allowed
 from axon_ps.texts import printable
-from axon_ps.types import Role
+from axon_ps.types import OptimizerSpec, Role
 from axon_ps.wire import codec
 from axon_ps.wire.v1 import (
     checkpoint_pb2,
@@ -344,8 +345,12 @@ class CoordinatorServicer:
         """Take a model's layout or optimizer, or compare with the one it has."""
         caller = self._caller(request.context)
         name = codec.name_from_proto(request.name or FIRST_NAME, "the model's name")
-        spec = codec.job_spec_from_proto(request.spec) if request.HasField("spec") else None
-        optimizer = codec.optimizer_from_proto(request.optimizer) if request.HasField("optimizer") else None
+        if (units := len(request.spec.layout.units)) > MAX_SLICES:
+            raise InvalidRequest(
+                f"model {name!r} has {units} units, and a job has at most {MAX_SLICES} slices: put more parameters "
+                "into each unit (unit_types, or fully_shard on larger modules)"
+            )
+        spec, optimizer = await asyncio.to_thread(_registered, request)  # of a large layout it takes a while
         timeout_s = _timeout(request.timeout_s) if request.HasField("timeout_s") else math.inf
         reply = await self._registering.register(
             caller, spec, optimizer, name=name, later=request.later, timeout_s=timeout_s
@@ -598,6 +603,11 @@ def _timeout(timeout_s: float) -> float:
     if not timeout_s >= 0 or math.isnan(timeout_s):
         raise InvalidRequest(f"timeout_s is {timeout_s}; it must be 0 or more, or inf")
     return timeout_s
+
+
+def _registered(request: coordinator_pb2.RegisterRequest) -> tuple[JobSpec | None, OptimizerSpec | None]:
+    spec = codec.job_spec_from_proto(request.spec) if request.HasField("spec") else None
+    return spec, codec.optimizer_from_proto(request.optimizer) if request.HasField("optimizer") else None
 
 
 def _metrics(heartbeat: membership_pb2.Heartbeat) -> dict[str, float]:
