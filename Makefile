@@ -30,7 +30,7 @@ export PYTHONDONTWRITEBYTECODE :=
 # nor do they multiply matrices with numpy, whose threads spin for 0.1 s when it is imported
 test pages faults-sample: export OPENBLAS_NUM_THREADS := 1
 
-.PHONY: help setup demo test house gpu soak simulate simulate-record planted fuzz programs cases pages faults faults-sample flips all-killed big-starts failover chaos loaders launchers subscribers observability integrations compose rolling-update dist schedulers torch-suite torch-range check lint audit locks format proto proto-drift bench docs clean
+.PHONY: help setup demo test house gpu soak simulate simulate-record planted fuzz programs cases pages faults faults-sample flips all-killed big-starts failover chaos loaders launchers subscribers observability integrations compose upgrade rolling-update dist schedulers torch-suite torch-range check lint audit locks format proto proto-drift bench docs clean
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -122,6 +122,9 @@ observability: $(INTEGRATED) ## what metrics and traces cost a training step, in
 
 compose: $(INSTALLED) ## docker-compose.yml on a real engine: sizes of the images, scaling, deaths of services; COMPOSE_ARGS=--no-build
 	$(BIN)/python tests/containers/compose_run.py $(COMPOSE_ARGS)
+
+upgrade: $(INSTALLED) ## a job trains while every process goes from the oldest axon_ps of this protocol version to this one (needs git's history)
+	PYTHONPATH=tests/integration:tests/upgrade $(BIN)/python tests/upgrade/rolling_upgrade.py
 
 rolling-update: $(INTEGRATED) ## shard servers updated one after the other while a job trains, from deploy/kubernetes, as containers
 	$(BIN)/python tests/containers/rolling_update.py

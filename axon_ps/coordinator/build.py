@@ -5,6 +5,9 @@ Note: [Versions]
     meaning of a field, another layout of what is cut or summed. What is only added, and is not needed, leaves it.
     Members of one protocol version go together, so that a job is upgraded process by process while it trains. A member
     and its coordinator exchange their builds in Join and Welcome, and the one that knows a reason refuses.
+
+    docs/upgrading.md has the table of what goes with what. `tests/upgrade` compares it with this, and the messages with
+    those that the protocol version began with; `make upgrade` upgrades a job that trains.
 """
 
 from __future__ import annotations
