@@ -30,9 +30,7 @@ def lost(before: list[str], now: list[str], given_up: set[str]) -> list[str]:
 def test_what_the_protocol_began_with_means_the_same() -> None:
     began = (HERE / f"protocol_{build.PROTOCOL}.txt").read_text(encoding="utf-8").splitlines()
     assert len(began) > 500
-    assert not lost(began, fields(), reserved()), (
-        "raise PROTOCOL (axon_ps.coordinator.build), or keep these fields"
-    )
+    assert not lost(began, fields(), reserved()), "raise PROTOCOL (axon_ps.coordinator.build), or keep these fields"
 
 
 def test_a_number_that_means_something_else_is_found() -> None:

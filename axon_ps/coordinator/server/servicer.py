@@ -345,12 +345,7 @@ class CoordinatorServicer:
         """Take a model's layout or optimizer, or compare with the one it has."""
         caller = self._caller(request.context)
         name = codec.name_from_proto(request.name or FIRST_NAME, "the model's name")
-        if (units := len(request.spec.layout.units)) > MAX_SLICES:
-            raise InvalidRequest(
-                f"model {name!r} has {units} units, and a job has at most {MAX_SLICES} slices: put more parameters "
-                "into each unit (unit_types, or fully_shard on larger modules)"
-            )
-        spec, optimizer = await asyncio.to_thread(_registered, request)  # of a large layout it takes a while
+        spec, optimizer = await asyncio.to_thread(_registered, request, name)  # of a large layout it takes a while
         timeout_s = _timeout(request.timeout_s) if request.HasField("timeout_s") else math.inf
         reply = await self._registering.register(
             caller, spec, optimizer, name=name, later=request.later, timeout_s=timeout_s
@@ -605,7 +600,13 @@ def _timeout(timeout_s: float) -> float:
     return timeout_s
 
 
-def _registered(request: coordinator_pb2.RegisterRequest) -> tuple[JobSpec | None, OptimizerSpec | None]:
+def _registered(request: coordinator_pb2.RegisterRequest, name: str) -> tuple[JobSpec | None, OptimizerSpec | None]:
+    """What is registered of a model of this name. Any thread."""
+    if (units := len(request.spec.layout.units)) > MAX_SLICES:
+        raise InvalidRequest(
+            f"model {name!r} has {units} units, and a job has at most {MAX_SLICES} slices: put more parameters into "
+            "each unit (unit_types, or fully_shard on larger modules)"
+        )
     spec = codec.job_spec_from_proto(request.spec) if request.HasField("spec") else None
     return spec, codec.optimizer_from_proto(request.optimizer) if request.HasField("optimizer") else None
 
