@@ -240,6 +240,19 @@ class Position:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Reach:
+    """What a member says of whom it reaches, by incarnation; see `core.connectivity.reachability`.
+
+    Attributes:
+        unreachable: all members that it cannot reach now.
+        reached: members that have answered it, once for each is enough.
+    """
+
+    unreachable: frozenset[str] = frozenset()
+    reached: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, kw_only=True)
 class JoinRequest:
     """What a member sends about itself when it joins.
 
@@ -258,6 +271,7 @@ class JoinRequest:
         build: which axon_ps it is.
         credentials: ids of the certificate and token that it has shown; by one of these it would be revoked.
         makes_itself: whether it holds the job's secret, and so can make itself other credentials.
+        reach: whom it reaches; None = it never says.
     """
 
     job: str
@@ -274,6 +288,7 @@ class JoinRequest:
     build: Build = field(default_factory=ours)
     credentials: tuple[str, ...] = ()
     makes_itself: bool = False
+    reach: Reach | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

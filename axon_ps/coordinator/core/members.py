@@ -31,7 +31,8 @@ from axon_ps.coordinator.core.assembly import FEW, Assembly, Forming
 from axon_ps.coordinator.core.barriers import Barriers
 from axon_ps.coordinator.core.checkpoints.snapshots import Snapshots
 from axon_ps.coordinator.core.config import CoordinatorConfig
-from axon_ps.coordinator.core.events import Copied, Corrupted, JoinRequest
+from axon_ps.coordinator.core.connectivity.reachability import Reachability
+from axon_ps.coordinator.core.events import Copied, Corrupted, JoinRequest, Reach
 from axon_ps.coordinator.core.models import Model, Models
 from axon_ps.coordinator.core.placement.handover import Handover, Joining
 from axon_ps.coordinator.core.placement.placements import Placements
@@ -84,7 +85,9 @@ class Members:
         self._silent: set[str] = set()  # incarnations of those lost since the last step whose leases had expired
         self.stragglers = Stragglers(assembly, models, config.step_timeout_s)
         self.due = DueSteps(assembly, models, out)
+        self.reachability = Reachability(assembly, models, config.lease_s, out)
         self.placements = Placements(config.copies, assembly, models, snapshots, out)
+        self.placements.unshown = self.reachability.unshown
         assembly.stepping.ending = self._step_ends
         self._now = now
         self._ending = False
@@ -109,6 +112,8 @@ class Members:
         for old in self._handover.waiting(request.incarnation):
             self._out.close(old, replaced)
             self.forget(old)
+        if entry is None:
+            self.reachability.check(role, request, now)
         waits = (
             role is Role.SHARD
             and self._can_wait()
@@ -136,7 +141,13 @@ class Members:
             if role is Role.WORKER:
                 self.due.again(entry)
             self.placements.plan(now)
-        entry.joined_with(request)
+        self._joined_with(entry, request, now)
+
+    def reported(self, entry: RosterEntry, reach: Reach, now: float) -> None:
+        """A member says whom it reaches."""
+        self.reachability.reported(entry, reach, now)
+        if reach.reached:
+            self.placements.plan(now)
 
     def leave(self, entry: RosterEntry, reason: str, now: float, *, finished: bool) -> None:
         """A member leaves; see Note: [Finished]."""
@@ -295,9 +306,10 @@ class Members:
         """The stream of a process that is no member is over."""
         self._handover.joining.pop(session, None)
 
-    def pending(self) -> list[str]:
-        """What is being done to shard servers, as text."""
-        return [*self.placements.pending(), *self._handover.pending()]
+    def pending(self, now: float | None) -> list[str]:
+        """What is being done to shard servers, and who cannot reach whom, as text."""
+        cuts = [] if now is None else self.reachability.pending(now)
+        return [*cuts, *self.placements.pending(), *self._handover.pending()]
 
     def _can_wait(self) -> bool:
         """Whether the job is training, so that a change of shard servers may wait for the end of a step."""
@@ -332,7 +344,7 @@ class Members:
         leaving, self._handover.leaving = self._handover.leaving, {}
         for each in joining.values():
             try:
-                self._admit(each.session, Role.SHARD, each.request, now).joined_with(each.request)
+                self._joined_with(self._admit(each.session, Role.SHARD, each.request, now), each.request, now)
             except (Busy, InvalidRequest) as error:  # somebody else has taken its rank meanwhile
                 self._out.close(each.session, error)
                 self.change("a shard server that waited to join was refused", now=now)
@@ -366,6 +378,8 @@ class Members:
             a.counters["losses"] += len(expired)
             self._silent.update(entry.member.incarnation for entry in expired)
             self.lose(expired, "; ".join(reasons), now)
+        while (found := self.reachability.to_go(now)) is not None:
+            self._cut_off(*found, now)
         if now >= self._forming.due:
             self._announce_joined(now)
         if self._handover.overdue(now):
@@ -387,6 +401,7 @@ class Members:
             self.due.next_deadline(),
             self._handover.next_deadline(),
             self.placements.next_deadline(),
+            self.reachability.next_deadline(),
         )
 
     # ------------------------------------------------------------------ inside
@@ -412,6 +427,11 @@ class Members:
         joined = a.roster.of_session(session)
         assert joined is not None
         return joined
+
+    def _joined_with(self, entry: RosterEntry, request: JoinRequest, now: float) -> None:
+        """A member has a stream: note what it has said and shown."""
+        entry.joined_with(request)
+        self.reachability.joined(entry, request.reach, now)
 
     def _announce_joined(self, now: float) -> None:
         """Begin the generation of those that have joined together; see Note: [Joining together]."""
@@ -452,3 +472,12 @@ class Members:
             self._out.close(entry.session, Timeout(f"{reasons[-1]}; start it again to take part"))
         a.counters["set_aside"] += len(entries)
         self.lose(entries, "; ".join(reasons), now)
+
+    def _cut_off(self, entry: RosterEntry, why: str, now: float) -> None:
+        """Continue without a member that another one cannot reach; see `connectivity.reachability`."""
+        self._assembly.counters["cut_off"] += 1
+        self.reachability.gone(entry, why, now)
+        self._out.close(
+            entry.session, MemberLost(f"{why}; this one is no member any more, and joins again when it can")
+        )
+        self.lose([entry], f"{why}: the job goes on without {entry.name}", now, kind="cut")

@@ -5,7 +5,7 @@ nothing is announced that is not durable. An event that must be refused raises, 
 passed in and only ever compared. Events of a session whose member is lost are ignored.
 
 It is composed of: `members` (joins, leaves and losses), `assembly` (generations), `models`, `registrations` and
-`registration` (layout and parameters), `stepping` (steps), `restores`, `barriers`, `kv`, `snapshots`, `isolation`,
+`registration` (layout and parameters), `stepping` (steps), `restores`, `barriers`, `kv`, `snapshots`, `connectivity`,
 `access.callers` (who calls).
 """
 
@@ -26,6 +26,7 @@ from axon_ps.coordinator.core.barriers import Barriers
 from axon_ps.coordinator.core.checkpoints.restores import Restores, Resume
 from axon_ps.coordinator.core.checkpoints.snapshots import SavedModel, Snapshots
 from axon_ps.coordinator.core.config import CoordinatorConfig
+from axon_ps.coordinator.core.connectivity.isolation import Isolation
 from axon_ps.coordinator.core.events import (
     FIRST_VALUES,
     UPLOADED,
@@ -34,6 +35,7 @@ from axon_ps.coordinator.core.events import (
     JobState,
     JoinRequest,
     Position,
+    Reach,
     Ready,
     SnapshotReport,
     Status,
@@ -41,7 +43,6 @@ from axon_ps.coordinator.core.events import (
 )
 from axon_ps.coordinator.core.history.history import History
 from axon_ps.coordinator.core.history.report import REPORT_KEY, parse
-from axon_ps.coordinator.core.isolation import Isolation
 from axon_ps.coordinator.core.kv import KeyValues
 from axon_ps.coordinator.core.members import Members
 from axon_ps.coordinator.core.models import Models
@@ -155,11 +156,16 @@ class CoordinatorState:
         is_earlier = role is Role.WORKER and request.position.generation < ours.generation
         return "" if is_earlier or request.state_id != self.id else behind(ours, request.position)
 
-    def heartbeat(self, session: int, metrics: Mapping[str, float], now: float) -> list[Action]:
+    def heartbeat(
+        self, session: int, metrics: Mapping[str, float], now: float, *, reach: Reach | None = None
+    ) -> list[Action]:
         """A member has sent a heartbeat."""
-        if (entry := self._entry(session, now)) is not None and metrics:
-            entry.metrics = dict(metrics)
-            self.history.measured(entry.member, metrics, now)
+        if (entry := self._entry(session, now)) is not None:
+            if metrics:
+                entry.metrics = dict(metrics)
+                self.history.measured(entry.member, metrics, now)
+            if reach is not None:
+                self._members.reported(entry, reach, now)
         return self._out.take()
 
     def logged(self, session: int, records: Sequence[logs_pb2.LogRecord], dropped: int, now: float) -> list[Action]:
@@ -641,7 +647,7 @@ class CoordinatorState:
         for entry in a.roster if measures else ():
             for name, value in entry.metrics.items():
                 counters[f"{entry.member.role.value}/{entry.member.rank}/{name}"] = value
-        waits = [*a.pending(), *self._members.pending(), *self._barriers.pending(a.membership)]
+        waits = [*a.pending(), *self._members.pending(now), *self._barriers.pending(a.membership)]
         waits += [*self._registrations.pending(), *self._snapshots.pending(), *self._restores.pending()]
         waits += [self.longest_wait(now)[1]] if now is not None else []
         status = Status(

@@ -6,6 +6,7 @@ Performing an action checks what holds for every one of them: nothing is announc
 from __future__ import annotations
 
 import uuid
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 from axon_ps.coordinator.core import records
@@ -17,6 +18,7 @@ from axon_ps.coordinator.core.events import (
     JobState,
     JoinRequest,
     KnownNames,
+    Reach,
     Ready,
     ServerMemory,
     Vote,
@@ -58,6 +60,7 @@ class Peer:
         self.open = False
         self.known: KnownNames | None = None
         self.memory: ServerMemory | None = None
+        self.reach: Reach | None = None
         self.state_id = ""
         self.placements: dict[int, Placement] = {}  # the newest one received, by model
         self.given_rank = -1  # in the newest Welcome
@@ -102,6 +105,7 @@ class Peer:
             known=self.known,
             memory=self.memory,
             state_id=self.state_id,
+            reach=self.reach,
         )
         actions = d.state.join(session, self.role, request, d.clock())
         self.session, self.open, self.error = session, True, None
@@ -123,7 +127,15 @@ class Peer:
         self.driver.perform(self.driver.state.arrived(self.session, now=self.driver.clock(), **fields))
 
     def beat(self, **metrics: float) -> None:
-        self.driver.perform(self.driver.state.heartbeat(self.session, metrics, self.driver.clock()))
+        self.driver.perform(self.driver.state.heartbeat(self.session, metrics, self.driver.clock(), reach=self.reach))
+
+    def reaches(self, *reached: Peer, unreachable: Sequence[Peer] = ()) -> None:
+        """It says whom it reaches, now and in every heartbeat."""
+        self.reach = Reach(
+            unreachable=frozenset(p.incarnation for p in unreachable), reached=frozenset(p.incarnation for p in reached)
+        )
+        if self.open:
+            self.beat()
 
     def vote(self, **changes: Any) -> None:
         fields = {**self._attempt(changes), "max_norm": 0.0, "hyper": (), **changes}

@@ -22,7 +22,7 @@ Note: [Models that are cut alike]
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from axon_ps.coordinator.core import records
 from axon_ps.coordinator.core.actions import Outbox
@@ -54,6 +54,9 @@ class Placements:
         models: the models of the job.
         snapshots: the checkpoint being written.
         out: gets the records to write and the events to send.
+
+    Attributes:
+        unshown: returns the ranks of the servers that have not shown yet that they work: they get no slices.
     """
 
     def __init__(self, replication: int, assembly: Assembly, models: Models, snapshots: Snapshots, out: Outbox) -> None:
@@ -62,6 +65,7 @@ class Placements:
         self._models = models
         self._snapshots = snapshots
         self._out = out
+        self.unshown: Callable[[], frozenset[int]] = frozenset
         self._settled: dict[int, object] = {}  # by model, under what there was nothing to do
         self._short: set[int] = set()  # the models of which some servers have no memory for more slices
         self._began = math.inf  # when the copies under way were begun
@@ -96,7 +100,7 @@ class Placements:
         if not self._assembly.membership.complete:
             return
         numbers = tuple(m.registration.placement_number for m in self._models.registered)
-        given = numbers, self._assembly.generation, self._assembly.draining
+        given = numbers, self._assembly.generation, self._assembly.draining, self.unshown()
         for model in self._models:
             r = model.registration
             if r.spec is None or not r.parameters.initialized or r.parameters.restore is not None:
@@ -179,7 +183,8 @@ class Placements:
             return list(self._follow(model, lead))
         full = self._full(model)
         (self._short.add if full else self._short.discard)(model.number)
-        return plan_moves(r.placement, r.slice_numels, a.servers(), a.draining, self._replication, BUDGET_NUMEL, full)
+        none = full | self.unshown()
+        return plan_moves(r.placement, r.slice_numels, a.servers(), a.draining, self._replication, BUDGET_NUMEL, none)
 
     def _full(self, model: Model) -> frozenset[int]:
         """Ranks of the servers that have no memory for more slices of a model."""

@@ -1,0 +1,299 @@
+"""Members that cannot reach each other although both reach the coordinator, and who of them goes. Pure.
+
+A member that has waited for another one asks it for an answer of the size of real data, and says so in its heartbeats
+when none comes (`aggregation.client.probes`). Steps wait for both, so for as long as both are members none commits.
+
+Note: [Who goes]
+    A report counts once it has stood for `WINDOW` of a lease, so that all others have had time to report, too, and once
+    the member that it names has been heard since: a silent one is the lease's matter. Of two the one goes that cannot
+    reach more others; of equals, a worker before a shard server, and then the newest. A worker goes only where as many
+    others remain as the job needs, a shard server only where each of its slices has another complete copy; of equals
+    the other one goes, then. Where neither may go both stay, and the status says why.
+
+Note: [Who comes back]
+    A member that went asks to join again at once. It is refused for as long as it says itself that it does not reach
+    one of the members, and for a while that doubles each time, since it may be only the others that do not reach it.
+
+Note: [Shown to work]
+    A shard server that joins gets no slices, so no step waits for it, before each of those that hold some has reached
+    it, and it has reached them. Servers of older builds report nothing, and are not asked to.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from typing import Final
+
+from axon_ps.coordinator.core.actions import Outbox
+from axon_ps.coordinator.core.assembly import Assembly
+from axon_ps.coordinator.core.events import JoinRequest, Reach
+from axon_ps.coordinator.core.models import Models
+from axon_ps.coordinator.core.roster import NOUN, RosterEntry
+from axon_ps.errors import Busy
+from axon_ps.types import Role
+
+WINDOW: Final = 1 / 3
+"""For so much of a lease a report stands before somebody goes."""
+
+RECHECK_S: Final = 1.0
+"""How often it is looked again whether one of two may go."""
+
+MOST_PAUSE_S: Final = 120.0
+"""The longest that one is refused who went several times."""
+
+MAX_REFUSED: Final = 1 << 10
+"""Most processes that are remembered as gone; the oldest are forgotten."""
+
+_MAX_NAMED: Final = 4
+
+
+@dataclass
+class _Report:
+    """A member cannot reach another one, since so long; when that one was first heard after that."""
+
+    since: float
+    heard: float = math.inf
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Two members that cannot reach each other, since when, and when one of them may go at the earliest."""
+
+    one: RosterEntry
+    other: RosterEntry
+    since: float
+    due: float
+
+    def __str__(self) -> str:
+        return f"{self.one.name} and {self.other.name} cannot reach each other, though both reach the coordinator"
+
+
+@dataclass
+class _Refused:
+    """A process that went: until when it is refused, for how long that was, and why it went."""
+
+    until: float
+    pause_s: float
+    why: str
+
+
+class Reachability:
+    """The reports of one job's members.
+
+    Args:
+        assembly: who the members are.
+        models: which servers hold what.
+        lease_s: how long a silent member stays one.
+        out: gets what happens.
+    """
+
+    def __init__(self, assembly: Assembly, models: Models, lease_s: float, out: Outbox) -> None:
+        self._assembly = assembly
+        self._models = models
+        self._lease_s = lease_s
+        self._out = out
+        self._reports: dict[tuple[str, str], _Report] = {}  # by incarnation: who reports whom
+        self._reached: dict[str, set[str]] = {}  # by who reports it
+        self._reporting: set[str] = set()  # those that report at all
+        self._works: set[str] = set()  # servers that have shown it
+        self._seen: object = None  # of which members and placements it is
+        self._unshown: frozenset[int] = frozenset()
+        self._said: set[frozenset[str]] = set()
+        self._refused: dict[str, _Refused] = {}
+        self._recheck = -math.inf
+
+    # ------------------------------------------------------------------ events
+
+    def joined(self, entry: RosterEntry, reach: Reach | None, now: float) -> None:
+        """A member has a stream."""
+        if reach is not None:
+            self._reporting.add(entry.member.incarnation)
+            self.reported(entry, reach, now)
+        self.unshown()  # forgets those that are no members
+
+    def reported(self, entry: RosterEntry, reach: Reach, now: float) -> None:
+        """A member says whom it cannot reach now, all of them, and whom it has reached."""
+        me, roster = entry.member.incarnation, self._assembly.roster
+        there = {other for other in reach.unreachable if other != me and roster.get(other) is not None}
+        for reporter, other in list(self._reports):
+            if reporter == me and other not in there:
+                del self._reports[me, other]
+                self._healed(me, other)
+        for other in there:
+            self._reports.setdefault((me, other), _Report(now))
+        if new := {other for other in reach.reached if roster.get(other) is not None}:
+            self._reached.setdefault(me, set()).update(new)
+            self._seen = None
+
+    def gone(self, entry: RosterEntry, why: str, now: float) -> None:
+        """A member goes because of what was reported. See Note: [Who comes back]."""
+        me = entry.member.incarnation
+        known = self._refused.pop(me, None)
+        pause_s = self._lease_s if known is None else min(2 * known.pause_s, MOST_PAUSE_S)
+        self._refused[me] = _Refused(now + pause_s, pause_s, why)
+        if len(self._refused) > MAX_REFUSED:
+            del self._refused[next(iter(self._refused))]
+
+    def check(self, role: Role, request: JoinRequest, now: float) -> None:
+        """Refuse a joiner for the present.
+
+        Raises:
+            Busy: it does not reach a member, or went a moment ago because one did not reach it.
+        """
+        roster = self._assembly.roster
+        named = () if request.reach is None else request.reach.unreachable
+        if role is Role.SHARD and not self._assembly.membership.complete:
+            return  # the job may wait for what it holds
+        for other in named:
+            if (entry := roster.get(other)) is not None and other != request.incarnation:
+                raise Busy(
+                    f"this {NOUN[role]} (node {request.node}) reaches the coordinator, not {entry.name}; it may join "
+                    "once it does"
+                )
+        refused = self._refused.get(request.incarnation)
+        if refused is not None and now < refused.until:
+            raise Busy(f"{refused.why}; it may join again in {refused.until - now:.0f} s")
+
+    # ------------------------------------------------------------------ who goes
+
+    def to_go(self, now: float) -> tuple[RosterEntry, str] | None:
+        """The member that goes now, and why; None = nobody does. See Note: [Who goes]."""
+        cuts = list(self._cuts())
+        late = [cut for cut in cuts if cut.due <= now]
+        for cut in late:
+            self._say(cut)
+        if not late or now < self._recheck:
+            return None
+        named = {entry.member.incarnation: entry for cut in late for entry in (cut.one, cut.other)}
+
+        def order(entry: RosterEntry) -> tuple[bool, int, int]:
+            return entry.member.role is Role.SHARD, -entry.member.joined, -entry.member.rank
+
+        for entry in sorted(named.values(), key=order):
+            if not self._why_not(entry, cuts):
+                whom = " and ".join(other.name for other in _ends(cuts, entry)[:_MAX_NAMED])
+                return entry, f"{entry.name} and {whom} cannot reach each other, though all reach the coordinator"
+        self._recheck = now + RECHECK_S
+        return None
+
+    def next_deadline(self) -> float:
+        """When to call `to_go`."""
+        return min((max(cut.due, self._recheck) for cut in self._cuts()), default=math.inf)
+
+    def pending(self, now: float) -> list[str]:
+        """Who cannot reach whom, and who has not shown yet that it works, as text."""
+        cuts = list(self._cuts())
+        found = []
+        for cut in cuts:
+            why = [self._why_not(entry, cuts) for entry in (cut.one, cut.other)]
+            stay = f"; neither may go: {' and '.join(why)}" if all(why) else ""
+            found.append(f"{cut}, since {now - cut.since:.0f} s{stay}")
+        for entry in self._servers():
+            if entry.member.rank in self.unshown():
+                missing = " and ".join(other.name for other in self._to_show(entry)[:_MAX_NAMED])
+                found.append(f"{entry.name} gets no slices before it and {missing} have reached each other")
+        return found
+
+    # ------------------------------------------------------------------ who works
+
+    def unshown(self) -> frozenset[int]:
+        """Ranks of the shard servers that get no slices yet. See Note: [Shown to work]."""
+        registered = self._models.registered
+        seen = self._assembly.generation, tuple(m.registration.placement_number for m in registered)
+        if seen != self._seen:
+            self._seen = seen
+            present = {entry.member.incarnation for entry in self._assembly.roster}
+            self._works &= present
+            self._reporting &= present
+            self._reached = {me: others & present for me, others in self._reached.items() if me in present}
+            self._reports = {pair: report for pair, report in self._reports.items() if present.issuperset(pair)}
+            self._said = {pair for pair in self._said if present.issuperset(pair)}
+            servers = self._servers()
+            holding = {rank for m in registered for h in m.registration.placement.holders for rank in h.complete}
+            self._works.update(e.member.incarnation for e in servers if e.member.rank in holding)
+            self._works.update([e.member.incarnation for e in servers if not self._to_show(e)])
+            self._unshown = frozenset(e.member.rank for e in servers if e.member.incarnation not in self._works)
+        return self._unshown
+
+    def _to_show(self, entry: RosterEntry) -> list[RosterEntry]:
+        """The servers that work and have not reached this one, or have not been reached by it."""
+        me = entry.member.incarnation
+        if me in self._works:
+            return []
+        return [
+            other
+            for other in self._servers()
+            if (theirs := other.member.incarnation) in self._works
+            and not (self._has_reached(me, theirs) and self._has_reached(theirs, me))
+        ]
+
+    def _has_reached(self, me: str, other: str) -> bool:
+        return me not in self._reporting or other in self._reached.get(me, ())
+
+    # ------------------------------------------------------------------ inside
+
+    def _servers(self) -> list[RosterEntry]:
+        return self._assembly.roster.of_role(Role.SHARD)
+
+    def _cuts(self) -> Iterator[Cut]:
+        """The pairs that are reported now, in either direction."""
+        roster, seen = self._assembly.roster, set()
+        for (me, other), report in self._reports.items():
+            one, named, back = roster.get(me), roster.get(other), self._reports.get((other, me))
+            pair = frozenset((me, other))
+            if one is None or named is None or pair in seen:
+                continue
+            seen.add(pair)
+            dues = [self._due(report, named)] + ([] if back is None else [self._due(back, one)])
+            since = report.since if back is None else min(report.since, back.since)
+            yield Cut(one, named, since, min(dues))
+
+    def _due(self, report: _Report, named: RosterEntry) -> float:
+        """When a report may have consequences; inf as long as the member that it names is silent."""
+        heard = named.deadline - self._lease_s
+        if math.isinf(report.heard) and heard > report.since and named.session is not None:
+            report.heard = heard
+        window_s = WINDOW * self._lease_s
+        return max(report.since + window_s, report.heard + window_s / 2)
+
+    def _why_not(self, entry: RosterEntry, cuts: Collection[Cut]) -> str:
+        """Why a member may not go, as text; empty if it may."""
+        ends = _ends(cuts, entry)
+        if any(len(_ends(cuts, other)) > len(ends) for other in ends):
+            return f"{entry.name} reaches more of the others"
+        if entry.member.role is Role.WORKER:
+            needed = max(1, self._assembly.needed_workers)
+            few = self._assembly.roster.count(Role.WORKER) <= needed
+            return f"the job needs {needed} workers" if few else ""
+        registered = self._models.registered
+        if not registered or not all(m.registration.parameters.initialized for m in registered):
+            return f"the job waits for what {entry.name} is to hold"
+        alone = 0
+        for model in registered:
+            r = model.registration
+            there = {s.member.rank for s in self._servers() if s is not entry and r.is_loaded(s.member)}
+            alone += sum(entry.member.rank in h.complete and there.isdisjoint(h.complete) for h in r.placement.holders)
+        return f"{alone} slices of {entry.name} have no other copy" if alone else ""
+
+    def _say(self, cut: Cut) -> None:
+        """Have the history say that two cannot reach each other, once."""
+        pair = frozenset((cut.one.member.incarnation, cut.other.member.incarnation))
+        if pair not in self._said:
+            self._said.add(pair)
+            self._out.happened("cut", str(cut))
+
+    def _healed(self, me: str, other: str) -> None:
+        """Have it say that they do again."""
+        one, named = self._assembly.roster.get(me), self._assembly.roster.get(other)
+        if (other, me) in self._reports or (pair := frozenset((me, other))) not in self._said:
+            return
+        self._said.discard(pair)
+        if one is not None and named is not None:
+            self._out.happened("healed", f"{one.name} and {named.name} reach each other again")
+
+
+def _ends(cuts: Collection[Cut], entry: RosterEntry) -> list[RosterEntry]:
+    """The members that one cannot reach, or that cannot reach it."""
+    return [cut.other if cut.one is entry else cut.one for cut in cuts if entry in (cut.one, cut.other)]
