@@ -26,6 +26,7 @@ from axon_ps.coordinator.core.events import (
     ModelPosition,
     ModelStatus,
     Position,
+    Reach,
     Ready,
     RestoreOrder,
     RevokedNames,
@@ -42,6 +43,7 @@ from axon_ps.coordinator.core.events import (
 from axon_ps.coordinator.core.history.report import Report
 from axon_ps.coordinator.core.records import restore_from_proto, restore_to_proto
 from axon_ps.coordinator.core.restart.knowledge import Knowledge, ModelKnowledge
+from axon_ps.coordinator.core.roster import MAX_MEMBERS
 from axon_ps.coordinator.span_messages import order_from_proto, order_to_proto
 from axon_ps.errors import InvalidRequest
 from axon_ps.observe.log_buffer import Logged
@@ -114,6 +116,7 @@ def join_to_proto(request: JoinRequest, role: Role) -> session_pb2.SessionReques
             differences=True,
             position=_position_to_proto(request.position),
             build=_build_to_proto(request.build),
+            reach=None if request.reach is None else reach_to_proto(request.reach),
         )
     )
 
@@ -140,6 +143,26 @@ def join_from_proto(message: session_pb2.Join) -> tuple[Role, JoinRequest]:
         state_id=codec.name_from_proto(message.state_id, "the state's id", empty=True),
         position=_position_from_proto(message.position),
         build=_build_from_proto(message.build),
+        reach=reach_from_proto(message.reach) if message.HasField("reach") else None,
+    )
+
+
+def reach_to_proto(reach: Reach) -> membership_pb2.Reach:
+    """What a member says of whom it reaches."""
+    return membership_pb2.Reach(unreachable=sorted(reach.unreachable), reached=sorted(reach.reached))
+
+
+def reach_from_proto(message: membership_pb2.Reach) -> Reach:
+    """Likewise.
+
+    Raises:
+        InvalidRequest: it names what is no incarnation, or more than there can be.
+    """
+    if (named := len(message.unreachable) + len(message.reached)) > 2 * MAX_MEMBERS:
+        raise InvalidRequest(f"a member names {named} others; a job has at most {MAX_MEMBERS} of each role")
+    return Reach(
+        unreachable=frozenset(map(incarnation_from_proto, message.unreachable)),
+        reached=frozenset(map(incarnation_from_proto, message.reached)),
     )
 
 

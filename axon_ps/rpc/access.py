@@ -58,6 +58,7 @@ MAY_CALL: Final[Mapping[str, frozenset[Principal] | None]] = {
     _S + "Replicate": _SHARD,
     _S + "Copy": _SHARD,
     _S + "Handshake": _MEMBERS,
+    _S + "Echo": _MEMBERS,
     _S + "Subscribe": _READERS,
     _S + "Stats": _READERS,
     "/axon_ps.wire.v1.Bulk/Open": _MEMBERS,  # what is called there is looked up in this table, call by call

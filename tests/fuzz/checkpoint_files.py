@@ -198,8 +198,8 @@ def _restored(engine: ShardEngine, order: RestoreOrder) -> _Reports:
     shell = _Shell()
 
     async def perform() -> None:
-        order: EventOrder[RestoreOrder] = EventOrder(lambda order: None, lambda order: False)
-        values = ModelValues(0, engine, cast(ServerShell, shell), Waiters(), order, lambda: None)
+        events: EventOrder[RestoreOrder] = EventOrder(lambda order: None, lambda order: False)
+        values = ModelValues(0, engine, cast(ServerShell, shell), Waiters(), events, lambda: None)
         values.begin(order)
         for coroutine in shell.started:
             await coroutine

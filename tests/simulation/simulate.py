@@ -53,6 +53,9 @@ QUEUES = (0, 64, 1 << 20)
 CHECKPOINTS: Final = 0.1
 """In how many jobs checkpoints are written."""
 
+ONE_WAY: Final = 0.3
+"""How many of the links that are cut still carry what goes the other way."""
+
 END_S: Final = 600.0
 """How long the job may take in all."""
 
@@ -159,8 +162,9 @@ class Faults:
         shards = [r for r in link if r.startswith("shard")]
         if link in self._cuts or (shards and not all(self._may_lose(r) for r in shards)):
             return
-        self._network.note(f"cut {one} {other}")
-        self._network.cut(one, other)
+        one_way = self._rng.random() < ONE_WAY
+        self._network.note(f"cut {one} {other}" + (", one way" if one_way else ""))
+        self._network.cut(one, other, one_way=one_way)
         self._cuts.add(link)
 
         def heal() -> None:

@@ -210,6 +210,8 @@ class Worker:
             reconnect_timeout_s=TIMEOUT_S,
         )
         self._collective_client = CollectiveClient(Security(), self.client.context)
+        self._shards.probe(self.client.reach, self.client.context)
+        self._collective_client.probe(self.client.reach)
         self._collectives = Collectives(self._collective_client, lambda: job.may_fail)
         self.view = JobView(lambda: self.client.incarnation, TIMEOUT_S)
         none: Any = None  # the loop of threads that call it
@@ -392,6 +394,7 @@ class Job:
         queue_bytes: that a shard server has for gradients that come before their turn.
         collectives: whether workers perform collectives.
         directory: where checkpoints are written; empty = none is.
+        min_workers: the fewest workers to continue with; None = all.
 
     Attributes:
         disk: what the coordinator has written.
@@ -410,6 +413,7 @@ class Job:
         queue_bytes: int,
         collectives: bool,
         directory: str = "",
+        min_workers: int | None = None,
     ) -> None:
         self.loop, self.network, self.steps, self.collectives = loop, network, steps, collectives
         self.coordinator = f"coordinator{SUFFIX}:{PORT}"
@@ -422,6 +426,7 @@ class Job:
             job=JOB,
             world_size=workers,
             num_shards=shards,
+            min_workers=min_workers,
             in_worker=True,
             checkpoints=CheckpointPolicy(directory=directory, every_steps=bool(directory), limit=2),
         )

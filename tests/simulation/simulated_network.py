@@ -1,8 +1,8 @@
 """A virtual network between the processes of a simulation, in place of the calls inside one process.
 
 Messages of a stream come in order and after a random delay, those of different streams in any order. A link between two
-processes can be cut (nothing arrives, and after a while of silence, as of gRPC's keepalive, its calls break), slow, or
-reset. A process that was killed is found dead by its peers.
+processes can be cut, both ways or one (nothing arrives, and after a while of silence, as of gRPC's keepalive, its calls
+break), slow, or reset. A process that was killed is found dead by its peers.
 """
 
 from __future__ import annotations
@@ -34,6 +34,8 @@ LATE_S: Final = 0.5
 """How much later than its client a server may find out that a connection is gone."""
 
 Link = frozenset[str]
+Way = tuple[str, str]
+"""From whom, to whom."""
 
 
 def role(name: str) -> str:
@@ -62,10 +64,10 @@ class Network:
         self.ids: dict[str, list[str]] = {}
         self.shells: dict[str, ShardShell] = {}
         self.struck_s = -math.inf
-        self._cut: set[Link] = set()
+        self._cut: set[Way] = set()
         self._slow: dict[Link, float] = {}
         self._calls: dict[int, Any] = {}
-        self._held: list[tuple[Link, Any]] = []
+        self._held: list[tuple[Way, Any]] = []
         self._number = 0
         self._awaited: list[tuple[int, str, Context, Callable[[], object]]] = []
 
@@ -75,21 +77,22 @@ class Network:
 
     # ------------------------------------------------------------------ faults
 
-    def cut(self, one: str, other: str) -> None:
-        """Nothing arrives between two processes any more."""
+    def cut(self, one: str, other: str, *, one_way: bool = False) -> None:
+        """Nothing arrives between two processes any more; or only nothing of the one at the other."""
         self.struck_s = math.inf  # until it is healed
-        link = frozenset((one, other))
-        self._cut.add(link)
-        self.loop.call_later(KEEPALIVE_S, self._break, link)
+        self._cut.add((one, other))
+        if not one_way:
+            self._cut.add((other, one))
+        self.loop.call_later(KEEPALIVE_S, self._break, one, other)
 
     def heal(self, one: str, other: str) -> None:
         """What was held arrives, unless the calls broke meanwhile."""
         link = frozenset((one, other))
-        self._cut.discard(link)
+        self._cut -= {(one, other), (other, one)}
         self.struck_s = math.inf if self._cut else self.loop.time()
         held, self._held = self._held, []
         for at, deliver in held:
-            if at == link:
+            if frozenset(at) == link:
                 self.loop.later(DELAY_S, deliver)
             else:
                 self._held.append((at, deliver))
@@ -122,9 +125,9 @@ class Network:
         """Something has happened to a process."""
         self.struck_s = max(self.struck_s, self.loop.time())
 
-    def _break(self, link: Link) -> None:
-        if link in self._cut:
-            for call in self._of(lambda c: c.link == link):
+    def _break(self, one: str, other: str) -> None:
+        if (one, other) in self._cut or (other, one) in self._cut:  # what is not acknowledged is not there
+            for call in self._of(lambda c: c.link == frozenset((one, other))):
                 call.broken("the link is silent")
 
     def _of(self, wanted: Any) -> list[Any]:
@@ -136,16 +139,16 @@ class Network:
         """Of the next message."""
         return self.loop.rng.uniform(0.0, self._slow.get(link, DELAY_S))
 
-    def deliver(self, link: Link, arrive: Any) -> None:
-        """Let something arrive, now or when the link is healed."""
-        if link in self._cut:
-            self._held.append((link, arrive))
+    def deliver(self, way: Way, arrive: Any) -> None:
+        """Let something of the one arrive at the other, now or when the link is healed."""
+        if way in self._cut:
+            self._held.append((way, arrive))
             return
         arrive()
         if self._awaited:
             awaited, self._awaited = self._awaited, []
             for messages, name, context, run in awaited:
-                left = messages - (name in link)
+                left = messages - (name in way)
                 if left:
                     self._awaited.append((left, name, context, run))
                 else:
@@ -187,9 +190,9 @@ class Network:
 class _DelayedQueue(in_process._Queue):
     """Messages that are under way before they can be read, in order."""
 
-    def __init__(self, call: _VirtualCall) -> None:
+    def __init__(self, call: _VirtualCall, way: Way) -> None:
         super().__init__()
-        self._call = call
+        self._call, self._way = call, way
         self._flying: deque[bytes] = deque()
         self._due_s = 0.0
         self._closing = False
@@ -214,7 +217,7 @@ class _DelayedQueue(in_process._Queue):
     def _plan(self, run: Any) -> None:
         network = self._call.network
         self._due_s = max(self._due_s, network.loop.time() + network.delay_s(self._call.link))
-        network.loop.call_at(self._due_s, network.deliver, self._call.link, run)
+        network.loop.call_at(self._due_s, network.deliver, self._way, run)
 
     def _arrive(self) -> None:
         if self._flying:
@@ -233,8 +236,9 @@ class _VirtualCall(in_process._Call):
         super().__init__(server, address, path, deserialize, timeout_s)
         self.client = process.get()
         self.server = getattr(server, "process", address.partition(".")[0])
-        self.link = frozenset((role(self.client), role(self.server)))
-        self.requests, self.replies = _DelayedQueue(self), _DelayedQueue(self)
+        self.there, self.back = (role(self.client), role(self.server)), (role(self.server), role(self.client))
+        self.link = frozenset(self.there)
+        self.requests, self.replies = _DelayedQueue(self, self.there), _DelayedQueue(self, self.back)
         self._number = self.network.opened(self)
 
     def begin(self, request: bytes | None) -> None:
@@ -247,7 +251,7 @@ class _VirtualCall(in_process._Call):
                 self._timeout_s, self.end, in_process._Status(grpc.StatusCode.DEADLINE_EXCEEDED)
             )
         loop.call_later(CONNECT_S, self._give_up)
-        loop.call_later(self.network.delay_s(self.link), self.network.deliver, self.link, lambda: self._reach(request))
+        loop.call_later(self.network.delay_s(self.link), self.network.deliver, self.there, lambda: self._reach(request))
 
     def _give_up(self) -> None:
         if self._task is None:
@@ -283,7 +287,7 @@ class _VirtualCall(in_process._Call):
     def end(self, status: Any) -> None:
         """See `_Call`; when the client ends it, the server finds out later."""
         late_s = self.network.delay_s(self.link) if status.local else 0.0
-        self._end(status, late_s, lambda end: self.network.deliver(self.link, end))
+        self._end(status, late_s, lambda end: self.network.deliver(self.there, end))
 
     def _end(self, status: Any, late_s: float, deliver: Callable[[Any], object]) -> None:
         if self.status is not None:
@@ -294,7 +298,7 @@ class _VirtualCall(in_process._Call):
             super().end(status)
             return
         self._task = None
-        requests, self.requests = self.requests, _DelayedQueue(self)
+        requests, self.requests = self.requests, _DelayedQueue(self, self.there)
         super().end(status)
         self._task, self.requests = task, requests
 

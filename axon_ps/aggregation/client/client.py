@@ -14,7 +14,7 @@ import asyncio
 import contextlib
 import math
 from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from functools import partial
@@ -27,13 +27,14 @@ from axon_ps.aggregation.client.peers import MakeContext, Peers
 from axon_ps.aggregation.client.send_window import SendWindow
 from axon_ps.aggregation.core.mailbox import EAGER_BYTES
 from axon_ps.aggregation.core.stripes import StripePlan, StripeSegment, home_of, owners_of, segments_of, stripes_of
+from axon_ps.coordinator.client.reach_report import ReachReport
 from axon_ps.errors import AxonError, Broken, Closed, Disagreement, InternalError, InvalidRequest, Timeout
 from axon_ps.host.malloc import retain_message_memory
 from axon_ps.reduction.call import Call, Operation
 from axon_ps.rpc.deadlines import Deadline, retry
 from axon_ps.rpc.security import Security
 from axon_ps.rpc.service import Stub, together
-from axon_ps.rpc.stream_pool import StreamPool
+from axon_ps.rpc.stream_pool import Acquired, StreamPool
 from axon_ps.types import Array, DType, Membership
 from axon_ps.wire.calls import call_to_proto
 from axon_ps.wire.codec import dtype_to_proto
@@ -114,6 +115,10 @@ class CollectiveClient:
         self._server_nodes: tuple[str, ...] = ()
         self._giving_up: set[asyncio.Task[None]] = set()
         self.counters: Counter[str] = Counter(dict.fromkeys(COUNTERS, 0))
+
+    def probe(self, report: ReachReport) -> None:
+        """Have servers that are waited for asked whether they answer, and reported if they do not."""
+        self._peers.probe(report, self._context)
 
     def set_members(self, membership: Membership) -> None:
         """Set the current shard servers, and the hosts of all members."""
@@ -357,7 +362,15 @@ class CollectiveClient:
         return await self._stream(ranks[home_of(group.name, receiver, len(ranks))], deadline)
 
     async def _stream(self, server: int, deadline: Deadline) -> AbstractAsyncContextManager[OperationStream]:
-        return self._streams.acquire(await self._peers.stub(server, 0, deadline))
+        return self._waiting(server, self._streams.acquire(await self._peers.stub(server, 0, deadline)))
+
+    @contextlib.asynccontextmanager
+    async def _waiting(self, server: int, acquired: Acquired[OperationStream]) -> AsyncIterator[OperationStream]:
+        """A server's stream, which is waited for."""
+        with self._peers.waiting() as waiting:
+            waiting.on(server)
+            async with acquired as stream:
+                yield stream
 
     async def _upload(
         self,

@@ -8,14 +8,17 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable
+from functools import partial
 
-from axon_ps.errors import Closed, Timeout
+from axon_ps.aggregation.client.probes import ECHO_BYTES, Probes, Wait, Waits
+from axon_ps.coordinator.client.reach_report import ReachReport
+from axon_ps.errors import Broken, Closed, Timeout
 from axon_ps.rpc.auth.identity import Principal
 from axon_ps.rpc.bulk.client import BULK, bulk_client
 from axon_ps.rpc.channels import Channel, connect
 from axon_ps.rpc.deadlines import Deadline
 from axon_ps.rpc.security import Security
-from axon_ps.rpc.service import Stub
+from axon_ps.rpc.service import EOF, Stub
 from axon_ps.types import Member, Membership
 from axon_ps.wire.v1 import common_pb2, shard_pb2
 
@@ -42,6 +45,23 @@ class Peers:
         self._waiting: list[asyncio.Future[None]] = []
         self._closing: set[asyncio.Task[None]] = set()
         self._closed = False
+        self._waits = Waits()
+        self._probes: Probes | None = None
+
+    def probe(self, report: ReachReport, context: MakeContext, *, everybody: bool = False) -> None:
+        """Have servers asked whether they answer, and reported if they do not; before there are members.
+
+        Args:
+            report: gets what is found.
+            context: returns who calls.
+            everybody: whether each server is asked once, also if nobody waits for it.
+        """
+        me = context().incarnation
+        self._probes = Probes(report, self._waits, partial(self._echo, context), me, everybody=everybody)
+
+    def waiting(self) -> Wait:
+        """A call that is about to wait for servers; use it as a context."""
+        return self._waits.begin()
 
     def set_members(self, membership: Membership) -> None:
         """Set the current shard servers; one that is none any more, or has a new address, loses its connections."""
@@ -55,6 +75,8 @@ class Peers:
                 task = asyncio.get_running_loop().create_task(_close(channel, stub))
                 self._closing.add(task)
                 task.add_done_callback(self._closing.discard)
+        if self._probes is not None and not self._closed:
+            self._probes.set_members(membership)
         self.wake()
 
     async def ranks(self, deadline: Deadline) -> tuple[int, ...]:
@@ -132,10 +154,26 @@ class Peers:
         """Close every connection; calls under way fail. Harmless when repeated."""
         self._closed = True
         self.wake()
+        if self._probes is not None:
+            await self._probes.close()
         stubs, self._stubs = self._stubs, {}
         for _, channel, stub in stubs.values():
             await _close(channel, stub)
         await asyncio.gather(*self._closing)
+
+    async def _echo(self, context: MakeContext, server: int) -> None:
+        """Have a shard server send something back.
+
+        Raises:
+            Broken: it did not.
+            AxonError: it refuses.
+        """
+        stub = await self.stub(server, 0, Deadline(None))
+        async with await stub.open_bulk("Echo") as stream:
+            await stream.write(shard_pb2.EchoMessage(context=context(), payload=bytes(ECHO_BYTES)))
+            reply = await stream.read()
+        if reply is EOF or len(reply.payload) != ECHO_BYTES:
+            raise Broken(f"{stream.place} sent something else back than it got")
 
     def _check_open(self) -> None:
         if self._closed:

@@ -27,6 +27,7 @@ _STYLES: Final = {
     "aborted": "red",
     "checkpoint failed": "red",
     "corrupt": "red",
+    "cut": "red",
     "joined": "green",
     "copied": "green",
 }

@@ -1,4 +1,4 @@
-"""What a heartbeat of a member carries, what it measures and has logged; and a word when heartbeats come late."""
+"""The contents of a member's heartbeat: measurements, logs, whom it reaches; and a word when heartbeats come late."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Final
 
-from axon_ps.coordinator.messages import logged_to_proto
+from axon_ps.coordinator.core.events import Reach
+from axon_ps.coordinator.messages import logged_to_proto, reach_to_proto
 from axon_ps.observe.log_buffer import LogBuffer
 from axon_ps.wire.v1 import membership_pb2, session_pb2
 
@@ -18,12 +19,15 @@ LATE_S: Final = 1.0
 _logger = logging.getLogger(__name__)
 
 
-def heartbeat(measure: Callable[[], Mapping[str, float]], log: LogBuffer | None) -> session_pb2.SessionRequest:
+def heartbeat(
+    measure: Callable[[], Mapping[str, float]], log: LogBuffer | None, reach: Reach | None = None
+) -> session_pb2.SessionRequest:
     """A heartbeat.
 
     Args:
         measure: returns what the member measures, by name.
         log: what its process logs; None = another member of the process sends it.
+        reach: whom it reaches; None = it does not say.
     """
     try:
         measured = dict(measure())
@@ -31,7 +35,12 @@ def heartbeat(measure: Callable[[], Mapping[str, float]], log: LogBuffer | None)
         _logger.debug("measuring for a heartbeat failed: %r", error)
         measured = {}
     records, dropped = ([], 0) if log is None else log.take()
-    beat = membership_pb2.Heartbeat(metrics=measured, logs=logged_to_proto(records), logs_dropped=dropped)
+    beat = membership_pb2.Heartbeat(
+        metrics=measured,
+        logs=logged_to_proto(records),
+        logs_dropped=dropped,
+        reach=None if reach is None else reach_to_proto(reach),
+    )
     return session_pb2.SessionRequest(heartbeat=beat)
 
 

@@ -33,7 +33,7 @@ from axon_ps.observe.log_buffer import without_credentials
 from axon_ps.rpc.auth.credentials import Credentials, calling
 from axon_ps.rpc.auth.identity import EVERY_ROLE
 
-OF_MEMBERS: Final = frozenset(("joined", "left", "lost", "finished", "drain", "full"))
+OF_MEMBERS: Final = frozenset(("joined", "left", "lost", "finished", "drain", "full", "cut"))
 """What happens to members and is recorded; the rest of the history is in the log already."""
 
 MAX_QUEUED: Final = 4096

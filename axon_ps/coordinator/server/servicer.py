@@ -39,6 +39,7 @@ from axon_ps.coordinator.messages import (
     job_to_proto,
     join_from_proto,
     knowledge_from_proto,
+    reach_from_proto,
     ready_from_proto,
     snapshot_report_from_proto,
     status_to_proto,
@@ -261,7 +262,8 @@ class CoordinatorServicer:
         if kind == "heartbeat":
             beat = message.heartbeat
             logged = state.logged(session, beat.logs[:MAX_LOGS], beat.logs_dropped + len(beat.logs[MAX_LOGS:]), now)
-            return [*logged, *state.heartbeat(session, _metrics(beat), now)]
+            reach = reach_from_proto(beat.reach) if beat.HasField("reach") else None
+            return [*logged, *state.heartbeat(session, _metrics(beat), now, reach=reach)]
         if kind == "arrived":
             arrived = message.arrived
             return state.arrived(

@@ -158,6 +158,7 @@ _COORDINATOR: Final = {
     "staleness_sum": _counter("staleness_versions", "Versions that asynchronous steps were behind, added up."),
     "staleness_max": _gauge("staleness_max_versions", "The most that one was behind."),
     "set_aside": _counter("workers_set_aside", "Workers that took no part in a step for too long."),
+    "cut_off": _counter("members_cut_off", "Members that others could not reach, and that the job went on without."),
     "copies": _counter("model_copies", "Steps that took another model's values."),
     "models_released": _counter("models_released", "Models that were given up."),
     "slices_copied": _counter("slices_copied", "Slices of which another copy was made."),

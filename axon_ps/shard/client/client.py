@@ -22,6 +22,7 @@ import numpy as np
 
 from axon_ps.aggregation.client.peers import MakeContext, Peers
 from axon_ps.compress.feedback import Feedback
+from axon_ps.coordinator.client.reach_report import ReachReport
 from axon_ps.errors import InvalidRequest, Timeout
 from axon_ps.host.malloc import retain_message_memory
 from axon_ps.host.shared_arrays import shared_arrays
@@ -97,6 +98,10 @@ class ShardGroup:
         self._received = Received()
         self._mapped: dict[int, tuple[Array, MappedCopy]] = {}
         self._retries = Retries(self._peers, self._same_host, self._holder)
+
+    def probe(self, report: ReachReport, context: MakeContext) -> None:
+        """Have servers that are waited for asked whether they answer, and reported if they do not."""
+        self._peers.probe(report, context)
 
     def for_another_model(self) -> ShardGroup:
         """The same servers for another model, over the same connections and streams; only the first is to be closed."""
@@ -429,7 +434,9 @@ class ShardGroup:
 
         async def pull(s: Slice, one: Transfer) -> int:
             s = self._holder(s)
-            return await self._transfers.pull(await self._peers.stub(s.server, _GATHERS, t.deadline), s, one)
+            with self._peers.waiting() as waiting:
+                waiting.on(s.server)
+                return await self._transfers.pull(await self._peers.stub(s.server, _GATHERS, t.deadline), s, one)
 
         in_order = self._two_hosts and self._peers.longest_rtt_s <= SHORT_RTT_S
         # else it has no turn: it may wait for another worker, who must not wait for what waits for it

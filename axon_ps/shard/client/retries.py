@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 from axon_ps.aggregation.client.peers import Peers
+from axon_ps.aggregation.client.probes import Wait
 from axon_ps.errors import Broken, Closed, GenerationChanged, SliceMoved, StepAborted, Timeout
 from axon_ps.rpc.service import Stub
 from axon_ps.shard.client.transfers import Transfer
@@ -71,12 +72,28 @@ class Retries:
             Timeout: there is no time left for another attempt.
             AxonError: what an attempt raised that is not to be repeated.
         """
+        with self._peers.waiting() as waiting:
+            return await self._attempts(do, connection, s, transfer, waiting, repeatable=repeatable, holder=holder)
+
+    async def _attempts(
+        self,
+        do: Callable[[Stub, Slice, Transfer], Awaitable[T]],
+        connection: int,
+        s: Slice,
+        transfer: Transfer,
+        waiting: Wait,
+        *,
+        repeatable: bool,
+        holder: int,
+    ) -> T:
+        """See `call`."""
         pause_s = _FIRST_PAUSE_S
         while True:
             s = self._holder(s, holder)
             if not self._peers.has(s.server) and not transfer.deadline.expired:
                 await self._peers.wait(transfer.deadline.remaining())
                 continue  # meanwhile another one may hold it
+            waiting.on(s.server)
             stub = await self._peers.stub(s.server, connection, transfer.deadline)
             try:
                 return await do(stub, s, transfer)

@@ -23,6 +23,7 @@ from typing import Final
 
 import numpy as np
 
+from axon_ps.aggregation.client.probes import Wait
 from axon_ps.errors import AxonError, Broken, InvalidRequest
 from axon_ps.observe.work import Work
 from axon_ps.rpc.stream import EOF
@@ -152,15 +153,16 @@ class Copying:
         return [s for s in self._engine.slices.values() if s.copying]
 
     async def _run(self) -> None:
-        while pending := self._pending():
-            for owned in pending:
-                if owned.copying and self._engine.slices.get(owned.number) is owned:
-                    await self._try(owned)
-            self._report_all()
+        with self._links.waiting() as waiting:
+            while pending := self._pending():
+                for owned in pending:
+                    if owned.copying and self._engine.slices.get(owned.number) is owned:
+                        await self._try(owned, waiting)
+                self._report_all()
 
-    async def _try(self, owned: OwnedSlice) -> None:
+    async def _try(self, owned: OwnedSlice, waiting: Wait) -> None:
         try:
-            await self._copy(owned)
+            await self._copy(owned, waiting)
         except Exception as error:
             unforeseen = not isinstance(error, AxonError)
             level = logging.ERROR if unforeseen else logging.INFO
@@ -184,10 +186,12 @@ class Copying:
         if still := [s.number for s, of in came if slices.get(s.number) is s and not s.copying and of == epoch]:
             self._report(tuple(still))
 
-    async def _copy(self, owned: OwnedSlice) -> None:
+    async def _copy(self, owned: OwnedSlice, waiting: Wait) -> None:
         engine, placement, epoch = self._engine, self._engine.placement, self._epoch()
         assert placement is not None
-        stub = await self._links.stub(placement.holders[owned.number].primary)
+        primary = placement.holders[owned.number].primary
+        waiting.on(primary)
+        stub = await self._links.stub(primary)
         request = shard_pb2.CopyRequest(
             context=self._links.context(self._model, placement.number),
             slice=owned.number,

@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Set
 from dataclasses import dataclass, field
 
+from axon_ps.aggregation.client.probes import Wait
 from axon_ps.compress import cast
 from axon_ps.errors import AxonError, Broken, GenerationChanged
 from axon_ps.host.host_peer import HostPeer
@@ -47,8 +48,12 @@ class _Sum:
 
 @dataclass
 class _Follower:
-    """One server: what is yet to be sent to it, the slices of which it follows us, and what sends."""
+    """One server: what is yet to be sent to it, the slices of which it follows us, and what sends.
 
+    It is waited for from a step's first sum until the step is decided: nothing else acknowledges what was sent.
+    """
+
+    waiting: Wait
     queue: deque[_Sum] = field(default_factory=deque)
     filled: asyncio.Event = field(default_factory=asyncio.Event)
     slices: frozenset[int] = frozenset()
@@ -94,7 +99,9 @@ class Forwarding:
         for rank in set(self._followers).difference(wanted):
             self._end(rank)
         for rank, numbers in wanted.items():
-            follower = self._followers.setdefault(rank, _Follower())
+            follower = self._followers.get(rank)
+            if follower is None:
+                follower = self._followers[rank] = _Follower(self._links.waiting())
             known, follower.slices = frozenset() if missed else follower.slices, frozenset(numbers)
             for item in self._complete(numbers - known):
                 self._put(rank, item)
@@ -121,6 +128,8 @@ class Forwarding:
 
     def settled(self) -> None:
         """A step is decided: its sums are about to be used or dropped."""
+        for follower in self._followers.values():
+            follower.waiting.end()
         self._leases.revoke()
 
     # ------------------------------------------------------------------ inside
@@ -128,14 +137,16 @@ class Forwarding:
     def _put(self, rank: int, item: _Sum) -> None:
         follower = self._followers[rank]
         follower.queue.append(item)
+        follower.waiting.on(rank)
         follower.filled.set()
         if follower.task is None:
             follower.task = asyncio.get_running_loop().create_task(self._run(rank, follower))
 
     def _end(self, rank: int) -> None:
-        task = self._followers.pop(rank).task
-        if task is not None:
-            task.cancel()
+        follower = self._followers.pop(rank)
+        follower.waiting.end()
+        if follower.task is not None:
+            follower.task.cancel()
 
     def _complete(self, numbers: Set[int]) -> Iterator[_Sum]:
         """What is summed of those slices that are still here."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from axon_ps.aggregation.client.peers import Peers
+from axon_ps.aggregation.client.probes import Wait
+from axon_ps.coordinator.client.reach_report import ReachReport
 from axon_ps.host.host_peer import HostPeer
 from axon_ps.rpc.deadlines import Deadline
 from axon_ps.rpc.security import Security
@@ -28,6 +30,14 @@ class Links:
         self._job = job
         self._incarnation = incarnation
         self._generation, self._state_id = 0, ""
+
+    def probe(self, report: ReachReport) -> None:
+        """Have the other servers asked whether they answer: each once, and those that something waits for."""
+        self._peers.probe(report, lambda: self.context(0), everybody=True)
+
+    def waiting(self) -> Wait:
+        """A call that is about to wait for other servers; use it as a context."""
+        return self._peers.waiting()
 
     def set_members(self, membership: Membership) -> None:
         """Set the current members."""

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from axon_ps.aggregation.client.probes import ECHO_BYTES
 from axon_ps.aggregation.server import servicer
 from axon_ps.aggregation.server.shell import check_job
 from axon_ps.compress import cast
@@ -293,6 +294,14 @@ class ShardServicer:
         """Where a worker or server of this host connects to, so that memory can be shared."""
         member = await self._shell.fence_member(request.context)
         return self._shell.same_host.handshake(member.id)
+
+    async def echo(self, context: ServerStream) -> None:
+        """Messages that are sent back as they came, whatever this server is busy with."""
+        while (request := await self._idle.next(context.read())) is not EOF:
+            check_job(request.context, self._shell.job)
+            if len(request.payload) > ECHO_BYTES:
+                raise InvalidRequest(f"{len(request.payload)} bytes are to be sent back; at most {ECHO_BYTES} are")
+            await context.write(request)
 
     async def stats(self, request: shard_pb2.StatsRequest, context: Any) -> shard_pb2.StatsReply:
         """Counters of this server. An operator may ask, who is no worker."""

@@ -153,7 +153,7 @@ class CopyFrom(_message.Message):
     def __init__(self, source: _Optional[int] = ..., weight: _Optional[float] = ..., version: _Optional[int] = ...) -> None: ...
 
 class Heartbeat(_message.Message):
-    __slots__ = ("metrics", "logs", "logs_dropped")
+    __slots__ = ("metrics", "logs", "logs_dropped", "reach")
     class MetricsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -164,7 +164,17 @@ class Heartbeat(_message.Message):
     METRICS_FIELD_NUMBER: _ClassVar[int]
     LOGS_FIELD_NUMBER: _ClassVar[int]
     LOGS_DROPPED_FIELD_NUMBER: _ClassVar[int]
+    REACH_FIELD_NUMBER: _ClassVar[int]
     metrics: _containers.ScalarMap[str, float]
     logs: _containers.RepeatedCompositeFieldContainer[_logs_pb2.LogRecord]
     logs_dropped: int
-    def __init__(self, metrics: _Optional[_Mapping[str, float]] = ..., logs: _Optional[_Iterable[_Union[_logs_pb2.LogRecord, _Mapping]]] = ..., logs_dropped: _Optional[int] = ...) -> None: ...
+    reach: Reach
+    def __init__(self, metrics: _Optional[_Mapping[str, float]] = ..., logs: _Optional[_Iterable[_Union[_logs_pb2.LogRecord, _Mapping]]] = ..., logs_dropped: _Optional[int] = ..., reach: _Optional[_Union[Reach, _Mapping]] = ...) -> None: ...
+
+class Reach(_message.Message):
+    __slots__ = ("unreachable", "reached")
+    UNREACHABLE_FIELD_NUMBER: _ClassVar[int]
+    REACHED_FIELD_NUMBER: _ClassVar[int]
+    unreachable: _containers.RepeatedScalarFieldContainer[str]
+    reached: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, unreachable: _Optional[_Iterable[str]] = ..., reached: _Optional[_Iterable[str]] = ...) -> None: ...

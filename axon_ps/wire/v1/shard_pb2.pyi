@@ -140,6 +140,14 @@ class HandshakeReply(_message.Message):
     nonce: bytes
     def __init__(self, socket: _Optional[str] = ..., nonce: _Optional[bytes] = ...) -> None: ...
 
+class EchoMessage(_message.Message):
+    __slots__ = ("context", "payload")
+    CONTEXT_FIELD_NUMBER: _ClassVar[int]
+    PAYLOAD_FIELD_NUMBER: _ClassVar[int]
+    context: _common_pb2.CallContext
+    payload: bytes
+    def __init__(self, context: _Optional[_Union[_common_pb2.CallContext, _Mapping]] = ..., payload: _Optional[bytes] = ...) -> None: ...
+
 class StatsRequest(_message.Message):
     __slots__ = ("context",)
     CONTEXT_FIELD_NUMBER: _ClassVar[int]

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from axon_ps.aggregation.client.probes import Wait, Waits
 from axon_ps.compress import Compressor, Int4, Int8, TopK
 from axon_ps.errors import Broken, InvalidRequest, SliceMoved, StepAborted
 from axon_ps.optim import names
@@ -553,6 +554,9 @@ def test_a_server_whose_slices_have_left_forwards_none_of_them_after_a_broken_st
 
         def forget(self, rank: int) -> None:
             assert rank == 1
+
+        def waiting(self) -> Wait:
+            return Waits().begin()
 
         async def peer(self, *_: object) -> None:
             return None

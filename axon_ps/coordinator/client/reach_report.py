@@ -1,0 +1,60 @@
+"""What a member reports of whom it reaches, as its probes find it: see `coordinator.core.connectivity.reachability`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+
+from axon_ps.coordinator.core.events import Reach
+
+
+class ReachReport:
+    """The newest findings of a process's probes. One event loop.
+
+    Args:
+        lease_s: returns how long the coordinator tolerates silence.
+
+    Attributes:
+        changed: called when there is something to be said.
+    """
+
+    def __init__(self, lease_s: Callable[[], float]) -> None:
+        self.lease_s = lease_s
+        self.changed: Callable[[], object] = lambda: None
+        self._unreachable: dict[str, set[object]] = {}  # by incarnation, the probes that say so
+        self._reached: set[str] = set()
+        self._told: set[str] = set()  # of these, on the present stream
+
+    def found(self, incarnation: str, by: object, *, reached: bool) -> None:
+        """Some probes have reached a member, or could not for long."""
+        before = incarnation in self._unreachable, incarnation in self._reached
+        if reached:
+            self._reached.add(incarnation)
+            self._forget(incarnation, by)
+        else:
+            self._unreachable.setdefault(incarnation, set()).add(by)
+        if before != (incarnation in self._unreachable, incarnation in self._reached):
+            self.changed()
+
+    def retain(self, present: Collection[str], by: object) -> None:
+        """Others are no members any more: some probes look for them no more."""
+        for incarnation in list(self._unreachable):
+            if incarnation not in present:
+                self._forget(incarnation, by)
+        self._reached.intersection_update(present)
+
+    def begin(self) -> Reach:
+        """What is said first on a new stream."""
+        self._told.clear()
+        return self.take()
+
+    def take(self) -> Reach:
+        """All members that cannot be reached now, and those that were reached and have not been named yet."""
+        new = self._reached - self._told
+        self._told |= new
+        return Reach(unreachable=frozenset(self._unreachable), reached=frozenset(new))
+
+    def _forget(self, incarnation: str, by: object) -> None:
+        finders = self._unreachable.get(incarnation, set())
+        finders.discard(by)
+        if not finders:
+            self._unreachable.pop(incarnation, None)
