@@ -7,7 +7,6 @@ byte to its last, nothing else than TCP carries anything, and what must not be r
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import json
 import pickle
 import re
@@ -22,6 +21,7 @@ import pytest
 
 from command_line import AXON_PS, environment
 from deadlines import HANG_S
+from namespaces import network_of
 from packet_capture import frames, is_tls, tcp_streams
 
 HERE = Path(__file__).parent
@@ -58,20 +58,6 @@ with axon_ps.World.init(timeout_s=120, join_timeout_s=120) as world:
 PICKLE = re.compile(
     rb"\x80[\x02-\x05](?:\x95..\x00{6}|c[a-z_.]+\n)|cnumpy[a-z._]*\n|cbuiltins\n|c__builtin__\n", re.DOTALL
 )
-
-
-def network_of(*hosts: str) -> Any:
-    """The benchmarks' network of namespaces."""
-    path = HERE.parents[1] / "benchmarks" / "netns.py"
-    spec = importlib.util.spec_from_file_location("netns", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    try:
-        return module.Network(list(hosts)).__enter__()
-    except module.NetworkUnavailable as error:
-        pytest.skip(f"network namespaces cannot be made here: {error}")
 
 
 def listening(network: Any, host: str) -> set[tuple[str, int]]:

@@ -25,6 +25,7 @@ class Kind(Enum):
     DELAY = "delay"  # everything arrives so much later for a while
     SLOW_LINK = "slow_link"  # so many bytes a second, in each direction of a connection, for a while
     PARTITION = "partition"  # some members cannot reach the others for a while
+    CUT = "cut"  # two members cannot reach each other for a while, though all others reach both
     FULL_DISK = "full_disk"  # the disk of the coordinator's state, or of the checkpoints, is full for a while
     CLOCK_JUMP = "clock_jump"  # a process's wall clock jumps, and back when the fault is over
     BIT_FLIP = "bit_flip"  # a bit in a shard server's memory
@@ -41,6 +42,7 @@ ROLES: Final = ("coordinator", "shard", "worker")
 
 POSSIBLE: Final[Mapping[Kind, tuple[str, ...]]] = dict.fromkeys(Kind, ROLES) | {
     Kind.PARTITION: ("shard", "worker"),
+    Kind.CUT: ("shard", "worker"),
     Kind.FULL_DISK: ("coordinator", "shard"),
     Kind.BIT_FLIP: ("shard",),
     Kind.TRUNCATED_FILE: ("coordinator", "shard"),
@@ -56,7 +58,8 @@ FROM_OUTSIDE: Final = (Kind.KILL, Kind.FREEZE, Kind.TRUNCATED_FILE)
 """The kinds that a job can be struck with that somebody else has started."""
 
 LASTING: Final = (
-    Kind.FREEZE, Kind.BLACK_HOLE, Kind.DELAY, Kind.SLOW_LINK, Kind.PARTITION, Kind.FULL_DISK, Kind.OLDER_STATE,
+    Kind.FREEZE, Kind.BLACK_HOLE, Kind.DELAY, Kind.SLOW_LINK, Kind.PARTITION, Kind.CUT, Kind.FULL_DISK,
+    Kind.OLDER_STATE,
 )  # fmt: skip
 
 END_THE_COORDINATOR: Final = (Kind.KILL_TOGETHER, Kind.FAILING_DISK, Kind.OLDER_STATE, Kind.TRUNCATED_JOURNAL)

@@ -56,6 +56,7 @@ _DISTURBANCES: Final = {
     Kind.DELAY: proxies.Kind.DELAY,
     Kind.SLOW_LINK: proxies.Kind.SLOW,
     Kind.PARTITION: proxies.Kind.BLACK_HOLE,
+    Kind.CUT: proxies.Kind.BLACK_HOLE,
 }
 
 
@@ -373,6 +374,8 @@ class EmbeddedJob:
         what = Disturbance(kind=_DISTURBANCES[fault.kind], seconds=fault.seconds)
         if fault.kind is Kind.PARTITION:
             self._cluster.partition(what, [self._process(role, index) for role, index in fault.side])
+        elif fault.kind is Kind.CUT:
+            self._cluster.cut(what, process, self._process(*fault.side[0]))
         elif fault.kind is Kind.SLOW_LINK:
             self._cluster.disturb(dataclasses.replace(what, bytes_per_s=fault.amount), process)
         else:

@@ -8,7 +8,7 @@ from typing import Final
 
 from axon_ps.testing.chaos.campaign import END_THE_COORDINATOR, LASTING, Campaign, Embedded, Job, Kind, KindOptions
 
-OUTAGES: Final = (Kind.FREEZE, Kind.BLACK_HOLE, Kind.PARTITION)
+OUTAGES: Final = (Kind.FREEZE, Kind.BLACK_HOLE, Kind.PARTITION, Kind.CUT)
 """A worker that is struck by one of these for longer than its lease is a member no more."""
 
 MOMENTS: Final = ("GATHER", "FORWARD", "BACKWARD", "PUSH", "VOTE", "BETWEEN_STEPS", "DECISION")
@@ -31,7 +31,7 @@ class Fault:
         index: to which of them.
         seconds: how long it lasts; 0 = it is done at once.
         amount: clock_jump: seconds; slow_link: bytes a second.
-        side: partition: the members that cannot reach the others.
+        side: partition: the members that cannot reach the others; cut: the other of the two.
         moment: the moment of a step at which it strikes; empty = after `after_s`.
         after_s: how long after the quiet that the job is left in.
         seed: for what is chosen when it strikes.
@@ -79,6 +79,8 @@ def _fault(campaign: Campaign, number: int, chance: random.Random) -> Fault:
     side: tuple[Place, ...] = ()
     if kind is Kind.PARTITION and isinstance(target, Embedded):
         side = _side(target, (role, index), chance, spares=spares)
+    if kind is Kind.CUT and isinstance(target, Embedded):
+        side = (_other(target, (role, index), chance),)
     return Fault(
         number=number,
         kind=kind,
@@ -113,3 +115,9 @@ def _side(target: Embedded, first: Place, chance: random.Random, *, spares: bool
         members += [("shard", chance.randrange(target.shards))]
     others = [member for member in members if member != first and chance.random() < 0.5]
     return tuple(sorted({first, *others}))
+
+
+def _other(target: Embedded, first: Place, chance: random.Random) -> Place:
+    """A shard server that a member cannot reach; a worker, if there is no other."""
+    others = [("shard", index) for index in range(target.shards) if ("shard", index) != first]
+    return chance.choice(others or [("worker", index) for index in range(target.workers)])

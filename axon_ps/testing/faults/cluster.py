@@ -202,6 +202,12 @@ class FaultyCluster(LocalCluster):
             for proxy in self._proxies_of(service):
                 proxy.disturb(what, outside if service.pid in inside else inside)
 
+    def cut(self, what: Disturbance, one: Child, other: Child) -> None:
+        """Disturb all connections between two processes, in both directions."""
+        for server, client in ((one, other), (other, one)):
+            for proxy in self._proxies_of(server):
+                proxy.disturb(what, {client.pid})
+
     @property
     def operator_address(self) -> str:
         """Where the coordinator listens, without its proxy: an operator has another network."""

@@ -71,6 +71,13 @@ def test_the_smaller_side_of_a_partition_has_no_two_copies() -> None:
     assert max(len(side) for side in sides) > 1
 
 
+def test_a_cut_is_between_a_member_and_another_shard_server() -> None:
+    for fault in planned(campaign("[kinds.cut]", "faults = 500")):
+        ((role, index),) = fault.side
+        assert role == "shard"
+        assert (role, index) != (fault.role, fault.index)
+
+
 def test_what_a_fault_is_called() -> None:
     fault = planned(campaign("[kinds.slow_link]\nseconds = 2\nroles = ['shard']", "moments = 0"))[0]
     assert fault.name == f"slow link of 1 MB/s of shard {fault.index} for 2 s"
