@@ -16,6 +16,7 @@ from axon_ps.coordinator.core.events import (
     JoinRequest,
     KnownNames,
     ModelStatus,
+    Reach,
     Ready,
     RestoreOrder,
     SnapshotFile,
@@ -77,6 +78,18 @@ def test_events(event: Any) -> None:
 
 def test_an_event_of_a_newer_protocol_is_nothing() -> None:
     assert m.event_from_proto(session_pb2.SessionEvent()) is None
+
+
+def test_whom_a_member_reaches_goes_there_and_back() -> None:
+    reach = Reach(unreachable=frozenset({"a" * 32}), reached=frozenset({"b" * 32, "c" * 32}))
+    assert m.reach_from_proto(m.reach_to_proto(reach)) == reach
+    request = JoinRequest(job="j", incarnation="c" * 32, node="n", reach=reach)
+    assert m.join_from_proto(m.join_to_proto(request, Role.WORKER).join) == (Role.WORKER, request)
+    assert m.join_from_proto(session_pb2.Join(job="j", role=1, incarnation="c" * 32, node="n"))[1].reach is None
+    with pytest.raises(InvalidRequest, match="is not 32 hex digits"):
+        m.reach_from_proto(membership_pb2.Reach(unreachable=["nobody"]))
+    with pytest.raises(InvalidRequest, match="a member names 40000 others"):
+        m.reach_from_proto(membership_pb2.Reach(reached=["a" * 32] * 40_000))
 
 
 def test_what_goes_up() -> None:
