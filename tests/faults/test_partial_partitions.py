@@ -59,7 +59,7 @@ class Hosts:
         self._network, self._directory, self._stack = network, directory, stack
         self._coordinator = f"{network.address('coordinator')}:{PORT}"
         (directory / "train.py").write_text(SCRIPT)
-        of_coordinator = ["--world-size", str(WORKERS), "--min-workers", "1", "--num-shards", str(SHARDS)]
+        of_coordinator = ["--world-size", str(WORKERS), "--min-workers", "1", "--shards", str(SHARDS)]
         self._start("coordinator", "coordinator", "--port", PORT, "--lease-s", LEASE_S, *of_coordinator)
         for host in network.hosts[1:]:
             if host.startswith("shard"):
@@ -136,7 +136,7 @@ class Hosts:
         status = self.status()
         if status is None or not status["models"]:
             return False
-        there = len(status["workers"]), len(status["shards"])
+        there = tuple(len(status["membership"][role]) for role in ("workers", "shards"))
         return there == (WORKERS, SHARDS) and not any(model["lacking"] for model in status["models"])
 
     def end(self) -> None:

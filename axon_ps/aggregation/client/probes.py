@@ -28,6 +28,9 @@ PATIENCE: Final = 1 / 6
 AGAIN: Final = 1 / 3
 """A server that has answered is asked again after so much of a lease; one that has not for so long is reported."""
 
+LEAST_S: Final = 1.0
+"""However short leases are, a server has so long to answer: it takes several turns of two event loops."""
+
 TURNS: Final = 4
 """In so many parts that time passes: a process that was stopped meanwhile reads what has come before it complains."""
 
@@ -143,8 +146,9 @@ class Probes:
         """Ask one server until it answers, and report it once it has not for long."""
         asked = asyncio.ensure_future(self._until_answered(rank))
         try:
+            patience_s = max(AGAIN * self._report.lease_s(), LEAST_S)
             for _ in range(TURNS):
-                await asyncio.wait([asked], timeout=AGAIN * self._report.lease_s() / TURNS)
+                await asyncio.wait([asked], timeout=patience_s / TURNS)
             if not asked.done():
                 self._report.found(incarnation, self, reached=False)
             await asked

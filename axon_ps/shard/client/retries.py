@@ -13,7 +13,6 @@ from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 from axon_ps.aggregation.client.peers import Peers
-from axon_ps.aggregation.client.probes import Wait
 from axon_ps.errors import Broken, Closed, GenerationChanged, SliceMoved, StepAborted, Timeout
 from axon_ps.rpc.service import Stub
 from axon_ps.shard.client.transfers import Transfer
@@ -72,43 +71,29 @@ class Retries:
             Timeout: there is no time left for another attempt.
             AxonError: what an attempt raised that is not to be repeated.
         """
-        with self._peers.waiting() as waiting:
-            return await self._attempts(do, connection, s, transfer, waiting, repeatable=repeatable, holder=holder)
-
-    async def _attempts(
-        self,
-        do: Callable[[Stub, Slice, Transfer], Awaitable[T]],
-        connection: int,
-        s: Slice,
-        transfer: Transfer,
-        waiting: Wait,
-        *,
-        repeatable: bool,
-        holder: int,
-    ) -> T:
-        """See `call`."""
         pause_s = _FIRST_PAUSE_S
-        while True:
-            s = self._holder(s, holder)
-            if not self._peers.has(s.server) and not transfer.deadline.expired:
-                await self._peers.wait(transfer.deadline.remaining())
-                continue  # meanwhile another one may hold it
-            waiting.on(s.server)
-            stub = await self._peers.stub(s.server, connection, transfer.deadline)
-            try:
-                return await do(stub, s, transfer)
-            except (Broken, Closed, GenerationChanged, SliceMoved) as error:
-                elsewhere = isinstance(error, (GenerationChanged, SliceMoved))
-                if elsewhere and not repeatable:
-                    if isinstance(error, SliceMoved):  # the members have changed, which we are about to learn
-                        raise StepAborted(f"the step is lost: {error}") from error
-                    raise
-                if transfer.deadline.remaining() <= pause_s:
-                    what = f"gave up after {transfer.deadline.timeout_s:g} s; the last attempt failed: {error}"
-                    raise Timeout(what) from error
-            self.count += 1
-            await self._peers.wait(pause_s)
-            if not elsewhere:
-                self._same_host.forget(s.server)
-                transfer = dataclasses.replace(transfer, socket_only=True, resume=not repeatable)
-            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+        with self._peers.waiting() as waiting:
+            while True:
+                s = self._holder(s, holder)
+                if not self._peers.has(s.server) and not transfer.deadline.expired:
+                    await self._peers.wait(transfer.deadline.remaining())
+                    continue  # meanwhile another one may hold it
+                waiting.on(s.server)
+                stub = await self._peers.stub(s.server, connection, transfer.deadline)
+                try:
+                    return await do(stub, s, transfer)
+                except (Broken, Closed, GenerationChanged, SliceMoved) as error:
+                    elsewhere = isinstance(error, (GenerationChanged, SliceMoved))
+                    if elsewhere and not repeatable:
+                        if isinstance(error, SliceMoved):  # the members have changed, which we are about to learn
+                            raise StepAborted(f"the step is lost: {error}") from error
+                        raise
+                    if transfer.deadline.remaining() <= pause_s:
+                        what = f"gave up after {transfer.deadline.timeout_s:g} s; the last attempt failed: {error}"
+                        raise Timeout(what) from error
+                self.count += 1
+                await self._peers.wait(pause_s)
+                if not elsewhere:
+                    self._same_host.forget(s.server)
+                    transfer = dataclasses.replace(transfer, socket_only=True, resume=not repeatable)
+                pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)

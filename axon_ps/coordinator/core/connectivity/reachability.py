@@ -37,6 +37,9 @@ from axon_ps.types import Role
 WINDOW: Final = 1 / 3
 """For so much of a lease a report stands before somebody goes."""
 
+LEAST_WINDOW_S: Final = 0.5
+"""However short leases are, it stands for so long."""
+
 RECHECK_S: Final = 1.0
 """How often it is looked again whether one of two may go."""
 
@@ -255,7 +258,7 @@ class Reachability:
         heard = named.deadline - self._lease_s
         if math.isinf(report.heard) and heard > report.since and named.session is not None:
             report.heard = heard
-        window_s = WINDOW * self._lease_s
+        window_s = max(WINDOW * self._lease_s, LEAST_WINDOW_S)
         return max(report.since + window_s, report.heard + window_s / 2)
 
     def _why_not(self, entry: RosterEntry, cuts: Collection[Cut]) -> str:
