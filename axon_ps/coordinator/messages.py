@@ -16,6 +16,7 @@ from axon_ps.coordinator.core.events import (
     MAX_BLOCKS,
     CheckpointReply,
     CheckpointStatus,
+    Connectivity,
     Copied,
     Corrupted,
     JobPhase,
@@ -26,7 +27,6 @@ from axon_ps.coordinator.core.events import (
     ModelPosition,
     ModelStatus,
     Position,
-    Reach,
     Ready,
     RestoreOrder,
     RevokedNames,
@@ -116,7 +116,7 @@ def join_to_proto(request: JoinRequest, role: Role) -> session_pb2.SessionReques
             differences=True,
             position=_position_to_proto(request.position),
             build=_build_to_proto(request.build),
-            reach=None if request.reach is None else reach_to_proto(request.reach),
+            connectivity=None if request.connectivity is None else connectivity_to_proto(request.connectivity),
         )
     )
 
@@ -143,16 +143,18 @@ def join_from_proto(message: session_pb2.Join) -> tuple[Role, JoinRequest]:
         state_id=codec.name_from_proto(message.state_id, "the state's id", empty=True),
         position=_position_from_proto(message.position),
         build=_build_from_proto(message.build),
-        reach=reach_from_proto(message.reach) if message.HasField("reach") else None,
+        connectivity=connectivity_from_proto(message.connectivity) if message.HasField("connectivity") else None,
     )
 
 
-def reach_to_proto(reach: Reach) -> membership_pb2.Reach:
+def connectivity_to_proto(connectivity: Connectivity) -> membership_pb2.Connectivity:
     """What a member says of whom it reaches."""
-    return membership_pb2.Reach(unreachable=sorted(reach.unreachable), reached=sorted(reach.reached))
+    return membership_pb2.Connectivity(
+        unreachable=sorted(connectivity.unreachable), reached=sorted(connectivity.reached)
+    )
 
 
-def reach_from_proto(message: membership_pb2.Reach) -> Reach:
+def connectivity_from_proto(message: membership_pb2.Connectivity) -> Connectivity:
     """Likewise.
 
     Raises:
@@ -160,7 +162,7 @@ def reach_from_proto(message: membership_pb2.Reach) -> Reach:
     """
     if (named := len(message.unreachable) + len(message.reached)) > 2 * MAX_MEMBERS:
         raise InvalidRequest(f"a member names {named} others; a job has at most {MAX_MEMBERS} of each role")
-    return Reach(
+    return Connectivity(
         unreachable=frozenset(map(incarnation_from_proto, message.unreachable)),
         reached=frozenset(map(incarnation_from_proto, message.reached)),
     )

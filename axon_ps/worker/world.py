@@ -100,8 +100,8 @@ class World:
             on_event=partial(_on_event, weakref.ref(self)),
         )
         self._collectives = CollectiveClient(config.security, coordinator.context)
-        self._shards.probe(coordinator.reach, coordinator.context)
-        self._collectives.probe(coordinator.reach)
+        self._shards.probe(coordinator.connectivity, coordinator.context)
+        self._collectives.probe(coordinator.connectivity)
         self.view = JobView(lambda: coordinator.incarnation, timeout_s)  # not `self`: no reference cycle
         self.models = Models(loop, coordinator, self._shards, self.view)
         coordinator.measure = partial(_measures, weakref.ref(self.models))

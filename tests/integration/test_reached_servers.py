@@ -8,8 +8,8 @@ import pytest
 
 from axon_ps.aggregation.client import probes
 from axon_ps.aggregation.client.probes import ECHO_BYTES
-from axon_ps.coordinator.client.reach_report import ReachReport
-from axon_ps.coordinator.core.events import Reach
+from axon_ps.coordinator.client.connectivity_report import ConnectivityReport
+from axon_ps.coordinator.core.events import Connectivity
 from axon_ps.errors import AxonError, InvalidRequest, PermissionDenied
 from axon_ps.rpc.service import ServerStream
 from axon_ps.shard.server.servicer import ShardServicer
@@ -56,13 +56,13 @@ class Said:
     """What a worker that waits for a server finds."""
 
     def __init__(self, j: Job) -> None:
-        self.report = ReachReport(lambda: LEASE_S)
-        self._news: asyncio.Queue[Reach] = asyncio.Queue()
+        self.report = ConnectivityReport(lambda: LEASE_S)
+        self._news: asyncio.Queue[Connectivity] = asyncio.Queue()
         self.report.changed = lambda: self._news.put_nowait(self.report.take())
         j.groups[0].probe(self.report, j.context())
         j.groups[0].set_members(j.membership)
 
-    async def next(self) -> Reach:
+    async def next(self) -> Connectivity:
         return await asyncio.wait_for(self._news.get(), HANG_S)
 
 
@@ -82,7 +82,7 @@ def test_a_worker_that_waits_for_a_server_asks_it(monkeypatch: pytest.MonkeyPatc
         async with job(SPEC) as j:
             said, server = Said(j), j.membership.shards[0].incarnation
             waiting = asyncio.create_task(j.gather(0, 0, min_version=1))
-            assert await said.next() == Reach(reached=frozenset({server})), "it is slow, and answers"
+            assert await said.next() == Connectivity(reached=frozenset({server})), "it is slow, and answers"
             monkeypatch.setattr(probes, "LEAST_S", 0.1)
             through.clear()
             while server not in (await said.next()).unreachable:

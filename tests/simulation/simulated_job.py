@@ -210,8 +210,8 @@ class Worker:
             reconnect_timeout_s=TIMEOUT_S,
         )
         self._collective_client = CollectiveClient(Security(), self.client.context)
-        self._shards.probe(self.client.reach, self.client.context)
-        self._collective_client.probe(self.client.reach)
+        self._shards.probe(self.client.connectivity, self.client.context)
+        self._collective_client.probe(self.client.connectivity)
         self._collectives = Collectives(self._collective_client, lambda: job.may_fail)
         self.view = JobView(lambda: self.client.incarnation, TIMEOUT_S)
         none: Any = None  # the loop of threads that call it

@@ -27,7 +27,7 @@ from axon_ps.aggregation.client.peers import MakeContext, Peers
 from axon_ps.aggregation.client.send_window import SendWindow
 from axon_ps.aggregation.core.mailbox import EAGER_BYTES
 from axon_ps.aggregation.core.stripes import StripePlan, StripeSegment, home_of, owners_of, segments_of, stripes_of
-from axon_ps.coordinator.client.reach_report import ReachReport
+from axon_ps.coordinator.client.connectivity_report import ConnectivityReport
 from axon_ps.errors import AxonError, Broken, Closed, Disagreement, InternalError, InvalidRequest, Timeout
 from axon_ps.host.malloc import retain_message_memory
 from axon_ps.reduction.call import Call, Operation
@@ -116,7 +116,7 @@ class CollectiveClient:
         self._giving_up: set[asyncio.Task[None]] = set()
         self.counters: Counter[str] = Counter(dict.fromkeys(COUNTERS, 0))
 
-    def probe(self, report: ReachReport) -> None:
+    def probe(self, report: ConnectivityReport) -> None:
         """Have servers that are waited for asked whether they answer, and reported if they do not."""
         self._peers.probe(report, self._context)
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from functools import partial
 
 from axon_ps.aggregation.client.probes import ECHO_BYTES, Probes, Wait, Waits
-from axon_ps.coordinator.client.reach_report import ReachReport
+from axon_ps.coordinator.client.connectivity_report import ConnectivityReport
 from axon_ps.errors import Broken, Closed, Timeout
 from axon_ps.rpc.auth.identity import Principal
 from axon_ps.rpc.bulk.client import BULK, bulk_client
@@ -48,7 +48,7 @@ class Peers:
         self._waits = Waits()
         self._probes: Probes | None = None
 
-    def probe(self, report: ReachReport, context: MakeContext, *, everybody: bool = False) -> None:
+    def probe(self, report: ConnectivityReport, context: MakeContext, *, everybody: bool = False) -> None:
         """Have servers asked whether they answer, and reported if they do not; before there are members.
 
         Args:

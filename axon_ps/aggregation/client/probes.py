@@ -3,8 +3,8 @@
 A wait may last long for good reasons: others are slow, or a unit is large. Nothing about a call says whether the
 network still carries it, and a connection on which small packets pass looks well. So a server that something has waited
 for as long as `PATIENCE` of a lease is sent `ECHO_BYTES`, more than any packet holds, over a new connection of the kind
-that carries bulk data. One that does not send them back is reported (`ReachReport`), and asked again until it does. A
-server that refuses has answered.
+that carries bulk data. One that does not send them back is reported (`ConnectivityReport`), and asked again until it
+does. A server that refuses has answered.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections import defaultdict
 from collections.abc import Awaitable, Callable
 from typing import Final
 
-from axon_ps.coordinator.client.reach_report import ReachReport
+from axon_ps.coordinator.client.connectivity_report import ConnectivityReport
 from axon_ps.errors import AxonError, Broken, Closed
 from axon_ps.types import Membership
 
@@ -92,7 +92,13 @@ class Probes:
     """
 
     def __init__(
-        self, report: ReachReport, waits: Waits, echo: Callable[[int], Awaitable[None]], me: str, *, everybody: bool
+        self,
+        report: ConnectivityReport,
+        waits: Waits,
+        echo: Callable[[int], Awaitable[None]],
+        me: str,
+        *,
+        everybody: bool,
     ) -> None:
         self._report = report
         self._waits = waits

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Final
 
-from axon_ps.coordinator.core.events import Reach
-from axon_ps.coordinator.messages import logged_to_proto, reach_to_proto
+from axon_ps.coordinator.core.events import Connectivity
+from axon_ps.coordinator.messages import connectivity_to_proto, logged_to_proto
 from axon_ps.observe.log_buffer import LogBuffer
 from axon_ps.wire.v1 import membership_pb2, session_pb2
 
@@ -20,14 +20,14 @@ _logger = logging.getLogger(__name__)
 
 
 def heartbeat(
-    measure: Callable[[], Mapping[str, float]], log: LogBuffer | None, reach: Reach | None = None
+    measure: Callable[[], Mapping[str, float]], log: LogBuffer | None, connectivity: Connectivity | None = None
 ) -> session_pb2.SessionRequest:
     """A heartbeat.
 
     Args:
         measure: returns what the member measures, by name.
         log: what its process logs; None = another member of the process sends it.
-        reach: whom it reaches; None = it does not say.
+        connectivity: whom it reaches; None = it does not say.
     """
     try:
         measured = dict(measure())
@@ -39,7 +39,7 @@ def heartbeat(
         metrics=measured,
         logs=logged_to_proto(records),
         logs_dropped=dropped,
-        reach=None if reach is None else reach_to_proto(reach),
+        connectivity=None if connectivity is None else connectivity_to_proto(connectivity),
     )
     return session_pb2.SessionRequest(heartbeat=beat)
 

@@ -24,10 +24,10 @@ from typing import Any, Final
 from axon_ps.coordinator import build
 from axon_ps.coordinator.client.addresses import Addresses, Place
 from axon_ps.coordinator.client.calls import Calls
+from axon_ps.coordinator.client.connectivity_report import ConnectivityReport
 from axon_ps.coordinator.client.delivery import Delivery
 from axon_ps.coordinator.client.heartbeat import Punctuality, heartbeat
 from axon_ps.coordinator.client.operator import SERVICE, OperatorClient
-from axon_ps.coordinator.client.reach_report import ReachReport
 from axon_ps.coordinator.client.succession import successor
 from axon_ps.coordinator.core.events import (
     CheckpointReply,
@@ -165,7 +165,7 @@ class CoordinatorClient(Calls):
         log: what this process logs, which they carry, too; None = another one of this process sends it.
         memory: shard server: returns the memory that it has for parameters; None = it does not say.
         state_id: id of the job's durable state, the same for all members; empty before the first Welcome.
-        reach: gets what probes find; the coordinator is told of it.
+        connectivity: gets what probes find; the coordinator is told of it.
         tracer: this member's spans; those that the coordinator orders are sent to it.
         revocations: what the servers of this process refuse: gets what the job has revoked.
     """
@@ -200,8 +200,8 @@ class CoordinatorClient(Calls):
         self.measure: Callable[[], Mapping[str, float]] = dict
         self.log: LogBuffer | None = None
         self.memory: Callable[[], ServerMemory | None] = lambda: None
-        self.reach = ReachReport(lambda: self.lease_s)
-        self.reach.changed = lambda: self._send(heartbeat(self.measure, self.log, self.reach.take()))
+        self.connectivity = ConnectivityReport(lambda: self.lease_s)
+        self.connectivity.changed = lambda: self._send(heartbeat(self.measure, self.log, self.connectivity.take()))
         self.tracer = Tracer()
         self.state_id, self.revocations = "", auth.Revocations()
         self._listen_address = listen_address
@@ -477,7 +477,7 @@ class CoordinatorClient(Calls):
                     sent_s = -math.inf
                 if time.monotonic() - sent_s >= pause_s:
                     sent_s = time.monotonic()
-                    await stream.write(heartbeat(self.measure, self.log, self.reach.take()))
+                    await stream.write(heartbeat(self.measure, self.log, self.connectivity.take()))
                     punctuality.sent()
 
     async def _receive(self, event: ServerEvent) -> None:
@@ -619,7 +619,7 @@ def _join_request(client: CoordinatorClient) -> JoinRequest:
         memory=client.memory(),
         state_id=client.state_id,
         position=client._delivery.position,
-        reach=client.reach.begin(),
+        connectivity=client.connectivity.begin(),
     )
 
 

@@ -240,7 +240,7 @@ class Position:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Reach:
+class Connectivity:
     """What a member says of whom it reaches, by incarnation; see `core.connectivity.reachability`.
 
     Attributes:
@@ -271,7 +271,7 @@ class JoinRequest:
         build: which axon_ps it is.
         credentials: ids of the certificate and token that it has shown; by one of these it would be revoked.
         makes_itself: whether it holds the job's secret, and so can make itself other credentials.
-        reach: whom it reaches; None = it never says.
+        connectivity: whom it reaches; None = it never says.
     """
 
     job: str
@@ -288,7 +288,7 @@ class JoinRequest:
     build: Build = field(default_factory=ours)
     credentials: tuple[str, ...] = ()
     makes_itself: bool = False
-    reach: Reach | None = None
+    connectivity: Connectivity | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

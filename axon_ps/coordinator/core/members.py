@@ -32,7 +32,7 @@ from axon_ps.coordinator.core.barriers import Barriers
 from axon_ps.coordinator.core.checkpoints.snapshots import Snapshots
 from axon_ps.coordinator.core.config import CoordinatorConfig
 from axon_ps.coordinator.core.connectivity.reachability import Reachability
-from axon_ps.coordinator.core.events import Copied, Corrupted, JoinRequest, Reach
+from axon_ps.coordinator.core.events import Connectivity, Copied, Corrupted, JoinRequest
 from axon_ps.coordinator.core.models import Model, Models
 from axon_ps.coordinator.core.placement.handover import Handover, Joining
 from axon_ps.coordinator.core.placement.placements import Placements
@@ -143,10 +143,10 @@ class Members:
             self.placements.plan(now)
         self._joined_with(entry, request, now)
 
-    def reported(self, entry: RosterEntry, reach: Reach, now: float) -> None:
+    def reported(self, entry: RosterEntry, connectivity: Connectivity, now: float) -> None:
         """A member says whom it reaches."""
-        self.reachability.reported(entry, reach, now)
-        if reach.reached:
+        self.reachability.reported(entry, connectivity, now)
+        if connectivity.reached:
             self.placements.plan(now)
 
     def leave(self, entry: RosterEntry, reason: str, now: float, *, finished: bool) -> None:
@@ -431,7 +431,7 @@ class Members:
     def _joined_with(self, entry: RosterEntry, request: JoinRequest, now: float) -> None:
         """A member has a stream: note what it has said and shown."""
         entry.joined_with(request)
-        self.reachability.joined(entry, request.reach, now)
+        self.reachability.joined(entry, request.connectivity, now)
 
     def _announce_joined(self, now: float) -> None:
         """Begin the generation of those that have joined together; see Note: [Joining together]."""

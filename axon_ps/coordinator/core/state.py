@@ -30,12 +30,12 @@ from axon_ps.coordinator.core.connectivity.isolation import Isolation
 from axon_ps.coordinator.core.events import (
     FIRST_VALUES,
     UPLOADED,
+    Connectivity,
     Copied,
     Corrupted,
     JobState,
     JoinRequest,
     Position,
-    Reach,
     Ready,
     SnapshotReport,
     Status,
@@ -157,15 +157,15 @@ class CoordinatorState:
         return "" if is_earlier or request.state_id != self.id else behind(ours, request.position)
 
     def heartbeat(
-        self, session: int, metrics: Mapping[str, float], now: float, *, reach: Reach | None = None
+        self, session: int, metrics: Mapping[str, float], now: float, *, connectivity: Connectivity | None = None
     ) -> list[Action]:
         """A member has sent a heartbeat."""
         if (entry := self._entry(session, now)) is not None:
             if metrics:
                 entry.metrics = dict(metrics)
                 self.history.measured(entry.member, metrics, now)
-            if reach is not None:
-                self._members.reported(entry, reach, now)
+            if connectivity is not None:
+                self._members.reported(entry, connectivity, now)
         return self._out.take()
 
     def logged(self, session: int, records: Sequence[logs_pb2.LogRecord], dropped: int, now: float) -> list[Action]:

@@ -31,6 +31,7 @@ from axon_ps.coordinator.core.roster import name_of
 from axon_ps.coordinator.core.state import CoordinatorState
 from axon_ps.coordinator.messages import (
     checkpoint_to_proto,
+    connectivity_from_proto,
     copied_from_proto,
     corrupted_from_proto,
     event_to_proto,
@@ -39,7 +40,6 @@ from axon_ps.coordinator.messages import (
     job_to_proto,
     join_from_proto,
     knowledge_from_proto,
-    reach_from_proto,
     ready_from_proto,
     snapshot_report_from_proto,
     status_to_proto,
@@ -262,8 +262,8 @@ class CoordinatorServicer:
         if kind == "heartbeat":
             beat = message.heartbeat
             logged = state.logged(session, beat.logs[:MAX_LOGS], beat.logs_dropped + len(beat.logs[MAX_LOGS:]), now)
-            reach = reach_from_proto(beat.reach) if beat.HasField("reach") else None
-            return [*logged, *state.heartbeat(session, _metrics(beat), now, reach=reach)]
+            connectivity = connectivity_from_proto(beat.connectivity) if beat.HasField("connectivity") else None
+            return [*logged, *state.heartbeat(session, _metrics(beat), now, connectivity=connectivity)]
         if kind == "arrived":
             arrived = message.arrived
             return state.arrived(

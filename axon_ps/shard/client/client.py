@@ -22,7 +22,7 @@ import numpy as np
 
 from axon_ps.aggregation.client.peers import MakeContext, Peers
 from axon_ps.compress.feedback import Feedback
-from axon_ps.coordinator.client.reach_report import ReachReport
+from axon_ps.coordinator.client.connectivity_report import ConnectivityReport
 from axon_ps.errors import InvalidRequest, Timeout
 from axon_ps.host.malloc import retain_message_memory
 from axon_ps.host.shared_arrays import shared_arrays
@@ -99,7 +99,7 @@ class ShardGroup:
         self._mapped: dict[int, tuple[Array, MappedCopy]] = {}
         self._retries = Retries(self._peers, self._same_host, self._holder)
 
-    def probe(self, report: ReachReport, context: MakeContext) -> None:
+    def probe(self, report: ConnectivityReport, context: MakeContext) -> None:
         """Have servers that are waited for asked whether they answer, and reported if they do not."""
         self._peers.probe(report, context)
 

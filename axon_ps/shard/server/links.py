@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from axon_ps.aggregation.client.peers import Peers
 from axon_ps.aggregation.client.probes import Wait
-from axon_ps.coordinator.client.reach_report import ReachReport
+from axon_ps.coordinator.client.connectivity_report import ConnectivityReport
 from axon_ps.host.host_peer import HostPeer
 from axon_ps.rpc.deadlines import Deadline
 from axon_ps.rpc.security import Security
@@ -31,7 +31,7 @@ class Links:
         self._incarnation = incarnation
         self._generation, self._state_id = 0, ""
 
-    def probe(self, report: ReachReport) -> None:
+    def probe(self, report: ConnectivityReport) -> None:
         """Have the other servers asked whether they answer: each once, and those that something waits for."""
         self._peers.probe(report, lambda: self.context(0), everybody=True)
 

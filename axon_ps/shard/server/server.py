@@ -147,7 +147,7 @@ async def serve(
             on_event=on_event,
             reconnect_timeout_s=config.reconnect_timeout_s,
         )
-        shell.links.probe(session.reach)
+        shell.links.probe(session.connectivity)
         session.measure, session.tracer, session.memory = shell.measures, shell.tracer, shell.room.report
         session.revocations = server.revocations
         await session.start(config.join_timeout_s)

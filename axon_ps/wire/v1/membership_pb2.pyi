@@ -153,7 +153,7 @@ class CopyFrom(_message.Message):
     def __init__(self, source: _Optional[int] = ..., weight: _Optional[float] = ..., version: _Optional[int] = ...) -> None: ...
 
 class Heartbeat(_message.Message):
-    __slots__ = ("metrics", "logs", "logs_dropped", "reach")
+    __slots__ = ("metrics", "logs", "logs_dropped", "connectivity")
     class MetricsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -164,14 +164,14 @@ class Heartbeat(_message.Message):
     METRICS_FIELD_NUMBER: _ClassVar[int]
     LOGS_FIELD_NUMBER: _ClassVar[int]
     LOGS_DROPPED_FIELD_NUMBER: _ClassVar[int]
-    REACH_FIELD_NUMBER: _ClassVar[int]
+    CONNECTIVITY_FIELD_NUMBER: _ClassVar[int]
     metrics: _containers.ScalarMap[str, float]
     logs: _containers.RepeatedCompositeFieldContainer[_logs_pb2.LogRecord]
     logs_dropped: int
-    reach: Reach
-    def __init__(self, metrics: _Optional[_Mapping[str, float]] = ..., logs: _Optional[_Iterable[_Union[_logs_pb2.LogRecord, _Mapping]]] = ..., logs_dropped: _Optional[int] = ..., reach: _Optional[_Union[Reach, _Mapping]] = ...) -> None: ...
+    connectivity: Connectivity
+    def __init__(self, metrics: _Optional[_Mapping[str, float]] = ..., logs: _Optional[_Iterable[_Union[_logs_pb2.LogRecord, _Mapping]]] = ..., logs_dropped: _Optional[int] = ..., connectivity: _Optional[_Union[Connectivity, _Mapping]] = ...) -> None: ...
 
-class Reach(_message.Message):
+class Connectivity(_message.Message):
     __slots__ = ("unreachable", "reached")
     UNREACHABLE_FIELD_NUMBER: _ClassVar[int]
     REACHED_FIELD_NUMBER: _ClassVar[int]

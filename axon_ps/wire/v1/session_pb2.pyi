@@ -47,7 +47,7 @@ class SessionRequest(_message.Message):
     def __init__(self, join: _Optional[_Union[Join, _Mapping]] = ..., heartbeat: _Optional[_Union[_membership_pb2.Heartbeat, _Mapping]] = ..., vote: _Optional[_Union[Vote, _Mapping]] = ..., ready: _Optional[_Union[Ready, _Mapping]] = ..., initialized: _Optional[_Union[Initialized, _Mapping]] = ..., snapshot: _Optional[_Union[_checkpoint_pb2.SnapshotReport, _Mapping]] = ..., restore: _Optional[_Union[_checkpoint_pb2.RestoreReport, _Mapping]] = ..., leave: _Optional[_Union[_membership_pb2.Leave, _Mapping]] = ..., arrived: _Optional[_Union[_policy_pb2.Arrived, _Mapping]] = ..., copied: _Optional[_Union[_placement_pb2.Copied, _Mapping]] = ..., spans: _Optional[_Union[_trace_pb2.SpanReport, _Mapping]] = ..., no_room: _Optional[_Union[_memory_pb2.NoRoom, _Mapping]] = ..., corrupted: _Optional[_Union[_placement_pb2.Corrupted, _Mapping]] = ..., knowledge: _Optional[_Union[Knowledge, _Mapping]] = ...) -> None: ...
 
 class Join(_message.Message):
-    __slots__ = ("job", "role", "incarnation", "node", "address", "requested_rank", "world_size", "standby", "optimizers", "compressors", "memory", "state_id", "differences", "position", "build", "reach")
+    __slots__ = ("job", "role", "incarnation", "node", "address", "requested_rank", "world_size", "standby", "optimizers", "compressors", "memory", "state_id", "differences", "position", "build", "connectivity")
     JOB_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
@@ -63,7 +63,7 @@ class Join(_message.Message):
     DIFFERENCES_FIELD_NUMBER: _ClassVar[int]
     POSITION_FIELD_NUMBER: _ClassVar[int]
     BUILD_FIELD_NUMBER: _ClassVar[int]
-    REACH_FIELD_NUMBER: _ClassVar[int]
+    CONNECTIVITY_FIELD_NUMBER: _ClassVar[int]
     job: str
     role: _common_pb2.Role
     incarnation: str
@@ -79,8 +79,8 @@ class Join(_message.Message):
     differences: bool
     position: _membership_pb2.Position
     build: _membership_pb2.Build
-    reach: _membership_pb2.Reach
-    def __init__(self, job: _Optional[str] = ..., role: _Optional[_Union[_common_pb2.Role, str]] = ..., incarnation: _Optional[str] = ..., node: _Optional[str] = ..., address: _Optional[str] = ..., requested_rank: _Optional[int] = ..., world_size: _Optional[int] = ..., standby: bool = ..., optimizers: _Optional[_Iterable[str]] = ..., compressors: _Optional[_Iterable[str]] = ..., memory: _Optional[_Union[_memory_pb2.Memory, _Mapping]] = ..., state_id: _Optional[str] = ..., differences: bool = ..., position: _Optional[_Union[_membership_pb2.Position, _Mapping]] = ..., build: _Optional[_Union[_membership_pb2.Build, _Mapping]] = ..., reach: _Optional[_Union[_membership_pb2.Reach, _Mapping]] = ...) -> None: ...
+    connectivity: _membership_pb2.Connectivity
+    def __init__(self, job: _Optional[str] = ..., role: _Optional[_Union[_common_pb2.Role, str]] = ..., incarnation: _Optional[str] = ..., node: _Optional[str] = ..., address: _Optional[str] = ..., requested_rank: _Optional[int] = ..., world_size: _Optional[int] = ..., standby: bool = ..., optimizers: _Optional[_Iterable[str]] = ..., compressors: _Optional[_Iterable[str]] = ..., memory: _Optional[_Union[_memory_pb2.Memory, _Mapping]] = ..., state_id: _Optional[str] = ..., differences: bool = ..., position: _Optional[_Union[_membership_pb2.Position, _Mapping]] = ..., build: _Optional[_Union[_membership_pb2.Build, _Mapping]] = ..., connectivity: _Optional[_Union[_membership_pb2.Connectivity, _Mapping]] = ...) -> None: ...
 
 class Vote(_message.Message):
     __slots__ = ("generation", "step", "max_norm", "hyper", "version", "model", "copy", "blocked", "commit", "traceparent", "weight", "untouched", "withdrawn", "optimizer")

@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 
 from axon_ps.aggregation.client.probes import Probes, Waits
-from axon_ps.coordinator.client.reach_report import ReachReport
+from axon_ps.coordinator.client.connectivity_report import ConnectivityReport
 from axon_ps.errors import Broken, Busy
 from axon_ps.types import Member, Membership, Role
 from virtual_loop import VirtualLoop
@@ -48,7 +48,7 @@ class Asked:
 
 class Scene:
     def __init__(self, *, everybody: bool = False) -> None:
-        self.report, self.waits, self.asked = ReachReport(lambda: LEASE_S), Waits(), Asked()
+        self.report, self.waits, self.asked = ConnectivityReport(lambda: LEASE_S), Waits(), Asked()
         self.said: list[tuple[str, ...]] = []
         self.report.changed = lambda: self.said.append(tuple(sorted(self.report.take().unreachable)))
         self.probes = Probes(self.report, self.waits, self.asked.echo, ME, everybody=everybody)

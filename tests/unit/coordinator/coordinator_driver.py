@@ -14,11 +14,11 @@ from axon_ps.coordinator.core.access.callers import Caller
 from axon_ps.coordinator.core.actions import Action, CloseSession, Happened, Persist, Reply, SendEvent
 from axon_ps.coordinator.core.config import CoordinatorConfig
 from axon_ps.coordinator.core.events import (
+    Connectivity,
     Copied,
     JobState,
     JoinRequest,
     KnownNames,
-    Reach,
     Ready,
     ServerMemory,
     Vote,
@@ -60,7 +60,7 @@ class Peer:
         self.open = False
         self.known: KnownNames | None = None
         self.memory: ServerMemory | None = None
-        self.reach: Reach | None = None
+        self.connectivity: Connectivity | None = None
         self.state_id = ""
         self.placements: dict[int, Placement] = {}  # the newest one received, by model
         self.given_rank = -1  # in the newest Welcome
@@ -105,7 +105,7 @@ class Peer:
             known=self.known,
             memory=self.memory,
             state_id=self.state_id,
-            reach=self.reach,
+            connectivity=self.connectivity,
         )
         actions = d.state.join(session, self.role, request, d.clock())
         self.session, self.open, self.error = session, True, None
@@ -127,11 +127,13 @@ class Peer:
         self.driver.perform(self.driver.state.arrived(self.session, now=self.driver.clock(), **fields))
 
     def beat(self, **metrics: float) -> None:
-        self.driver.perform(self.driver.state.heartbeat(self.session, metrics, self.driver.clock(), reach=self.reach))
+        self.driver.perform(
+            self.driver.state.heartbeat(self.session, metrics, self.driver.clock(), connectivity=self.connectivity)
+        )
 
     def reaches(self, *reached: Peer, unreachable: Sequence[Peer] = ()) -> None:
         """It says whom it reaches, now and in every heartbeat."""
-        self.reach = Reach(
+        self.connectivity = Connectivity(
             unreachable=frozenset(p.incarnation for p in unreachable), reached=frozenset(p.incarnation for p in reached)
         )
         if self.open:

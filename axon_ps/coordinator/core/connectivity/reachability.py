@@ -28,7 +28,7 @@ from typing import Final
 
 from axon_ps.coordinator.core.actions import Outbox
 from axon_ps.coordinator.core.assembly import Assembly
-from axon_ps.coordinator.core.events import JoinRequest, Reach
+from axon_ps.coordinator.core.events import Connectivity, JoinRequest
 from axon_ps.coordinator.core.models import Models
 from axon_ps.coordinator.core.roster import NOUN, RosterEntry
 from axon_ps.errors import Busy
@@ -57,7 +57,7 @@ class _Report:
     """A member cannot reach another one, since so long; when that one was first heard after that."""
 
     since: float
-    heard: float = math.inf
+    seen: float = math.inf
 
 
 @dataclass(frozen=True)
@@ -103,30 +103,30 @@ class Reachability:
         self._works: set[str] = set()  # servers that have shown it
         self._seen: object = None  # of which members and placements it is
         self._unshown: frozenset[int] = frozenset()
-        self._said: set[frozenset[str]] = set()
+        self._announced: set[frozenset[str]] = set()
         self._refused: dict[str, _Refused] = {}
         self._recheck = -math.inf
 
     # ------------------------------------------------------------------ events
 
-    def joined(self, entry: RosterEntry, reach: Reach | None, now: float) -> None:
+    def joined(self, entry: RosterEntry, connectivity: Connectivity | None, now: float) -> None:
         """A member has a stream."""
-        if reach is not None:
+        if connectivity is not None:
             self._reporting.add(entry.member.incarnation)
-            self.reported(entry, reach, now)
+            self.reported(entry, connectivity, now)
         self.unshown()  # forgets those that are no members
 
-    def reported(self, entry: RosterEntry, reach: Reach, now: float) -> None:
+    def reported(self, entry: RosterEntry, connectivity: Connectivity, now: float) -> None:
         """A member says whom it cannot reach now, all of them, and whom it has reached."""
         me, roster = entry.member.incarnation, self._assembly.roster
-        there = {other for other in reach.unreachable if other != me and roster.get(other) is not None}
+        there = {other for other in connectivity.unreachable if other != me and roster.get(other) is not None}
         for reporter, other in list(self._reports):
             if reporter == me and other not in there:
                 del self._reports[me, other]
                 self._healed(me, other)
         for other in there:
             self._reports.setdefault((me, other), _Report(now))
-        if new := {other for other in reach.reached if roster.get(other) is not None}:
+        if new := {other for other in connectivity.reached if roster.get(other) is not None}:
             self._reached.setdefault(me, set()).update(new)
             self._seen = None
 
@@ -146,7 +146,7 @@ class Reachability:
             Busy: it does not reach a member, or went a moment ago because one did not reach it.
         """
         roster = self._assembly.roster
-        named = () if request.reach is None else request.reach.unreachable
+        named = () if request.connectivity is None else request.connectivity.unreachable
         if role is Role.SHARD and not self._assembly.membership.complete:
             return  # the job may wait for what it holds
         for other in named:
@@ -166,7 +166,7 @@ class Reachability:
         cuts = list(self._cuts())
         late = [cut for cut in cuts if cut.due <= now]
         for cut in late:
-            self._say(cut)
+            self._announce(cut)
         if not late or now < self._recheck:
             return None
         named = {entry.member.incarnation: entry for cut in late for entry in (cut.one, cut.other)}
@@ -212,7 +212,7 @@ class Reachability:
             self._reporting &= present
             self._reached = {me: others & present for me, others in self._reached.items() if me in present}
             self._reports = {pair: report for pair, report in self._reports.items() if present.issuperset(pair)}
-            self._said = {pair for pair in self._said if present.issuperset(pair)}
+            self._announced = {pair for pair in self._announced if present.issuperset(pair)}
             servers = self._servers()
             holding = {rank for m in registered for h in m.registration.placement.holders for rank in h.complete}
             self._works.update(e.member.incarnation for e in servers if e.member.rank in holding)
@@ -255,11 +255,11 @@ class Reachability:
 
     def _due(self, report: _Report, named: RosterEntry) -> float:
         """When a report may have consequences; inf as long as the member that it names is silent."""
-        heard = named.deadline - self._lease_s
-        if math.isinf(report.heard) and heard > report.since and named.session is not None:
-            report.heard = heard
+        seen = named.deadline - self._lease_s
+        if math.isinf(report.seen) and seen > report.since and named.session is not None:
+            report.seen = seen
         window_s = max(WINDOW * self._lease_s, LEAST_WINDOW_S)
-        return max(report.since + window_s, report.heard + window_s / 2)
+        return max(report.since + window_s, report.seen + window_s / 2)
 
     def _why_not(self, entry: RosterEntry, cuts: Collection[Cut]) -> str:
         """Why a member may not go, as text; empty if it may."""
@@ -273,26 +273,28 @@ class Reachability:
         registered = self._models.registered
         if not registered or not all(m.registration.parameters.initialized for m in registered):
             return f"the job waits for what {entry.name} is to hold"
-        alone = 0
+        only_copies = 0
         for model in registered:
             r = model.registration
             there = {s.member.rank for s in self._servers() if s is not entry and r.is_loaded(s.member)}
-            alone += sum(entry.member.rank in h.complete and there.isdisjoint(h.complete) for h in r.placement.holders)
-        return f"{alone} slices of {entry.name} have no other copy" if alone else ""
+            only_copies += sum(
+                entry.member.rank in h.complete and there.isdisjoint(h.complete) for h in r.placement.holders
+            )
+        return f"{only_copies} slices of {entry.name} have no other copy" if only_copies else ""
 
-    def _say(self, cut: Cut) -> None:
+    def _announce(self, cut: Cut) -> None:
         """Have the history say that two cannot reach each other, once."""
         pair = frozenset((cut.one.member.incarnation, cut.other.member.incarnation))
-        if pair not in self._said:
-            self._said.add(pair)
+        if pair not in self._announced:
+            self._announced.add(pair)
             self._out.happened("cut", str(cut))
 
     def _healed(self, me: str, other: str) -> None:
         """Have it say that they do again."""
         one, named = self._assembly.roster.get(me), self._assembly.roster.get(other)
-        if (other, me) in self._reports or (pair := frozenset((me, other))) not in self._said:
+        if (other, me) in self._reports or (pair := frozenset((me, other))) not in self._announced:
             return
-        self._said.discard(pair)
+        self._announced.discard(pair)
         if one is not None and named is not None:
             self._out.happened("healed", f"{one.name} and {named.name} reach each other again")
 

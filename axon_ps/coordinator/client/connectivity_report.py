@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 
-from axon_ps.coordinator.core.events import Reach
+from axon_ps.coordinator.core.events import Connectivity
 
 
-class ReachReport:
+class ConnectivityReport:
     """The newest findings of a process's probes. One event loop.
 
     Args:
@@ -22,7 +22,7 @@ class ReachReport:
         self.changed: Callable[[], object] = lambda: None
         self._unreachable: dict[str, set[object]] = {}  # by incarnation, the probes that say so
         self._reached: set[str] = set()
-        self._told: set[str] = set()  # of these, on the present stream
+        self._sent: set[str] = set()  # of these, on the present stream
 
     def found(self, incarnation: str, by: object, *, reached: bool) -> None:
         """Some probes have reached a member, or could not for long."""
@@ -42,16 +42,16 @@ class ReachReport:
                 self._forget(incarnation, by)
         self._reached.intersection_update(present)
 
-    def begin(self) -> Reach:
+    def begin(self) -> Connectivity:
         """What is said first on a new stream."""
-        self._told.clear()
+        self._sent.clear()
         return self.take()
 
-    def take(self) -> Reach:
+    def take(self) -> Connectivity:
         """All members that cannot be reached now, and those that were reached and have not been named yet."""
-        new = self._reached - self._told
-        self._told |= new
-        return Reach(unreachable=frozenset(self._unreachable), reached=frozenset(new))
+        new = self._reached - self._sent
+        self._sent |= new
+        return Connectivity(unreachable=frozenset(self._unreachable), reached=frozenset(new))
 
     def _forget(self, incarnation: str, by: object) -> None:
         finders = self._unreachable.get(incarnation, set())
