@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -131,6 +132,10 @@ class Hosts:
             assert time.monotonic() - began_s < HANG_S, f"{what}, in vain; version {self.version}: {self.status()}"
             time.sleep(0.1)
 
+    def has_come_to(self, version: int) -> bool:
+        """Whether a worker has seen a version."""
+        return self.version >= version
+
     def is_complete(self) -> bool:
         """Whether everybody is there, and every slice has its copies."""
         status = self.status()
@@ -160,7 +165,7 @@ def test_steps_go_on_while_two_members_cannot_reach_each_other(tmp_path: Path) -
                     before = hosts.version
                     hosts.until(
                         f"steps go on though {one} and {other} cannot reach each other ({how})",
-                        lambda before=before: hosts.version >= before + STEPS_MEANWHILE,
+                        partial(hosts.has_come_to, before + STEPS_MEANWHILE),
                     )
                 hosts.until(f"all are back after {one} and {other} could not ({how})", hosts.is_complete)
         hosts.end()

@@ -146,7 +146,8 @@ class Reachability:
             Busy: it does not reach a member, or went a moment ago because one did not reach it.
         """
         roster = self._assembly.roster
-        named = () if request.connectivity is None else request.connectivity.unreachable
+        said = request.connectivity
+        named = frozenset[str]() if said is None else said.unreachable
         if role is Role.SHARD and not self._assembly.membership.complete:
             return  # the job may wait for what it holds
         for other in named:
@@ -242,7 +243,7 @@ class Reachability:
 
     def _cuts(self) -> Iterator[Cut]:
         """The pairs that are reported now, in either direction."""
-        roster, seen = self._assembly.roster, set()
+        roster, seen = self._assembly.roster, set[frozenset[str]]()
         for (me, other), report in self._reports.items():
             one, named, back = roster.get(me), roster.get(other), self._reports.get((other, me))
             pair = frozenset((me, other))
