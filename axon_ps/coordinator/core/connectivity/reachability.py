@@ -146,8 +146,8 @@ class Reachability:
             Busy: it does not reach a member, or went a moment ago because one did not reach it.
         """
         roster = self._assembly.roster
-        said = request.connectivity
-        named = frozenset[str]() if said is None else said.unreachable
+        theirs = request.connectivity
+        named = frozenset[str]() if theirs is None else theirs.unreachable
         if role is Role.SHARD and not self._assembly.membership.complete:
             return  # the job may wait for what it holds
         for other in named:
