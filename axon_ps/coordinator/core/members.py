@@ -22,7 +22,7 @@ Note: [Between two steps]
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from axon_ps.coordinator.core import records
 from axon_ps.coordinator.core.actions import Outbox
@@ -143,11 +143,15 @@ class Members:
             self.placements.plan(now)
         self._joined_with(entry, request, now)
 
-    def reported(self, entry: RosterEntry, connectivity: Connectivity, now: float) -> None:
-        """A member says whom it reaches."""
-        self.reachability.reported(entry, connectivity, now)
-        if connectivity.reached:
-            self.placements.plan(now)
+    def reported(
+        self, entry: RosterEntry, metrics: Mapping[str, float], connectivity: Connectivity | None, now: float
+    ) -> None:
+        """A member says what it measures, and whom it reaches; nothing of either leaves what it said before."""
+        entry.metrics = dict(metrics) or entry.metrics
+        if connectivity is not None:
+            self.reachability.reported(entry, connectivity, now)
+            if connectivity.reached:
+                self.placements.plan(now)
 
     def leave(self, entry: RosterEntry, reason: str, now: float, *, finished: bool) -> None:
         """A member leaves; see Note: [Finished]."""

@@ -234,6 +234,12 @@ class Models:
         """The model of the lowest number."""
         return next(iter(self), None)
 
+    def norms(self) -> dict[str, float]:
+        """The counters of the newest gradients' norms: of the first model, and by name where there are several."""
+        named, first = self.registered, self.first
+        norms = {f"model/{m.name}/last_grad_norm": m.last_norm for m in named} if len(named) > 1 else {}
+        return {"last_grad_norm": 0.0 if first is None else first.last_norm, **norms}
+
     @property
     def by_node(self) -> bool:
         """Whether the membership numbers replicas as if a node were one, as the first model requires."""

@@ -136,6 +136,14 @@ class Roster:
         """The members of a role that have not come back after the coordinator's restart, by rank."""
         return [entry.member for entry in self.of_role(role) if entry.session is None]
 
+    def metrics(self) -> dict[str, float]:
+        """The newest measurements of all members, each as "role/rank/name"."""
+        return {
+            f"{entry.member.role.value}/{entry.member.rank}/{name}": value
+            for entry in self
+            for name, value in entry.metrics.items()
+        }
+
     def sessions(self) -> list[int]:
         """Every session, workers and shard servers in rank order."""
         entries = [*self.of_role(Role.SHARD), *self.of_role(Role.WORKER)]

@@ -161,11 +161,8 @@ class CoordinatorState:
     ) -> list[Action]:
         """A member has sent a heartbeat."""
         if (entry := self._entry(session, now)) is not None:
-            if metrics:
-                entry.metrics = dict(metrics)
-                self.history.measured(entry.member, metrics, now)
-            if connectivity is not None:
-                self._members.reported(entry, connectivity, now)
+            self.history.measured(entry.member, metrics, now)
+            self._members.reported(entry, metrics, connectivity, now)
         return self._out.take()
 
     def logged(self, session: int, records: Sequence[logs_pb2.LogRecord], dropped: int, now: float) -> list[Action]:
@@ -632,8 +629,7 @@ class CoordinatorState:
             measures: whether it has what the members measure.
         """
         a, first, shards = self._assembly, self._models.first, self._assembly.shards()
-        last_norm = 0.0 if first is None else first.last_norm
-        counters: dict[str, float] = {**a.counters, "last_grad_norm": last_norm, "kv_keys": len(self._kv)}
+        counters: dict[str, float] = {**a.counters, **self._models.norms(), "kv_keys": len(self._kv)}
         rates = {m.number: 0.0 if now is None else self.history.steps_per_s(now, m.number) for m in self._models}
         away = self._comeback.away()
         unknown = [member.rank for member in away if member.role is Role.SHARD]
@@ -642,11 +638,7 @@ class CoordinatorState:
         rate = 0.0 if first is None else rates[first.number]
         if report is not None and first is not None:
             report = report.at_version(first.version, first.run_began, rate)
-        if len(models) > 1:
-            counters |= {f"model/{m.name}/last_grad_norm": m.last_norm for m in self._models.registered}
-        for entry in a.roster if measures else ():
-            for name, value in entry.metrics.items():
-                counters[f"{entry.member.role.value}/{entry.member.rank}/{name}"] = value
+        counters |= a.roster.metrics() if measures else {}
         waits = [*a.pending(), *self._members.pending(now), *self._barriers.pending(a.membership)]
         waits += [*self._registrations.pending(), *self._snapshots.pending(), *self._restores.pending()]
         waits += [self.longest_wait(now)[1]] if now is not None else []

@@ -24,6 +24,7 @@ from typing import Final
 import numpy as np
 
 from axon_ps.aggregation.client.probes import Wait
+from axon_ps.coordinator.core.events import Copied
 from axon_ps.errors import AxonError, Broken, InvalidRequest
 from axon_ps.observe.work import Work
 from axon_ps.rpc.stream import EOF
@@ -31,6 +32,7 @@ from axon_ps.shard.core.digests import PARAM, SliceDigests
 from axon_ps.shard.core.engine import ShardEngine
 from axon_ps.shard.core.slices import OwnedSlice
 from axon_ps.shard.server.links import Links
+from axon_ps.shard.server.reports import Reports
 from axon_ps.types import Array, DType
 from axon_ps.wire.frames import elements
 from axon_ps.wire.v1 import shard_pb2
@@ -89,7 +91,7 @@ class Copying:
         links: to the other servers.
         epoch: how often the model was restored.
         copied: called with each slice that has come.
-        report: called with the numbers of slices that have come.
+        reports: what has come is reported to.
         off_loop: does in a thread what takes long.
     """
 
@@ -100,7 +102,7 @@ class Copying:
         links: Links,
         epoch: Callable[[], int],
         copied: Callable[[OwnedSlice], None],
-        report: Callable[[tuple[int, ...]], None],
+        reports: Reports,
         off_loop: Callable[[Callable[[], SliceDigests]], Awaitable[SliceDigests]],
     ) -> None:
         self._model = model
@@ -108,7 +110,7 @@ class Copying:
         self._links = links
         self._epoch = epoch
         self._copied = copied
-        self._report = report
+        self._reports = reports
         self._off_loop = off_loop
         self._came: list[tuple[OwnedSlice, int]] = []  # not reported yet, each with the epoch of its values
         self._timer: asyncio.TimerHandle | None = None
@@ -182,9 +184,12 @@ class Copying:
         if self._timer is not None:
             self._timer.cancel()
         self._timer, came, self._came = None, self._came, []
-        slices, epoch = self._engine.slices, self._epoch()
-        if still := [s.number for s, of in came if slices.get(s.number) is s and not s.copying and of == epoch]:
-            self._report(tuple(still))
+        slices, placement, epoch = self._engine.slices, self._engine.placement, self._epoch()
+        still = tuple(s.number for s, of in came if slices.get(s.number) is s and not s.copying and of == epoch)
+        if still:
+            assert placement is not None
+            report = Copied(model=self._model, epoch=epoch, slices=still, placement=placement.number)
+            self._reports.copied(report)
 
     async def _copy(self, owned: OwnedSlice, waiting: Wait) -> None:
         engine, placement, epoch = self._engine, self._engine.placement, self._epoch()

@@ -28,7 +28,7 @@ from functools import partial
 from typing import Any
 
 from axon_ps.compress import cast
-from axon_ps.coordinator.core.events import Copied, Event, JobState, Ready, RestoreOrder, SnapshotFile
+from axon_ps.coordinator.core.events import Event, JobState, Ready, RestoreOrder, SnapshotFile
 from axon_ps.errors import AxonError, GenerationChanged, InvalidRequest, Misuse, SliceMoved, StepAborted
 from axon_ps.host.priority import Throttle
 from axon_ps.kernels import digest
@@ -251,10 +251,8 @@ class ModelShell:
             self.values.served = job.epoch  # what is copied to us is of it; if it is being restored, the order follows
             if (links := self._server.links) is not None:
                 self._forwarding = Forwarding(self.number, self.engine, links, self.corruptions.report)
-                copied = (self._on_copied, self._report_copied)
-                self._copying = Copying(
-                    self.number, self.engine, links, lambda: self.values.served, *copied, self._server.off_loop
-                )
+                work, epoch = self._server.off_loop, lambda: self.values.served
+                self._copying = Copying(self.number, self.engine, links, epoch, self._on_copied, reports, work)
             self._placed()
             self._renumber(job.spec.replica_is_node)
             # nothing is owned here, and no restore is on its way
@@ -279,13 +277,6 @@ class ModelShell:
         """A slice has come from its primary."""
         self._waiters.wake_unit(owned.chunks.unit)
         self._report_ready()
-
-    def _report_copied(self, slices: tuple[int, ...]) -> None:
-        placement = self.engine.placement
-        assert placement is not None
-        self._reports.copied(
-            Copied(model=self.number, epoch=self.values.served, slices=slices, placement=placement.number)
-        )
 
     def _renumber(self, by_node: bool) -> None:
         """The layout defines what a replica is, which may differ from what the membership took it to be."""

@@ -104,7 +104,8 @@ def begin_generation(made: Servers) -> None:
 
 
 def release(made: Servers) -> None:
-    made.engines[0].release()
+    for owned in made.engines[0].release():
+        owned.close()
 
 
 @pytest.mark.parametrize("give_up", [end_attempt, begin_generation, release])

@@ -116,7 +116,8 @@ class History:
 
     def measured(self, member: Member, metrics: Mapping[str, float], now: float) -> None:
         """A member has reported its metrics."""
-        self._loads.measured((member.role, member.rank), metrics, self._at(now), self._rhythm(now))
+        if metrics:
+            self._loads.measured((member.role, member.rank), metrics, self._at(now), self._rhythm(now))
 
     def stored(self, key: str, value: bytes, now: float) -> None:
         """A value was put into the store: perhaps the report of a training script."""
