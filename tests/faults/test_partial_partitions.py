@@ -37,7 +37,7 @@ with axon_ps.World.init(timeout_s=300, join_timeout_s=300) as world:
     model = parallel.FSDP(torch.nn.Sequential(*(torch.nn.Linear(256, 256) for _ in range(4))), world.default_group)
     optimizer = parallel.SGD(model, lr=2.0**-10)
     while not os.path.exists(sys.argv[2]):
-        model(torch.ones(1, 256)).sum().backward()
+        model(torch.ones(1, 256)).square().mean().backward()
         result = optimizer.step()
         optimizer.zero_grad()
         if result.committed:
@@ -110,19 +110,8 @@ class Hosts:
 
     def _iptables(self, host: str, do: str, rule: list[str]) -> None:
         chain, *match = rule
-        command = [
-            "ip",
-            "netns",
-            "exec",
-            self._network.namespace(host),
-            "iptables",
-            "-w",
-            do,
-            chain,
-            *match,
-            "-j",
-            "DROP",
-        ]
+        inside = ["ip", "netns", "exec", self._network.namespace(host)]
+        command = [*inside, "iptables", "-w", do, chain, *match, "-j", "DROP"]
         subprocess.run(command, check=True, capture_output=True)
 
     def until(self, what: str, condition: Callable[[], object]) -> None:
