@@ -215,7 +215,7 @@ class Reachability:
             self._reports = {pair: report for pair, report in self._reports.items() if present.issuperset(pair)}
             self._announced = {pair for pair in self._announced if present.issuperset(pair)}
             servers = self._servers()
-            holding = {rank for m in registered for h in m.registration.placement.holders for rank in h.complete}
+            holding = {rank for m in registered for h in m.registration.placement.counts for rank in h.complete}
             self._works.update(e.member.incarnation for e in servers if e.member.rank in holding)
             self._works.update([e.member.incarnation for e in servers if not self._to_show(e)])
             self._unshown = frozenset(e.member.rank for e in servers if e.member.incarnation not in self._works)
@@ -279,7 +279,9 @@ class Reachability:
             r = model.registration
             there = {s.member.rank for s in self._servers() if s is not entry and r.is_loaded(s.member)}
             only_copies += sum(
-                entry.member.rank in h.complete and there.isdisjoint(h.complete) for h in r.placement.holders
+                count
+                for h, count in r.placement.counts.items()
+                if entry.member.rank in h.complete and there.isdisjoint(h.complete)
             )
         return f"{only_copies} slices of {entry.name} have no other copy" if only_copies else ""
 
