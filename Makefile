@@ -30,7 +30,7 @@ export PYTHONDONTWRITEBYTECODE :=
 # nor do they multiply matrices with numpy, whose threads spin for 0.1 s when it is imported
 test pages faults-sample: export OPENBLAS_NUM_THREADS := 1
 
-.PHONY: help setup demo test house gpu soak simulate simulate-record planted fuzz programs cases pages faults faults-sample flips all-killed big-starts failover chaos loaders launchers subscribers observability integrations compose upgrade rolling-update dist schedulers torch-suite torch-range check lint audit locks format proto proto-drift bench docs clean
+.PHONY: help setup demo test house gpu soak simulate simulate-record planted fuzz programs cases pages faults faults-sample flips all-killed big-starts cuts failover chaos loaders launchers subscribers observability integrations compose upgrade rolling-update dist schedulers torch-suite torch-range check lint audit locks format proto proto-drift bench docs clean
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -98,6 +98,9 @@ all-killed: $(INSTALLED) ## every process of a job killed at once, 20 times with
 
 big-starts: $(INSTALLED) ## starts of jobs of 0.5 and 1 billion parameters beside busy loops: leases lost, what held a loop; BIG_STARTS_ARGS=--help
 	$(BIN)/python tests/faults/big_starts.py $(BIG_STARTS_ARGS)
+
+cuts: $(INSTALLED) ## the network cut in eight ways between two members that all others reach (2 minutes, as root)
+	$(BIN)/python -m pytest -m whole tests/faults/test_partial_partitions.py $(PYTEST_ARGS)
 
 loaders: $(INSTALLED) ## 20 runs each of data loaders with every start method, in every kind of training
 	$(BIN)/python -W ignore tests/faults/loader_runs.py

@@ -196,7 +196,11 @@ class Scene:
             self._stop(struck, hit, STOPS_S[fault])
         else:
             for process in struck:
-                self._cluster.disturb(DISTURBANCES[fault], process)
+                if fault is Fault.CUT:
+                    other = self._cluster.process("shard", 1) if process is self._shard else self._shard
+                    self._cluster.cut(DISTURBANCES[fault], process, other)
+                else:
+                    self._cluster.disturb(DISTURBANCES[fault], process)
             hit.release()
             time.sleep(DISTURBANCES[fault].heals_after_s)
         self._healed = time.monotonic()

@@ -38,6 +38,7 @@ class Fault(Enum):
     BLACK_HOLE = "black-hole"
     DELAY = "delay"
     RESETS = "resets"
+    CUT = "cut"
     FAILING_DISK = "failing-disk"
     OLDER_STATE = "older-state"
     LOST_JOURNAL = "lost-journal"
@@ -51,10 +52,17 @@ DISTURBANCES = {
     Fault.BLACK_HOLE: Disturbance(kind=Kind.BLACK_HOLE, seconds=8.0),
     Fault.DELAY: Disturbance(kind=Kind.DELAY, seconds=4.0),
     Fault.RESETS: Disturbance(kind=Kind.RESETS, seconds=5.0, every_s=0.1),
+    Fault.CUT: Disturbance(kind=Kind.BLACK_HOLE, seconds=5.0),  # only between it and one server
 }
 
 OF_THE_STATE = (Fault.FAILING_DISK, Fault.OLDER_STATE, Fault.LOST_JOURNAL)
 """Those of the coordinator's state on disk."""
+
+CUT_OFF = (Target.WORKER, Target.SHARD)
+"""Those that have servers of whom they can be cut off."""
+
+CALLING = (Moment.GATHER, Moment.PUSH, Moment.DECISION)
+"""The moments at which they are: while one of them reads, writes, or waits for the other's step."""
 
 DECIDING = (Moment.PUSH, Moment.DECISION, Moment.BETWEEN_STEPS)
 """The moments at which they strike: elsewhere the coordinator knows no more and no less."""
@@ -121,6 +129,8 @@ class Cell:
             return "another server takes its place, an operator restores the last checkpoint, the workers go on"
         if self.hybrid and self.victims:
             return "a node fails as a whole or not at all: its workers end with the reason, and are started again"
+        if self.fault is Fault.CUT:
+            return "one of the two that cannot reach each other goes and comes back, if the job can do without it"
         if self.victims and self.fault is Fault.SIGKILL:
             return "another worker takes its place and needs no peer"
         return "everybody goes on"
@@ -128,6 +138,10 @@ class Cell:
 
 def cannot_occur(cell: Cell) -> str:
     """Why a combination cannot be had; empty when it can."""
+    if cell.fault is Fault.CUT:
+        if cell.target not in CUT_OFF:
+            return "one member is cut off from one server"
+        return "" if cell.moment in CALLING else "it lasts, so a call meets it like one of these"
     if cell.fault not in OF_THE_STATE:
         return ""
     if cell.target is not Target.COORDINATOR:
