@@ -36,11 +36,12 @@ class ConnectivityReport:
             self.changed()
 
     def retain(self, present: Collection[str], by: object) -> None:
-        """Others are no members any more: some probes look for them no more."""
+        """Others are no members any more: some probes look for them no more. One that comes back is reached anew."""
         for incarnation in list(self._unreachable):
             if incarnation not in present:
                 self._forget(incarnation, by)
         self._reached.intersection_update(present)
+        self._sent.intersection_update(present)
 
     def begin(self) -> Connectivity:
         """What is said first on a new stream."""

@@ -171,6 +171,21 @@ def test_one_that_is_no_member_any_more_is_forgotten(run: Run) -> None:
     run(test)
 
 
+def test_one_that_comes_back_is_named_again(run: Run) -> None:
+    async def test() -> None:
+        scene = Scene(everybody=True)
+        await asyncio.sleep(LEASE_S)
+        named: list[str] = []
+        scene.report.changed = lambda: named.extend(scene.report.take().reached)
+        scene.probes.set_members(members(IDS[0]))
+        scene.probes.set_members(members(*IDS))
+        await asyncio.sleep(LEASE_S)
+        assert sorted(named) == IDS[1:], "the coordinator has forgotten them, too"
+        await scene.probes.close()
+
+    run(test)
+
+
 def test_a_stream_hears_once_who_was_reached(run: Run) -> None:
     async def test() -> None:
         scene = Scene(everybody=True)
