@@ -10,7 +10,6 @@ from axon_ps.coordinator.build import PROTOCOL
 from axon_ps.errors import ConfigurationError
 
 ROOT = Path(__file__).parents[2]
-BUILD = "axon_ps/coordinator/core/build.py"  # where the number was in the first commit of protocol 1
 _NUMBER = re.compile(r"^(PROTOCOL|OLDEST): Final = \d+$", re.MULTILINE)
 
 
@@ -32,9 +31,8 @@ def oldest_commit() -> str:
     Raises:
         ConfigurationError: there is no history, or not enough of it.
     """
-    line = f"PROTOCOL: Final = {PROTOCOL}"
-    commits = _git("log", "--format=%H", "--reverse", "-S", line, "--", BUILD).split()
-    commits = [commit for commit in commits if line in _git("show", f"{commit}:{BUILD}").splitlines()]
+    line = f"^PROTOCOL: Final = {PROTOCOL}$"
+    commits = _git("log", "--format=%H", "--reverse", "-G", line, "--", "axon_ps").split()
     if not commits or (ROOT / ".git" / "shallow").exists():
         raise ConfigurationError(
             f"the history has no first commit of protocol {PROTOCOL}; use a clone that has all of it (git fetch "
@@ -54,8 +52,8 @@ def extract(commit: str, directory: Path) -> Path:
 
 def set_protocol(directory: Path, number: int) -> None:
     """Have an extracted package be of another protocol, and refuse nobody."""
-    path = directory / BUILD
     numbers = {"PROTOCOL": number, "OLDEST": 0}
+    (path,) = [path for path in directory.rglob("build.py") if _NUMBER.search(path.read_text(encoding="utf-8"))]
     text, count = _NUMBER.subn(lambda m: f"{m[1]}: Final = {numbers[m[1]]}", path.read_text(encoding="utf-8"))
     assert count == len(numbers)
     path.write_text(text, encoding="utf-8")
