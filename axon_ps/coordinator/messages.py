@@ -191,7 +191,14 @@ def _position_from_proto(message: membership_pb2.Position) -> Position:
     return Position(
         generation=message.generation,
         models=tuple(
-            ModelPosition(model=m.model, epoch=m.epoch, step=m.step, version=m.version, placement=m.placement)
+            ModelPosition(
+                model=m.model,
+                epoch=m.epoch,
+                initialized=m.initialized,
+                step=m.step,
+                version=m.version,
+                placement=m.placement,
+            )
             for m in message.models
         ),
         released=frozenset(message.released),

@@ -527,6 +527,7 @@ class Job:
                 ModelPosition(
                     model=0,
                     epoch=model.parameters.epoch,
+                    initialized=model.parameters.initialized,
                     step=model.step,
                     version=model.version,
                     placement=0 if placement is None else placement.number,

@@ -106,10 +106,11 @@ class _ModelDelivery:
 
     def position(self, number: int, first_step: int) -> ModelPosition:
         """The newest of it that is known, in a generation that begins with `first_step`."""
-        placement = None if self.state is None else self.state.placement
+        state, placement = self.state, None if self.state is None else self.state.placement
         return ModelPosition(
             model=number,
-            epoch=max(self.epoch, 0 if self.state is None else self.state.epoch),
+            epoch=max(self.epoch, 0 if state is None else state.epoch),
+            initialized=state is not None and state.initialized and state.epoch >= self.epoch,
             step=max(first_step, self.step + 1),
             version=self.version,
             placement=0 if placement is None else placement.number,

@@ -213,10 +213,12 @@ class ModelPosition:
         step: the step attempt under way.
         version: committed steps.
         placement: number of the newest placement.
+        initialized: whether the shard servers have all its values, of that epoch.
     """
 
     model: int
     epoch: int
+    initialized: bool
     step: int
     version: int
     placement: int

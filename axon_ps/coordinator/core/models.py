@@ -105,6 +105,7 @@ class Model:
         return ModelPosition(
             model=self.number,
             epoch=r.parameters.epoch,
+            initialized=r.parameters.initialized,
             step=self.step,
             version=self.version,
             placement=r.placement_number,

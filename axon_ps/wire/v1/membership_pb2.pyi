@@ -111,18 +111,20 @@ class Position(_message.Message):
     def __init__(self, generation: _Optional[int] = ..., models: _Optional[_Iterable[_Union[ModelPosition, _Mapping]]] = ..., released: _Optional[_Iterable[int]] = ..., snapshot_id: _Optional[int] = ...) -> None: ...
 
 class ModelPosition(_message.Message):
-    __slots__ = ("model", "epoch", "step", "placement", "version")
+    __slots__ = ("model", "epoch", "step", "placement", "version", "initialized")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     PLACEMENT_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
+    INITIALIZED_FIELD_NUMBER: _ClassVar[int]
     model: int
     epoch: int
     step: int
     placement: int
     version: int
-    def __init__(self, model: _Optional[int] = ..., epoch: _Optional[int] = ..., step: _Optional[int] = ..., placement: _Optional[int] = ..., version: _Optional[int] = ...) -> None: ...
+    initialized: bool
+    def __init__(self, model: _Optional[int] = ..., epoch: _Optional[int] = ..., step: _Optional[int] = ..., placement: _Optional[int] = ..., version: _Optional[int] = ..., initialized: bool = ...) -> None: ...
 
 class Leave(_message.Message):
     __slots__ = ("reason", "finished")

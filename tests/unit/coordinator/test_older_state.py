@@ -141,6 +141,30 @@ def test_a_job_goes_on_from_what_its_servers_know_whatever_the_state_has_lost(in
     assert records.load(d.store.load()) is not None
 
 
+def test_values_that_were_there_are_not_waited_for_again() -> None:
+    """The journal has lost that they are; and then one of those that had them dies."""
+    d = Driver(world_size=1, num_shards=3, replication=2)
+    d.store = Journal()
+    d.perform([*d.state.tick(d.clock())])
+    servers, worker = [d.shard() for _ in range(3)], d.worker()
+    d.register(worker)
+    before = len(d.store.states)
+    for s in servers:
+        s.initialized()
+    stored = d.store.states[before - 1]
+    d.store = MemoryStateStore()
+    d.store.apply([Record(key, value) for key, value in stored.items()])
+    d.restart()
+    assert "all values of model 0" in behind(d, worker)
+    assert "all values of model 0" in behind(d, servers[0])
+    tell(d, servers[0])
+    for peer in (*servers[:2], worker):
+        peer.join()
+    d.advance(6.0)
+    d.shard(rank=2)
+    assert worker.last(JobState).initialized
+
+
 def test_a_state_that_lacks_nothing_is_not_behind() -> None:
     d, servers, workers = a_life()
     d.restart()

@@ -78,6 +78,9 @@ def behind(ours: Position, theirs: Position) -> str:
                 return f"{what} {there} of model {model.model}, and the state ends with {here}"
             if what == "epoch" and there < here:
                 break  # it was restored since
+        else:
+            if model.initialized and not known.initialized:
+                return f"all values of model {model.model}, and the state ends before that they were there"
     if gone := theirs.released - ours.released:
         return f"that model {min(gone)} was released"
     if theirs.snapshot_id > ours.snapshot_id:
