@@ -137,6 +137,9 @@ class EventOrder(Generic[E]):
         try:
             async with self._working:
                 yield
+        except (asyncio.CancelledError, GeneratorExit):  # the server ends: nothing is taken any more
+            self._waiting.clear()
+            raise
         finally:
             self._long -= 1
             self.end()

@@ -24,6 +24,7 @@ from axon_ps.shard.core.wire_copy import WireCopy
 from axon_ps.shard.server import copying, model_shell
 from axon_ps.shard.server.links import Links
 from axon_ps.shard.server.shell import ShardShell
+from axon_ps.shard.server.waiters import EventOrder
 from axon_ps.sharding.placement import Placement, Server, place
 from axon_ps.types import Decision, DType, Member, Membership, Outcome, Role
 from axon_ps.wire.v1.common_pb2 import CallContext
@@ -389,3 +390,24 @@ def test_a_call_that_is_cancelled_ends_when_the_thread_has(run: Run) -> None:
         assert owned.wire.frames
 
     run(body)
+
+
+def test_what_waits_for_work_that_is_cancelled_is_not_taken() -> None:
+    async def test() -> None:
+        taken: list[int] = []
+        order: EventOrder[int] = EventOrder(taken.append, lambda event: False)
+
+        async def work() -> None:
+            async with order.begin_work():
+                await asyncio.Event().wait()
+
+        task = asyncio.create_task(work())
+        await asyncio.sleep(0)
+        order.on_event(1)
+        task.cancel()
+        await asyncio.wait([task])
+        assert order.idle.is_set()
+        order.on_event(2)
+        assert taken == [2], "the server ends: the model is not touched by what came before"
+
+    asyncio.run(test())
