@@ -67,7 +67,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
-    """What loops were held by was printed."""
+    """The holds of loops that were printed."""
     records = os.environ.get(loop_watchdog.VARIABLE)
     if records is not None and not hasattr(config, "workerinput"):
         shutil.rmtree(records, ignore_errors=True)

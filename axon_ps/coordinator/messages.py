@@ -148,7 +148,7 @@ def join_from_proto(message: session_pb2.Join) -> tuple[Role, JoinRequest]:
 
 
 def connectivity_to_proto(connectivity: Connectivity) -> membership_pb2.Connectivity:
-    """What a member says of whom it reaches."""
+    """The message of a member's account of whom it reaches."""
     return membership_pb2.Connectivity(
         unreachable=sorted(connectivity.unreachable), reached=sorted(connectivity.reached)
     )

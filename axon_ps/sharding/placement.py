@@ -120,7 +120,7 @@ class Placement:
 
     @cached_property
     def is_copied(self) -> bool:
-        """Whether a server is getting a slice."""
+        """True if a server is getting a slice."""
         return any(h.copying for h in self.counts)
 
     def lacking(self, copies: int, unknown: Collection[int] = ()) -> int:

@@ -39,7 +39,7 @@ HEADER = (
 
 @dataclass(frozen=True)
 class Start:
-    """What became of one start.
+    """The outcome of one start.
 
     Attributes:
         trained: whether all steps were committed, and everything ended well.

@@ -50,7 +50,7 @@ CUTS = {
     "nothing goes": (("OUTPUT", "-d"),),
     "no large packet": (("INPUT", "-s", "-m", "length", "--length", "1000:65535"),),
 }
-"""What the first of two members drops of the other's: chains, directions and matches."""
+"""The packets of the other that the first of two members drops: chains, directions and matches."""
 
 ALL = [(one, other, how) for one, other in (("shard-0", "worker-1"), ("shard-0", "shard-1")) for how in CUTS]
 SAMPLE = [ALL[0], ALL[-1]]
@@ -85,7 +85,7 @@ class Hosts:
         self._network.popen(host, command, env=environment(own), stdout=log, stderr=subprocess.STDOUT)
 
     def status(self) -> Any:
-        """What `axon-ps status --json` prints; None while nobody answers."""
+        """The output of `axon-ps status --json`; None while nobody answers."""
         command = [*AXON_PS, "status", "--coordinator", self._coordinator, "--insecure", "--json"]
         asked = self._network.popen(
             "coordinator", command, env=environment({}), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
@@ -125,11 +125,11 @@ class Hosts:
             time.sleep(0.1)
 
     def has_come_to(self, version: int) -> bool:
-        """Whether a worker has seen a version."""
+        """True once a worker has seen a version."""
         return self.version >= version
 
     def is_complete(self) -> bool:
-        """Whether everybody is there, and every slice has its copies."""
+        """True if everybody is there, and every slice has its copies."""
         status = self.status()
         if status is None or not status["models"]:
             return False

@@ -53,7 +53,7 @@ def test_it_refuses_more_and_others(job_name: str, count: int, error: type[AxonE
 
 
 class Said:
-    """What a worker that waits for a server finds."""
+    """A worker that waits for a server, and its findings."""
 
     def __init__(self, j: Job) -> None:
         self.report = ConnectivityReport(lambda: LEASE_S)

@@ -54,7 +54,7 @@ CHECKPOINTS: Final = 0.1
 """In how many jobs checkpoints are written."""
 
 ONE_WAY: Final = 0.3
-"""How many of the links that are cut still carry what goes the other way."""
+"""The fraction of the links that are cut which still carry what goes the other way."""
 
 END_S: Final = 600.0
 """How long the job may take in all."""

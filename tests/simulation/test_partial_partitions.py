@@ -30,7 +30,7 @@ MOST_WORKERS = [("worker-0", "shard-2"), ("worker-1", "shard-2")]
 
 @pytest.fixture(autouse=True)
 def quiet() -> Iterator[None]:
-    """What services log of faults is no news."""
+    """Silence the services: their log of faults is no news."""
     logging.disable(logging.CRITICAL)
     yield
     logging.disable(logging.NOTSET)

@@ -146,7 +146,7 @@ class Job:
         return self.until("it trains", lambda s: s.models[0].version >= begins + STEPS).models[0].version
 
     def lines(self, name: str) -> Iterator[list[dict[str, Any]]]:
-        """What every process of a name has printed."""
+        """The output of every process of a name."""
         for log in self.logs[name]:
             lines = log.read_text(encoding="utf-8").splitlines()
             yield [

@@ -18,7 +18,7 @@ ROW = re.compile(r"^\| (?P<ours>[a-z ,]+) \| (?P<theirs>[a-z ,]+) \| (?P<number>
 
 
 def lost(before: list[str], now: list[str], given_up: set[str]) -> list[str]:
-    """What of a schema is not there any more, and was not given up for good."""
+    """The lines of a schema that are not there any more, and were not given up for good."""
     types = {line.partition(" ")[0] for line in now}
     return [
         line

@@ -35,10 +35,10 @@ VARIABLE: Final = "LOOP_WATCHDOG"
 
 BOUND_S: Final = 0.05
 SAMPLED_S: Final = 0.02
-"""How old a callback is when its stack is looked at first, and how often that is done."""
+"""Seconds after which the stack of a callback is looked at, again and again."""
 
 BASELINE_S: Final = 0.005
-"""How old the count of what was not scheduled may be when a callback begins."""
+"""The greatest age of the count of what was not scheduled when a callback begins."""
 
 FRAMES: Final = 12
 _HERE: Final = str(Path(__file__).parent)
@@ -187,7 +187,7 @@ def _described(frame: FrameType | None) -> list[str]:
 
 
 def _callback(handle: Any) -> str:
-    """What a handle calls, where nobody saw it run: Python's global lock was held all the time."""
+    """The function of a handle that nobody saw run: Python's global lock was held all the time."""
     callback = handle._callback
     task = getattr(callback, "__self__", None)
     code = getattr(callback, "__code__", None)
@@ -265,7 +265,7 @@ def _where(stack: list[str]) -> str:
 
 
 def report(folder: Path, rows: int = 12) -> list[str]:
-    """What was found, as lines of text: the longest holds, by name."""
+    """The findings as lines of text: the longest holds, by name."""
     holds = found(folder)
     if not holds:
         return [f"event loops: none was held for {BOUND_S * 1e3:.0f} ms"]

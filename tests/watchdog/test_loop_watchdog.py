@@ -35,7 +35,7 @@ PROGRAM = """
 
 
 def watched(tmp_path: Path, tasks: str, *, file: Path, forks: str = "") -> list[loop_watchdog.Hold]:
-    """What is found in a process whose code is said to be that of `file`."""
+    """The findings in a process whose code is said to be that of `file`."""
     folder = tmp_path / "records"
     folder.mkdir()
     source = textwrap.dedent(PROGRAM).format(tasks=tasks, forks=forks)

@@ -1,4 +1,4 @@
-"""Whether shard servers that a member waits for can be reached: each is asked to send some data back.
+"""Probes of shard servers that a member waits for: each is asked to send some data back.
 
 A wait may last long for good reasons: others are slow, or a unit is large. Nothing about a call says whether the
 network still carries it, and a connection on which small packets pass looks well. So a server that something has waited
@@ -20,7 +20,7 @@ from axon_ps.errors import AxonError, Broken, Closed
 from axon_ps.types import Membership
 
 ECHO_BYTES: Final = 64 << 10
-"""How much a server is asked to send back."""
+"""Bytes that a server is asked to send back."""
 
 PATIENCE: Final = 1 / 6
 """For so much of a lease a call is under way before its server is asked, and so often it is looked for such calls."""

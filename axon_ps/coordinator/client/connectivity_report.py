@@ -1,4 +1,4 @@
-"""What a member reports of whom it reaches, as its probes find it: see `coordinator.core.connectivity.reachability`."""
+"""A member's report of whom it reaches, as its probes find it: see `coordinator.core.connectivity.reachability`."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class ConnectivityReport:
         self._sent.intersection_update(present)
 
     def begin(self) -> Connectivity:
-        """What is said first on a new stream."""
+        """The first report on a new stream."""
         self._sent.clear()
         return self.take()
 

@@ -81,7 +81,7 @@ def lateness(late_s: float, waited_s: float) -> str:
 
 
 def _not_scheduled_s() -> float:
-    """How long this thread was ready to run, and did not; 0 where the system does not say."""
+    """Seconds for which this thread was ready to run, and did not; 0 where the system does not say."""
     try:
         with open("/proc/thread-self/schedstat", encoding="ascii") as file:
             return int(file.read().split()[1]) / 1e9

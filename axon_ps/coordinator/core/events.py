@@ -243,7 +243,7 @@ class Position:
 
 @dataclass(frozen=True, kw_only=True)
 class Connectivity:
-    """What a member says of whom it reaches, by incarnation; see `core.connectivity.reachability`.
+    """A member's account of whom it reaches, by incarnation; see `core.connectivity.reachability`.
 
     Attributes:
         unreachable: all members that it cannot reach now.

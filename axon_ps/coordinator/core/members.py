@@ -311,7 +311,7 @@ class Members:
         self._handover.joining.pop(session, None)
 
     def pending(self, now: float | None) -> list[str]:
-        """What is being done to shard servers, and who cannot reach whom, as text."""
+        """The changes of shard servers under way, and pairs that cannot reach each other, as text."""
         cuts = [] if now is None else self.reachability.pending(now)
         return [*cuts, *self.placements.pending(), *self._handover.pending()]
 

@@ -140,7 +140,7 @@ class Registration:
 
     @cached_property
     def _trainable(self) -> tuple[bool, ...]:
-        """Whether steps change each slice, by number."""
+        """True for each slice that steps change, by number."""
         assert self.spec is not None
         units = self.spec.layout.units
         return tuple(units[s.unit].trainable for s in self.spec.plan(self.num_shards).numbered)

@@ -603,7 +603,7 @@ def _timeout(timeout_s: float) -> float:
 
 
 def _registered(request: coordinator_pb2.RegisterRequest, name: str) -> tuple[JobSpec | None, OptimizerSpec | None]:
-    """What is registered of a model of this name. Any thread."""
+    """The registration of a model of this name. Any thread."""
     if (units := len(request.spec.layout.units)) > MAX_SLICES:
         raise InvalidRequest(
             f"model {name!r} has {units} units, and a job has at most {MAX_SLICES} slices: put more parameters into "

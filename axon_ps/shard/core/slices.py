@@ -181,7 +181,7 @@ class OwnedSlice:
 
     @property
     def stored(self) -> bool:
-        """Whether `store` has had every chunk."""
+        """True once `store` has had every chunk."""
         return all(self._stored)
 
     def store(self, index: int, values: Array) -> None:
@@ -257,7 +257,7 @@ class OwnedSlice:
 
     @property
     def lacks_frames(self) -> bool:
-        """Whether there are values, and no frames of them yet. Where they travel as differences, there may be none."""
+        """True if there are values, and no frames of them yet. Where they travel as differences, there may be none."""
         return not (self.wire.frames or self.wire.differs or self.lacking or self.applying)
 
     def ensure_frames(self) -> int:

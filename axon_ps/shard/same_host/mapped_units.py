@@ -19,7 +19,7 @@ MAX_SEGMENTS = 400
 
 
 def may_map(owned: OwnedSlice) -> bool:
-    """Whether there may be memory for a slice's wire copy that workers map."""
+    """True if there may be memory for a slice's wire copy that workers map."""
     return Segment.open < MAX_SEGMENTS and not owned.wire.compressed
 
 

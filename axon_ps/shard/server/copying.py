@@ -48,7 +48,7 @@ MAX_TENSORS: Final = 16
 """Most tensors of a slice: its values, a residual (or what was sent), and the optimizer's moments."""
 
 REPORT_S: Final = 0.25
-"""How long a slice that has come waits for others before it is reported."""
+"""Seconds that a slice which has come waits for others before it is reported."""
 
 _RETRY_S = 0.05
 _logger = logging.getLogger(__name__)

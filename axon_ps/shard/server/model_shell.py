@@ -163,7 +163,7 @@ class ModelShell:
         self.order.on_event(event)
 
     def _must_wait(self, event: Event | Averaging | Callable[[], None]) -> bool:
-        """Whether the step that is being applied has to be over first."""
+        """True if the step that is being applied has to be over first."""
         if not self._applying:
             return False
         return self.engine.gradients.asynchronous or callable(event) or isinstance(event, Averaging)

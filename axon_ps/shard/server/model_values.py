@@ -1,4 +1,4 @@
-"""Where the values of a model come from: first values, and those that replace others, epoch by epoch; and mapping them.
+"""The sources of a model's values: first values, and those that replace others, epoch by epoch; and mapping them.
 
 Performs the coordinator's orders to restore a model, from a checkpoint or from what a worker uploads, and stores
 uploads. Decides nothing: `shard.core.parameters` does. One event loop; files are read in the files' thread.

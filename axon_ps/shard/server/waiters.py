@@ -110,7 +110,7 @@ class EventOrder(Generic[E]):
         self.idle.clear()
 
     def end(self) -> None:
-        """What began is over: take what has waited for it."""
+        """End a step or a copy, and take what has waited for it."""
         while self._waiting and not (self._long or self._must_wait(self._waiting[0])):
             event = self._waiting.popleft()
             if callable(event):
@@ -123,7 +123,7 @@ class EventOrder(Generic[E]):
 
     @property
     def is_busy(self) -> bool:
-        """Whether something long is done to the model."""
+        """True while something long is done to the model."""
         return self._long > 0
 
     def begin_work(self) -> AbstractAsyncContextManager[None]:

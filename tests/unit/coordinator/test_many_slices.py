@@ -31,7 +31,7 @@ def spec_of(units: int) -> JobSpec:
 
 
 def operations(call: Callable[[], Any]) -> int:
-    """How many bytecodes a call takes."""
+    """The number of bytecodes that a call takes."""
     count = 0
 
     def trace(frame: FrameType, event: str, argument: object) -> Any:
@@ -75,12 +75,12 @@ class Job:
         self.driver.state.status(self.driver.clock())
 
     def copies(self) -> list[tuple[Peer, int]]:
-        """Who is to copy how many slices of the model of many units."""
+        """The number of slices of the model of many units that each server is to copy."""
         return [(s, len(s.copying(1))) for s in self.servers if s.open and s.copying(1)]
 
 
 def compared(call: Callable[[Job], Any], before: Callable[[Job], Any] = lambda job: None) -> float:
-    """How many times more a call costs with `MANY` units than with `FEW`."""
+    """The cost of a call with `MANY` units, in those of one with `FEW`."""
     costs = []
     for units in (FEW, MANY):
         job = Job(units)

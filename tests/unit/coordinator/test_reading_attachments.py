@@ -1,4 +1,4 @@
-"""What is attached is unpacked and hashed by the thread that wants it, and not by the loop that sends heartbeats."""
+"""Attachments are unpacked and hashed by the thread that wants them, and not by the loop that sends heartbeats."""
 
 from __future__ import annotations
 

@@ -119,7 +119,7 @@ class Job:
                 await self.shell.model(model).push((step, owned.chunks.unit, begin, 0), DType.F32, grad)
 
     async def others_are_served(self) -> None:
-        """What goes on beside: a heartbeat's figures, a fenced call, a push to the other model."""
+        """Do what goes on beside: a heartbeat's figures, a fenced call, a push to the other model."""
         assert "slice_bytes" in self.shell.measures()
         engine = self.shell.model(1).engine
         context = CallContext(job="j", generation=engine.generation, incarnation="w", model=1)
@@ -287,7 +287,7 @@ def test_a_unit_is_mapped_beside_what_else_a_server_does_and_no_step_begins_mean
 
 
 class Stream:
-    """What a primary sends of a slice."""
+    """The chunks of a slice as a primary sends them."""
 
     def __init__(self, chunks: list[Any]) -> None:
         self.chunks = chunks

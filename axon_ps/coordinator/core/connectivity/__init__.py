@@ -1,1 +1,1 @@
-"""Who reaches whom: the coordinator its members, and the members each other. Pure."""
+"""Connectivity: the coordinator's with its members, and the members' with each other. Pure."""

@@ -41,7 +41,7 @@ LEAST_WINDOW_S: Final = 0.5
 """However short leases are, it stands for so long."""
 
 RECHECK_S: Final = 1.0
-"""How often it is looked again whether one of two may go."""
+"""Seconds after which it is looked again whether one of two may go."""
 
 MOST_PAUSE_S: Final = 120.0
 """The longest that one is refused who went several times."""
@@ -183,11 +183,11 @@ class Reachability:
         return None
 
     def next_deadline(self) -> float:
-        """When to call `to_go`."""
+        """The time to call `to_go`."""
         return min((max(cut.due, self._recheck) for cut in self._cuts()), default=math.inf)
 
     def pending(self, now: float) -> list[str]:
-        """Who cannot reach whom, and who has not shown yet that it works, as text."""
+        """Pairs that cannot reach each other, and servers that have not shown yet that they work, as text."""
         cuts = list(self._cuts())
         found = []
         for cut in cuts:
@@ -255,7 +255,7 @@ class Reachability:
             yield Cut(one, named, since, min(dues))
 
     def _due(self, report: _Report, named: RosterEntry) -> float:
-        """When a report may have consequences; inf as long as the member that it names is silent."""
+        """The time from which a report may have consequences; inf as long as the member that it names is silent."""
         seen = named.deadline - self._lease_s
         if math.isinf(report.seen) and seen > report.since and named.session is not None:
             report.seen = seen
@@ -263,7 +263,7 @@ class Reachability:
         return max(report.since + window_s, report.seen + window_s / 2)
 
     def _why_not(self, entry: RosterEntry, cuts: Collection[Cut]) -> str:
-        """Why a member may not go, as text; empty if it may."""
+        """Say why a member may not go; empty if it may."""
         ends = _ends(cuts, entry)
         if any(len(_ends(cuts, other)) > len(ends) for other in ends):
             return f"{entry.name} reaches more of the others"
