@@ -75,6 +75,7 @@ from axon_ps.errors import (
     MemberLost,
     Misuse,
     Timeout,
+    Unreachable,
     again,
 )
 from axon_ps.observe.log_buffer import LogBuffer, collect
@@ -266,7 +267,7 @@ class CoordinatorClient(Calls):
             await self.close()
             if not limit.expired():  # that is why we were refused
                 raise
-            error = self._last_error or Timeout(f"the coordinator at {self.address} did not let us in")
+            error = self._last_error or Unreachable(f"nobody answers at {self.address}")
             error.add_note(f"tried for {timeout_s:g} s")
             raise error from None
         except BaseException:
