@@ -141,10 +141,6 @@ class Placement:
         """What a server was getting it gets no more."""
         return self._map(range(len(self.holders)), lambda h: h.without(rank) if rank in h.copying else h)
 
-    def copying(self, index: int, rank: int) -> Placement:
-        """A server begins to get a slice."""
-        return self.changed({index: self.holders[index].with_copying(rank)})
-
     def copied(self, indexes: Iterable[int], rank: int, present: Container[int]) -> Placement:
         """A server has got slices completely; those that it was not to get are ignored.
 
@@ -172,14 +168,6 @@ class Placement:
                 tuple(r for r in h.copying if r != rank),
             ),
         )
-
-    def promoted(self, index: int, rank: int) -> Placement:
-        """A backup becomes the primary of a slice, and the primary a backup."""
-        return self.changed({index: self.holders[index].with_primary(rank)})
-
-    def dropped(self, index: int, rank: int) -> Placement:
-        """A backup gives up a slice."""
-        return self.changed({index: self.holders[index].without(rank)})
 
     def changed(self, holders: Mapping[int, Holders]) -> Placement:
         """Slices have other holders, by number."""

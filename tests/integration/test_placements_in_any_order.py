@@ -70,11 +70,11 @@ class Coordinator:
             what = self.rng.random()
             if between_steps:
                 if what < 0.4 and len(h.complete) > 1:
-                    placement = placement.promoted(index, self.rng.choice(h.complete[1:]))
+                    placement = placement.changed({index: h.with_primary(self.rng.choice(h.complete[1:]))})
             elif what < 0.2 and others:
-                placement = placement.copying(index, self.rng.choice(others))
+                placement = placement.changed({index: h.with_copying(self.rng.choice(others))})
             elif what < 0.4 and len(h.complete) > 1:
-                placement = placement.dropped(index, self.rng.choice(h.servers[1:]))
+                placement = placement.changed({index: h.without(self.rng.choice(h.servers[1:]))})
         if placement is not before:
             self.place(placement)
 

@@ -46,13 +46,13 @@ def apply(placement: Placement, move: Move) -> Placement:
     match move:
         case Copy(index, rank):
             assert rank not in h.servers
-            return placement.copying(index, rank)
+            return placement.changed({index: h.with_copying(rank)})
         case Promote(index, rank):
             assert rank in h.complete[1:]
-            return placement.promoted(index, rank)
+            return placement.changed({index: h.with_primary(rank)})
         case Drop(index, rank):
             assert rank in h.followers
-            return placement.dropped(index, rank)
+            return placement.changed({index: h.without(rank)})
 
 
 class World:
@@ -266,15 +266,16 @@ def test_slices_move_to_a_server_that_was_added() -> None:
 
     placement = Placement(tuple(holders), num_cuts=4)
     assert next_moves() == [Copy(0, 2), Copy(1, 2)], "one of every server at a time"
-    placement = placement.copying(0, 2).copying(1, 2)
+    placement = placement.changed({i: placement.holders[i].with_copying(2) for i in (0, 1)})
     assert next_moves() == []
     placement = placement.copied([0], 2, range(99))
     assert next_moves() == [Promote(0, 2)]
-    placement = placement.promoted(0, 2)
+    placement = placement.changed({0: placement.holders[0].with_primary(2)})
     assert next_moves() == [Drop(0, 0)]
-    placement = placement.dropped(0, 0)
+    placement = placement.changed({0: placement.holders[0].without(0)})
     assert next_moves() == [], "no other moves before these have"
-    placement = placement.copied([1], 2, range(99)).promoted(1, 2).dropped(1, 1)
+    placement = placement.copied([1], 2, range(99))
+    placement = placement.changed({1: placement.holders[1].with_primary(2).without(1)})
     assert next_moves() == [Copy(2, 2), Copy(3, 2)]
 
 

@@ -232,7 +232,7 @@ def test_a_corrupt_slice_that_is_not_being_copied_yet_stays_lost() -> None:
     made.step(2)
     made.commit()
     assert owned.take_corruptions()
-    made.place(made.placement.promoted(0, 1))
+    made.place(made.placement.changed({0: made.placement.holders[0].with_primary(1)}))
     assert owned.corrupt
     assert not owned.copying
     assert made.engines[1].gradients.ready() is None

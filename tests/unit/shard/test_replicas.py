@@ -401,7 +401,7 @@ def test_a_copy_that_is_made_in_the_middle_of_a_step_goes_on_alike(name: str, pa
     made.add(2, made.engines[0].version, made.engines[0].step)
     placement = made.placement
     for number in range(len(placement.holders)):
-        placement = placement.copying(number, 2)
+        placement = placement.changed({number: placement.holders[number].with_copying(2)})
     made.place(placement)
     new = made.engines[2]
     assert new.version == 2
@@ -440,7 +440,7 @@ def test_a_server_that_holds_nothing_follows_the_job_and_can_be_given_slices() -
         assert idle.gradients.ready() is None
         made.commit()
     assert idle.version == 2
-    made.place(made.placement.copying(1, 2))
+    made.place(made.placement.changed({1: made.placement.holders[1].with_copying(2)}))
     assert [n for n, s in idle.slices.items() if s.copying] == [1]
     assert idle.slices[1].reached == 2
     copy_slices(made, 2)
@@ -454,14 +454,14 @@ def test_a_placement_adds_and_removes_slices_and_changes_roles() -> None:
     number, (primary, backup) = 0, made.placement.holders[0].complete
     ours = made.engines[primary].slices[number]
     before = dict(made.engines[primary].slices)
-    made.place(made.placement.promoted(number, backup))
+    made.place(made.placement.changed({number: made.placement.holders[number].with_primary(backup)}))
     assert not ours.primary
     assert made.engines[backup].slices[number].primary
     assert dict(made.engines[primary].slices) == before, "nothing is made anew"
     made.step(1)
     made.commit()
     made.check_equal()
-    placement = made.placement.dropped(number, primary)
+    placement = made.placement.changed({number: made.placement.holders[number].without(primary)})
     made.placement = placement
     assert made.engines[primary].place(placement, primary) == [ours]
     assert made.engines[backup].place(placement, backup) == []
@@ -473,7 +473,7 @@ def test_a_placement_adds_and_removes_slices_and_changes_roles() -> None:
     made.step(2)
     made.commit()
     assert number not in made.engines[backup].digests(), "there is nothing to compare it with"
-    made.place(placement.copying(number, primary))
+    made.place(placement.changed({number: placement.holders[number].with_copying(primary)}))
     assert list(made.engines[primary].slices) == sorted(made.engines[primary].slices)
     again = made.engines[primary].slices[number]
     assert again is not ours
@@ -487,7 +487,7 @@ def test_a_placement_adds_and_removes_slices_and_changes_roles() -> None:
 def test_only_slices_that_a_server_is_not_getting_lack_first_values() -> None:
     made = Replicated(job(), replicas=1)
     made.add(2)
-    made.place(made.placement.copying(0, 2))
+    made.place(made.placement.changed({0: made.placement.holders[0].with_copying(2)}))
     assert made.engines[2].parameters.lacking == 0
     alone = ShardEngine()
     alone.configure(job(), 0, 2, Placement((Holders((0,)),) * len(made.placement.holders), 2))

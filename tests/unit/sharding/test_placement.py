@@ -94,7 +94,7 @@ def test_a_lost_server_is_replaced_by_backups_but_stays_the_holder_of_what_nobod
 
 
 def test_a_copy_is_begun_and_completed() -> None:
-    placement = Placement((Holders((1,)), Holders((1, 2)), Holders((3,), (2,))), num_cuts=3).copying(0, 2)
+    placement = Placement((Holders((1,)).with_copying(2), Holders((1, 2)), Holders((3,), (2,))), num_cuts=3)
     assert placement.holders[0] == Holders((1,), (2,))
     assert placement.holders[0].followers == (2,)
     assert placement.holders[0].servers == (1, 2)
@@ -110,15 +110,13 @@ def test_of_two_copies_under_way_one_completes() -> None:
 
 
 def test_a_promoted_backup_and_the_primary_change_places() -> None:
-    placement = Placement((Holders((1, 2, 3), (4,)), Holders((1, 3))), num_cuts=3)
-    assert placement.promoted(0, 3).holders == (Holders((3, 1, 2), (4,)), Holders((1, 3)))
+    assert Holders((1, 2, 3), (4,)).with_primary(3) == Holders((3, 1, 2), (4,))
 
 
 def test_a_slice_is_dropped_by_a_backup_or_by_one_that_is_getting_it_but_not_by_the_last() -> None:
-    placement = Placement((Holders((1, 2), (3,)), Holders((2,))), num_cuts=3)
-    assert placement.dropped(0, 2).holders[0] == Holders((1,), (3,))
-    assert placement.dropped(0, 3).holders[0] == Holders((1, 2))
-    assert placement.dropped(1, 2).holders == placement.holders
+    assert Holders((1, 2), (3,)).without(2) == Holders((1,), (3,))
+    assert Holders((1, 2), (3,)).without(3) == Holders((1, 2))
+    assert Holders((2,)).without(2) == Holders((2,))
 
 
 def test_what_a_server_has() -> None:

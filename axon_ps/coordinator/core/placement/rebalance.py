@@ -38,7 +38,7 @@ BUDGET_SLICES = 256
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """Begin to copy a slice to a server that does not have it (`Placement.copying`).
+    """Begin to copy a slice to a server that does not have it (`Holders.with_copying`).
 
     Attributes:
         index: number of the slice.
@@ -51,7 +51,7 @@ class Copy:
 
 @dataclass(frozen=True, slots=True)
 class Promote:
-    """Make a complete backup the primary (`Placement.promoted`); possible only between two steps.
+    """Make a complete backup the primary (`Holders.with_primary`); possible only between two steps.
 
     Attributes:
         index: number of the slice.
@@ -64,7 +64,7 @@ class Promote:
 
 @dataclass(frozen=True, slots=True)
 class Drop:
-    """A server that is not the primary gives a slice up, or stops to get it (`Placement.dropped`).
+    """A server that is not the primary gives a slice up, or stops to get it (`Holders.without`).
 
     Attributes:
         index: number of the slice.
