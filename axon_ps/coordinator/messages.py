@@ -143,7 +143,7 @@ def join_from_proto(message: session_pb2.Join) -> tuple[Role, JoinRequest]:
         state_id=codec.name_from_proto(message.state_id, "the state's id", empty=True),
         position=_position_from_proto(message.position),
         build=_build_from_proto(message.build),
-        connectivity=connectivity_from_proto(message.connectivity) if message.HasField("connectivity") else None,
+        connectivity=connectivity_from_proto(message),
     )
 
 
@@ -154,12 +154,15 @@ def connectivity_to_proto(connectivity: Connectivity) -> membership_pb2.Connecti
     )
 
 
-def connectivity_from_proto(message: membership_pb2.Connectivity) -> Connectivity:
-    """Likewise.
+def connectivity_from_proto(carrier: session_pb2.Join | membership_pb2.Heartbeat) -> Connectivity | None:
+    """The account in a message that may have one; None = it has none.
 
     Raises:
         InvalidRequest: it names what is no incarnation, or more than there can be.
     """
+    if not carrier.HasField("connectivity"):
+        return None
+    message = carrier.connectivity
     if (named := len(message.unreachable) + len(message.reached)) > 2 * MAX_MEMBERS:
         raise InvalidRequest(f"a member names {named} others; a job has at most {MAX_MEMBERS} of each role")
     return Connectivity(

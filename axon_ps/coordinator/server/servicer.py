@@ -262,8 +262,7 @@ class CoordinatorServicer:
         if kind == "heartbeat":
             beat = message.heartbeat
             logged = state.logged(session, beat.logs[:MAX_LOGS], beat.logs_dropped + len(beat.logs[MAX_LOGS:]), now)
-            connectivity = connectivity_from_proto(beat.connectivity) if beat.HasField("connectivity") else None
-            return [*logged, *state.heartbeat(session, _metrics(beat), now, connectivity=connectivity)]
+            return [*logged, *state.heartbeat(session, _metrics(beat), now, connectivity=connectivity_from_proto(beat))]
         if kind == "arrived":
             arrived = message.arrived
             return state.arrived(

@@ -82,14 +82,16 @@ def test_an_event_of_a_newer_protocol_is_nothing() -> None:
 
 def test_whom_a_member_reaches_goes_there_and_back() -> None:
     connectivity = Connectivity(unreachable=frozenset({"a" * 32}), reached=frozenset({"b" * 32, "c" * 32}))
-    assert m.connectivity_from_proto(m.connectivity_to_proto(connectivity)) == connectivity
+    beat = membership_pb2.Heartbeat(connectivity=m.connectivity_to_proto(connectivity))
+    assert m.connectivity_from_proto(beat) == connectivity
+    assert m.connectivity_from_proto(membership_pb2.Heartbeat()) is None
     request = JoinRequest(job="j", incarnation="c" * 32, node="n", connectivity=connectivity)
     assert m.join_from_proto(m.join_to_proto(request, Role.WORKER).join) == (Role.WORKER, request)
     assert m.join_from_proto(session_pb2.Join(job="j", role=1, incarnation="c" * 32, node="n"))[1].connectivity is None
     with pytest.raises(InvalidRequest, match="is not 32 hex digits"):
-        m.connectivity_from_proto(membership_pb2.Connectivity(unreachable=["nobody"]))
+        m.connectivity_from_proto(membership_pb2.Heartbeat(connectivity={"unreachable": ["nobody"]}))
     with pytest.raises(InvalidRequest, match="a member names 40000 others"):
-        m.connectivity_from_proto(membership_pb2.Connectivity(reached=["a" * 32] * 40_000))
+        m.connectivity_from_proto(membership_pb2.Heartbeat(connectivity={"reached": ["a" * 32] * 40_000}))
 
 
 def test_what_goes_up() -> None:
