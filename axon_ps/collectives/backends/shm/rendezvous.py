@@ -59,7 +59,8 @@ def rendezvous(context: GroupContext) -> tuple[Control, list[HostPeer | None]]:
         The control segment, and the other ranks by position; None is this one.
 
     Raises:
-        Unreachable: a rank is on another host, or in another container, or another user's, or this is not Linux.
+        Unreachable: a rank is on another host, or in another container, or another user's, or this is not Linux; or
+            it died just when this one was to connect to it.
         Busy: there is not enough memory.
         Timeout: a rank did not come in `context.timeout_s`.
         MemberLost: a rank died meanwhile.
@@ -275,8 +276,9 @@ def _connect_others(control: Control, nonce: bytes, deadline: float) -> Sockets:
     """Connect to every rank but the first: the higher one connects, the lower one accepts. All ranks call it.
 
     Raises:
-        Unreachable: two ranks cannot reach each other.
-        MemberLost: a rank died meanwhile.
+        Unreachable: two ranks cannot reach each other; one that was to accept may just have died.
+        Broken: a rank that was to connect is not there.
+        MemberLost: a rank died, and another one waited for it.
         Timeout: a rank did not come.
     """
     n, me = control.layout.world_size, control.rank
