@@ -23,6 +23,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
+from axon_ps.host import memory
+
 _TETHER = Path(__file__).with_name("tether.py")
 _MAX_OUTPUT_BYTES = 16 << 10
 
@@ -62,6 +64,8 @@ class Child:
         self._reap = reap
         self._stdin = stdin
         self._exit_code: int | None = None
+        self._oom_kills = memory.oom_kills()
+        self._lacked_memory = False
 
     @classmethod
     def start(
@@ -126,7 +130,10 @@ class Child:
     def ending(self) -> str:
         """How it ended, as text."""
         code = self.exit_code or 0
-        return f"exited with code {code}" if code >= 0 else f"was ended by {signal.Signals(-code).name}"
+        if code >= 0:
+            return f"exited with code {code}"
+        why = " when the kernel killed for lack of memory (`dmesg` names the process)" if self._lacked_memory else ""
+        return f"was ended by {signal.Signals(-code).name}{why}"
 
     @property
     def output(self) -> str:
@@ -195,6 +202,8 @@ class Child:
     def _reaped(self) -> int:
         if self._exit_code is None:
             self._exit_code = self._reap()
+            if self._exit_code == -signal.SIGKILL and not self.was_signalled:
+                self._lacked_memory = memory.oom_kills() > self._oom_kills
             os.close(self.pidfd)
         return self._exit_code
 

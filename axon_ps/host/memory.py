@@ -22,6 +22,12 @@ def available_bytes() -> int:
     return min(found, default=0)
 
 
+def oom_kills() -> int:
+    """The number of processes that this machine's kernel has killed for lack of memory; 0 where it does not say."""
+    counts = dict(line.split() for line in _text(Path("/proc/vmstat")).splitlines())
+    return int(counts.get("oom_kill", 0))
+
+
 def pool() -> str:
     """Names the memory that `available_bytes` is of: processes with the same name share it."""
     pools = sorted(_pools(), key=lambda pool: pool[1])

@@ -6,11 +6,14 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from axon_ps.host.children import Child, wait_for_any
+
+CGROUPS = Path("/sys/fs/cgroup")
 
 
 def start(program: str, *, log: Path | None = None, stdin: bool = False, ready: bool = False) -> Child:
@@ -41,6 +44,35 @@ def test_one_that_dies_reports_nothing_and_says_how_it_ended() -> None:
     child.send_line("nobody reads it")
     child.send_signal(signal.SIGTERM)  # harmless, and does not count
     assert not child.was_signalled
+
+
+@pytest.fixture
+def limited_memory() -> Iterator[Path]:
+    """A control group whose processes have 32 MiB together."""
+    entries = (line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines())
+    roots = {"memory": (Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes"), "": (CGROUPS, "memory.max")}
+    found = [(*roots[kind], path) for _, kind, path in entries if kind in roots]
+    root, limit, path = found[0]
+    group = root / path.lstrip("/") / f"axon-ps-test-{os.getpid()}"
+    try:
+        group.mkdir()
+        (group / limit).write_text(str(32 << 20))
+    except OSError as error:
+        pytest.skip(f"no control group with a limit of memory can be made here: {error}")
+    yield group
+    group.rmdir()
+
+
+def test_one_that_the_kernel_killed_for_lack_of_memory_says_so(limited_memory: Path) -> None:
+    child = start(f"import os; open('{limited_memory}/cgroup.procs', 'w').write(str(os.getpid())); b'x' * (1 << 28)")
+    assert child.wait(60.0) == -signal.SIGKILL
+    assert child.ending == "was ended by SIGKILL when the kernel killed for lack of memory (`dmesg` names the process)"
+    assert child.end() == -signal.SIGKILL
+    killed = start("import time; time.sleep(60)")
+    os.kill(killed.pid, signal.SIGKILL)
+    assert killed.wait(30.0) == -signal.SIGKILL
+    assert killed.ending == "was ended by SIGKILL", "nobody lacked memory"
+    killed.end()
 
 
 def test_its_end_is_by_steps_even_when_it_is_frozen_and_takes_what_it_left_behind(tmp_path: Path) -> None:
