@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import base64
+import contextlib
+import json
 import os
 import shutil
 import signal
 import ssl
 import tempfile
 import time
+import urllib.error
 import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 from axon_ps.errors import AxonError
 from axon_ps.host.children import Child
@@ -22,6 +28,8 @@ NEEDED = "there is no etcd: apt-get install etcd-server"
 
 _START_S = 30.0
 _POLL_S = 0.02
+_FILLER = "/axon-ps-filler/"
+_FILLER_BYTES = 256 << 10
 
 
 def is_installed() -> bool:
@@ -39,6 +47,7 @@ class LocalEtcd:
 
     Attributes:
         endpoints: "host:port" of each, for clients.
+        oldest: the oldest revision that it still has; see `compact`.
     """
 
     def __init__(self, members: int = 1, *, quota_bytes: int = 0, security: Security | None = None) -> None:
@@ -46,6 +55,7 @@ class LocalEtcd:
         ports = range(first, first + 2 * members)
         self.endpoints = [f"127.0.0.1:{port}" for port in ports[:members]]
         self._peers = [f"http://127.0.0.1:{port}" for port in ports[members:]]
+        self.oldest = 1
         self._quota_bytes = quota_bytes
         self._security = security
         self._scheme = "https" if security else "http"
@@ -96,6 +106,73 @@ class LocalEtcd:
                 return index
         raise AxonError("no member of the etcd cluster leads")
 
+    def compact(self) -> None:
+        """Forget all revisions but the newest, and give their space back, as its operators do now and then."""
+        status = self._call(self.endpoints[0], "v3/maintenance/status", {})
+        self.oldest = int(status["header"]["revision"])
+        self._call(self.endpoints[0], "v3/kv/compaction", {"revision": self.oldest, "physical": True})
+        for endpoint in self.endpoints:
+            self._call(endpoint, "v3/maintenance/defragment", {})
+
+    def fill(self) -> None:
+        """Store keys of our own until its quota is used up, so that it refuses to write."""
+        value = base64.b64encode(os.urandom(_FILLER_BYTES)).decode()
+        with contextlib.suppress(AxonError):
+            while True:
+                key = base64.b64encode(f"{_FILLER}{time.monotonic_ns()}".encode()).decode()
+                self._call(self.endpoints[0], "v3/kv/put", {"key": key, "value": value})
+
+    def empty(self) -> None:
+        """Remove what `fill` has stored; it writes again."""
+        first, end = (base64.b64encode(key.encode()).decode() for key in (_FILLER, f"{_FILLER}~"))
+        self._call(self.endpoints[0], "v3/kv/deleterange", {"key": first, "range_end": end})
+        self.compact()
+        alarms = self._call(self.endpoints[0], "v3/maintenance/alarm", {"action": "GET"})
+        for alarm in alarms.get("alarms", []):
+            self._call(self.endpoints[0], "v3/maintenance/alarm", {"action": "DEACTIVATE", **alarm})
+
+    @contextlib.contextmanager
+    def slow_disks(self, delay_s: float) -> Iterator[None]:
+        """Meanwhile every `fdatasync` of its members takes so much longer; needs the program strace."""
+        inject = f"inject=fdatasync:delay_exit={delay_s * 1e6:.0f}"
+        tracers = []
+        try:
+            for member in self._members:
+                command = ["strace", "-f", "-o", os.devnull, "-e", "trace=fdatasync", "-e", inject, "-p"]
+                log = Path(self._directory.name) / f"{member.name}.strace"
+                tracers.append(
+                    Child.start(
+                        f"strace of {member.name}",
+                        [*command, str(member.pid)],
+                        {"PATH": os.defpath},
+                        last_signal=signal.SIGTERM,
+                        output=log,
+                    )
+                )
+                deadline = time.monotonic() + _START_S
+                while "attached" not in tracers[-1].output:
+                    if tracers[-1].wait(_POLL_S) is not None or time.monotonic() > deadline:
+                        raise AxonError(f"{tracers[-1].name} did not start: {tracers[-1].output}")
+            yield
+        finally:
+            for tracer in tracers:
+                tracer.end((signal.SIGTERM, _START_S))
+
+    def _call(self, endpoint: str, path: str, content: dict[str, Any]) -> dict[str, Any]:
+        """Call a method of a member's JSON gateway; returns the reply.
+
+        Raises:
+            AxonError: it refuses, or does not answer.
+        """
+        try:
+            reply = json.loads(self._open(endpoint, path, json.dumps(content).encode(), timeout_s=_START_S))
+        except urllib.error.HTTPError as error:
+            raise AxonError(f"etcd refuses {path}: {error.read().decode()}") from error
+        except OSError as error:
+            raise AxonError(f"etcd does not answer {path}: {error}") from error
+        assert isinstance(reply, dict)
+        return reply
+
     def _start(self, number: int) -> Child:
         client, peer = f"{self._scheme}://{self.endpoints[number]}", self._peers[number]
         directory = Path(self._directory.name)
@@ -112,17 +189,21 @@ class LocalEtcd:
         return Child.start(f"etcd {number}", argv, environment, last_signal=signal.SIGKILL, output=log)
 
     def _answer(self, endpoint: str, path: str) -> bytes:
-        """What a member answers; empty when it does not."""
+        """The page that a member answers with; empty when it does not."""
+        try:
+            return self._open(endpoint, path)
+        except OSError:
+            return b""
+
+    def _open(self, endpoint: str, path: str, content: bytes | None = None, timeout_s: float = 2.0) -> bytes:
         handlers: list[urllib.request.BaseHandler] = [urllib.request.ProxyHandler({})]
         if (s := self._security) is not None:
             context = ssl.create_default_context(cafile=s.ca_file)
             context.load_cert_chain(s.cert_file, s.key_file)
             handlers.append(urllib.request.HTTPSHandler(context=context))
-        try:
-            with urllib.request.build_opener(*handlers).open(f"{self._scheme}://{endpoint}/{path}", timeout=2.0) as r:
-                return bytes(r.read())
-        except OSError:
-            return b""
+        url = f"{self._scheme}://{endpoint}/{path}"
+        with urllib.request.build_opener(*handlers).open(url, content, timeout=timeout_s) as reply:
+            return bytes(reply.read())
 
     def _end(self) -> None:
         for member in self._members:

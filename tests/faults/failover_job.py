@@ -30,6 +30,9 @@ PAUSE_S = 0.02
 """Between steps: what is measured is how long none commits."""
 
 SOON_S = 30.0
+SLOW_S = 0.1
+"""The time that a slow disk of etcd takes longer for each write."""
+
 ETCD_S = 5.0
 """How long a job is watched after a member of etcd was killed: longer than a lease."""
 
@@ -216,7 +219,40 @@ def _etcd_killed(job: Job, member: int) -> float:
     return gap_s
 
 
+def etcd_slow_disks(job: Job, seconds: float) -> float:
+    """The disks of all members of etcd are slow for a while."""
+    old, since_s = job.cluster.leader(), time.monotonic()
+    with job.cluster.etcd.slow_disks(SLOW_S):
+        gap_s = job.goes_on(since_s, seconds)
+    assert job.cluster.leader() == old, "the coordinator leads on"
+    return max(gap_s, job.goes_on(time.monotonic()))
+
+
+def etcd_compacted(job: Job, seconds: float) -> float:
+    """All of etcd's history is removed, and its files are made anew."""
+    old, since_s = job.cluster.leader(), time.monotonic()
+    job.cluster.etcd.compact()
+    gap_s = job.goes_on(since_s)
+    assert job.cluster.leader() == old, "the coordinator leads on"
+    return gap_s
+
+
+def etcd_full(job: Job, seconds: float) -> float:
+    """The quota of etcd is used up for a while. Returns the time to the first commit after there is space again."""
+    old = job.cluster.leader()
+    job.cluster.etcd.fill()
+    full_s = time.monotonic()
+    job.until(lambda: "quota is used up" in job.cluster.log(COORDINATOR, old))
+    job.until(lambda: time.monotonic() > full_s + seconds)
+    job.cluster.etcd.empty()
+    empty_s = time.monotonic()
+    job.goes_on(empty_s)
+    assert job.cluster.leader() == old, "the coordinator leads on"
+    return next(step.at_s for step in job.steps() if step.committed and step.at_s > empty_s) - empty_s
+
+
 FAULTS = (killed, frozen, cut_from_etcd, cut_from_workers)
+ETCD_FAULTS = (etcd_slow_disks, etcd_compacted, etcd_full)
 
 
 def check(job: Job) -> int:

@@ -1,8 +1,9 @@
 """What a leader's death costs, several times each: `make failover`.
 
-Three etcd members, two coordinators, two shard servers, two workers; each fault happens to whoever leads, and the
-longest time without a committed step is what is shown. Fails if a step was lost, if a coordinator wrote after another
-one had begun to, or if a step took longer than promised to commit again.
+Three etcd members, two coordinators, two shard servers, two workers; each fault happens to the leader, or to etcd (its
+disks are slow, it is compacted, its quota is used up), and the longest time without a committed step is shown. Fails if
+a step was lost, if a coordinator wrote after another one had begun to, or if a step took longer than promised to commit
+again.
 """
 
 from __future__ import annotations
@@ -25,11 +26,12 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "integration"))
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 import _report
-from failover_job import FAULTS, Job, check, etcd_follower_killed, etcd_leader_killed
+from failover_job import ETCD_FAULTS, FAULTS, Job, check, etcd_follower_killed, etcd_leader_killed
 
 PRELOADED = ("torch", "axon_ps.parallel", "axon_ps.worker.world", *MODULES)
 PROMISED_S = 5.0
 LEASE_S = 1.5
+QUOTA_BYTES = 64 << 20
 
 
 Fault = Callable[[Job, float], float]
@@ -47,7 +49,7 @@ def measure(faults: Sequence[Fault], away_s: float, times: dict[str, Times]) -> 
     """Have them happen to a job, one after the other; how many steps did not commit."""
     with (
         tempfile.TemporaryDirectory() as directory,
-        FailoverCluster(shards=2, world_size=2, lease_s=LEASE_S) as cluster,
+        FailoverCluster(shards=2, world_size=2, lease_s=LEASE_S, quota_bytes=QUOTA_BYTES) as cluster,
     ):
         job = Job(cluster, Path(directory))
         for fault in faults:
@@ -71,6 +73,7 @@ def main() -> int:
     with preloaded(PRELOADED):
         aborted = measure([*FAULTS * options.rounds, etcd_follower_killed], options.away_s, times)
         aborted += measure([etcd_leader_killed], options.away_s, times)
+        aborted += measure([*ETCD_FAULTS * options.rounds], options.away_s, times)
     rows: list[dict[str, Any]] = [
         {
             "what": what,

@@ -12,7 +12,18 @@ import pytest
 
 from axon_ps.testing.etcd import NEEDED, is_installed
 from axon_ps.testing.faults.failover import FailoverCluster
-from failover_job import Job, check, cut_from_etcd, cut_from_workers, etcd_follower_killed, frozen, killed
+from failover_job import (
+    Job,
+    check,
+    cut_from_etcd,
+    cut_from_workers,
+    etcd_compacted,
+    etcd_follower_killed,
+    etcd_full,
+    etcd_slow_disks,
+    frozen,
+    killed,
+)
 
 pytestmark = pytest.mark.skipif(not is_installed(), reason=NEEDED)
 
@@ -24,6 +35,9 @@ AGAIN_S = 5.0
 STALLS = 4
 """How often in a row a busy machine may let nobody run, in a failover: lease, election, sessions, the step."""
 
+QUOTA_BYTES = 16 << 20
+"""What etcd stores."""
+
 AWAY_S = 5.0
 """How long the leader is away here: longer than its lease."""
 
@@ -34,12 +48,13 @@ AWAY_S = 5.0
         ((frozen, killed), False),
         ((cut_from_etcd, cut_from_workers, etcd_follower_killed), False),
         ((frozen, killed, cut_from_workers), True),
+        ((etcd_slow_disks, etcd_compacted, etcd_full), False),
     ],
 )
 def test_a_job_outlives_whatever_happens_to_its_leader(
     faults: tuple[Fault, ...], proxied: bool, tmp_path: Path
 ) -> None:
-    with FailoverCluster(shards=2, world_size=2, lease_s=1.5) as cluster:
+    with FailoverCluster(shards=2, world_size=2, lease_s=1.5, quota_bytes=QUOTA_BYTES) as cluster:
         job = Job(cluster, tmp_path, proxied=proxied)
         gaps = {fault.__name__: fault(job, AWAY_S) for fault in faults}
         aborted, stalled_s = check(job), cluster.take_stall()

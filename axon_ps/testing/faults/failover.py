@@ -28,12 +28,14 @@ class FailoverCluster(LocalCluster):
 
     Args:
         shards, world_size, lease_s: as for `LocalCluster`.
-        etcd_members: how many.
+        etcd_members, quota_bytes: as for `LocalEtcd`.
     """
 
-    def __init__(self, shards: int, world_size: int, *, lease_s: float, etcd_members: int = 3) -> None:
+    def __init__(
+        self, shards: int, world_size: int, *, lease_s: float, etcd_members: int = 3, quota_bytes: int = 0
+    ) -> None:
         super().__init__(shards, world_size, lease_s=lease_s, coordinators=COORDINATORS)
-        self.etcd = LocalEtcd(etcd_members)
+        self.etcd = LocalEtcd(etcd_members, quota_bytes=quota_bytes)
         self._proxies = Proxies()
         self._to_etcd: list[list[TcpProxy]] = []
         self._to_coordinators: list[TcpProxy] = []
@@ -76,19 +78,22 @@ class FailoverCluster(LocalCluster):
         self._to_coordinators[index].disturb(Disturbance(kind=Kind.BLACK_HOLE, seconds=seconds))
 
     def writers(self) -> list[tuple[int, str]]:
-        """Every transaction that wrote the job's state: its revision, and the id of the leadership that wrote it."""
+        """The transactions that wrote the job's state: revision, and id of the leadership that wrote it.
+
+        Those before etcd was compacted are not known any more.
+        """
         key = f"{PREFIX}/writer".encode()
         newest, revision = [], self._client.transaction([], [read(key)])[1]
-        for first in range(1, revision + 1, _BATCH):
+        for first in range(self.etcd.oldest, revision + 1, _BATCH):
             revisions = range(first, min(first + _BATCH, revision + 1))
             for reply in self._client.transaction([], [read(key, revision=r) for r in revisions])[2]:
                 newest += [(kv.modified, kv.value.decode().split()[0]) for kv in found(reply)]
         return sorted(set(newest))
 
     def written(self) -> set[int]:
-        """The revisions at which the present records were written."""
+        """The revisions at which the present records were written, since etcd was compacted."""
         (reply,) = self._client.transaction([], [read(f"{PREFIX}/records/".encode(), f"{PREFIX}/records0".encode())])[2]
-        return {kv.modified for kv in found(reply)}
+        return {kv.modified for kv in found(reply) if kv.modified > self.etcd.oldest}
 
     def _state_of(self, index: int) -> str:
         return f"etcd:{','.join(proxy.address for proxy in self._to_etcd[index])}{PREFIX}"
