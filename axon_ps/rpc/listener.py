@@ -8,6 +8,7 @@ Note: [No more files]
 from __future__ import annotations
 
 import asyncio
+import encodings.idna  # noqa: F401 - getaddrinfo imports it, which is called on the loop
 import logging
 import socket
 from collections.abc import Callable

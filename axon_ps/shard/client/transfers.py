@@ -442,9 +442,8 @@ async def _copy_leased(header: common_pb2.Chunk, peer: HostPeer, out: Array, t: 
         raise InvalidRequest(f"{numel} elements of {t.dtype.value} were leased as {leased.values.nbytes} bytes")
     values = leased.values.view(out.dtype)
     first, last = max(position, t.begin), min(position + numel, t.end)
-    step = MAX_LEASED_BYTES // t.dtype.itemsize
-    for begin in range(first, last, step):
-        end = min(begin + step, last)
+    for begin in range(first, last, t.chunk_numel):
+        end = min(begin + t.chunk_numel, last)
         out[begin - t.begin : end - t.begin] = values[begin - position : end - position]
         if end < last:
             await asyncio.sleep(0)  # others of this loop have their turn

@@ -10,6 +10,7 @@ Note: [Two kinds of first message]
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -220,6 +221,8 @@ class ShardServicer:
                     for one in self._leased_payloads(engine, member, header, span) if leased else (payload,):
                         dtype, grad = _gradient(engine, header, one)
                         summed += await shell.push((step, unit, header.offset, replica), dtype, grad, borrowed=leased)
+                        if leased:
+                            await asyncio.sleep(0)  # a lease has MiBs
                 message = None
         return shard_pb2.ReduceScatterReply(step=step, chunks=summed)
 
