@@ -27,6 +27,7 @@ from axon_ps.host import memory
 
 _TETHER = Path(__file__).with_name("tether.py")
 _MAX_OUTPUT_BYTES = 16 << 10
+_PF_EXITING = 0x4  # of a process's flags (proc(5), "stat")
 
 
 class Child:
@@ -127,8 +128,18 @@ class Child:
         return self._exit_code
 
     @property
+    def is_ending(self) -> bool:
+        """True if it has ended, or if the kernel is ending it: its files may be closed, but it counts as running."""
+        if self.exit_code is not None:
+            return True
+        with contextlib.suppress(OSError, IndexError):
+            fields = Path(f"/proc/{self.pid}/stat").read_text(encoding="ascii", errors="replace").rpartition(")")[2]
+            return bool(int(fields.split()[6]) & _PF_EXITING)
+        return True
+
+    @property
     def ending(self) -> str:
-        """How it ended, as text."""
+        """The way in which it ended, as text."""
         code = self.exit_code or 0
         if code >= 0:
             return f"exited with code {code}"
@@ -142,7 +153,7 @@ class Child:
         return self._log.read_bytes()[-_MAX_OUTPUT_BYTES:].decode("utf-8", "replace")
 
     def ready_line(self, deadline: float) -> str:
-        """Where it listens, as it reports; empty when it died or `deadline` (of `time.monotonic`) passed."""
+        """The address at which it listens; empty when it died or `deadline` (of `time.monotonic`) passed."""
         content = b""
         if self.ready_fd < 0:  # it has ended
             return ""

@@ -194,7 +194,7 @@ class _Launcher:
 
     @property
     def _first_shard(self) -> int:
-        """Where this node's shard servers begin among its services; the proxy, if there is one, is before them."""
+        """The index of this node's first shard server among its services; a proxy comes before them."""
         return len(self._services) - self._launch.shards_here
 
     def _roots(self) -> Mapping[str, str]:
@@ -385,13 +385,13 @@ class _Launcher:
         return 128 + number
 
     async def _await_causes(self) -> None:
-        """Let workers end, for a while, that have died, or whose error was on the screen before that of one that ended.
+        """Let workers end, for a while, that are dying, or whose error was on the screen before that of one that ended.
 
         They are the cause; one that is signalled before counts as ended by the launcher.
         """
         failed_at = min((p.source.failed_at or 0 for p in self._failed()), default=0)
         running = [p for p in self._workers.exhausted() if p.is_running]
-        causes = [p for p in running if p.child.exit_code is not None or (p.source.failed_at or failed_at) < failed_at]
+        causes = [p for p in running if p.child.is_ending or (p.source.failed_at or failed_at) < failed_at]
         if causes:
             await asyncio.wait([asyncio.ensure_future(p.wait()) for p in causes], timeout=WORKER_GRACE_S)
 

@@ -46,6 +46,25 @@ def test_one_that_dies_reports_nothing_and_says_how_it_ended() -> None:
     assert not child.was_signalled
 
 
+def test_one_that_the_kernel_is_ending_is_known_before_it_has_ended(tmp_path: Path) -> None:
+    child = start(  # its first thread ends before the other one, which lets it be
+        "import ctypes, threading, time\n"
+        "threading.Thread(target=time.sleep, args=(60,)).start()\n"
+        "print('begun', input(), flush=True)\n"
+        "ctypes.CDLL(None).pthread_exit(None)\n",
+        log=tmp_path / "log",
+        stdin=True,
+    )
+    assert not child.is_ending
+    child.send_line("end")
+    deadline = time.monotonic() + 30.0
+    while not child.is_ending:
+        assert time.monotonic() < deadline
+    assert child.exit_code is None
+    child.end()
+    assert child.is_ending
+
+
 @pytest.fixture
 def limited_memory() -> Iterator[Path]:
     """A control group whose processes have 32 MiB together."""
