@@ -24,9 +24,9 @@ CORES = tuple(name for p in SOURCES if "/core/" in (name := p.relative_to(ROOT /
 
 
 def loaded_by(statement: str) -> set[str]:
-    """The top-level names in `sys.modules` after `statement`, in a Python of its own."""
+    """The top-level names in `sys.modules` after `statement`, in a Python of its own that nobody watches (-E)."""
     code = f"import json, sys; {statement}; print(json.dumps(sorted({{m.partition('.')[0] for m in sys.modules}})))"
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    run = subprocess.run([sys.executable, "-E", "-c", code], capture_output=True, text=True, check=True)
     return set(json.loads(run.stdout))
 
 
@@ -84,7 +84,7 @@ def test_a_launcher_loads_neither_arrays_nor_grpc_nor_what_other_commands_need()
         "code = main.main(['run', '--shards', '1', file.name]); print(code, file=sys.stderr);"
         "print(sorted(sys.modules))"
     )
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    run = subprocess.run([sys.executable, "-E", "-c", code], capture_output=True, text=True, check=True)
     loaded = set(ast.literal_eval(run.stdout))
     assert run.stderr.split()[-1] == "0", run.stderr
     assert "axon_ps.cli.launch.perform" in loaded

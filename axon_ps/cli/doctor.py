@@ -14,10 +14,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from axon_ps import __version__
 from axon_ps.cli.settings import Settings, environment_report
 from axon_ps.errors import AxonError
 from axon_ps.host import loop_cache
+from axon_ps.version import __version__
 
 _REQUIRED = ("grpcio", "protobuf", "numpy", "numba", "safetensors", "fsspec", "grpcio-health-checking")
 _OPTIONAL = ("torch", "cupy-cuda12x", "cupy-cuda13x", "s3fs", "grpcio-reflection")
@@ -111,8 +111,8 @@ def _shared_memory() -> Finding:
     try:
         free = shutil.disk_usage("/dev/shm").free
     except OSError:
-        return Finding("/dev/shm", "missing; processes on this host talk over sockets")
-    problem = "" if free >= _MIN_SHM_BYTES else "almost full; in a container, give it more: --shm-size 1g"
+        return Finding("/dev/shm", "missing; PyTorch's loader workers need it, axon_ps does not")
+    problem = "" if free >= _MIN_SHM_BYTES else "little for PyTorch's loader workers; in a container: --shm-size 1g"
     return Finding("/dev/shm", f"{free / 2**20:,.0f} MiB free", problem)
 
 

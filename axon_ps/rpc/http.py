@@ -16,13 +16,15 @@ a token, but none is asked for, since browsers have none. Where no token is aske
 call by another site's page (DNS rebinding, forms): a name in `Host` that is not this machine's, and a foreign `Origin`,
 are refused.
 
-aiohttp is imported by `HttpServer.start`: a process without an endpoint does not load it.
+aiohttp is imported when an `HttpServer` is made: a process without an endpoint does not load it, and no event loop
+waits for the import.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib
 import ipaddress
 import logging
 import socket
@@ -88,6 +90,7 @@ class HttpServer:
 
     def __init__(self, host: str, port: int, security: Security) -> None:
         security.check_bind(host, port)
+        importlib.import_module("aiohttp.web")
         self.host = host
         self.port = port
         self._security = security
@@ -101,7 +104,7 @@ class HttpServer:
 
     @property
     def url(self) -> str:
-        """Where it is reached on this machine."""
+        """The URL by which it is reached on this machine."""
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)
         return f"{'https' if self._security.server_chain(self.host) else 'http'}://{join_address(host, self.port)}/"
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shlex
+import shutil
 import signal
 import socket
 import subprocess
@@ -36,6 +38,16 @@ MEET = """
 import axon_ps
 with axon_ps.World.init(join_timeout_s=120) as world:
     print("everybody:", world.gather_json(world.rank))
+"""
+
+TRAIN = """
+import torch, axon_ps
+from axon_ps.parallel import FSDP, SGD
+with axon_ps.World.init(join_timeout_s=120) as world:
+    model = FSDP(torch.nn.Linear(1024, 1024), world.default_group)
+    optimizer = SGD(model, lr=1.0)
+    model(torch.ones(1, 1024)).sum().backward()
+    print("committed:", optimizer.step().committed, flush=True)
 """
 
 ONE_FAILS = """
@@ -238,6 +250,27 @@ def test_of_workers_that_all_fail_the_first_one_is_named_last(
     done = axon_ps("run", *elsewhere, "--nproc-per-node", "2", fails_first, str(tmp_path / "pipe"))
     assert done.returncode == (137 if "kill" in fails else 1)
     assert done.stderr.splitlines()[-1] == f"axon-ps: worker 1 failed first: it {ending}"
+
+
+@pytest.mark.parametrize("options", ["size=1m", "size=64m", "ro"])
+def test_a_job_trains_whatever_dev_shm_is(options: str, script: Callable[..., str]) -> None:
+    if os.geteuid() or shutil.which("unshare") is None:
+        pytest.skip("another /dev/shm needs root and the program unshare")
+    run = shlex.join([*AXON_PS, "run", "--nproc-per-node", "2", "--shards", "2", script(TRAIN)])
+    command = f"mount -t tmpfs -o {options} tmpfs /dev/shm && exec {run}"
+    done = subprocess.run(
+        ["unshare", "--mount", "sh", "-c", command],
+        capture_output=True,
+        text=True,
+        timeout=WHOLE_S,
+        env=environment({}),
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert sorted(line for line in done.stdout.splitlines() if "committed" in line) == [
+        "[worker 0] committed: True",
+        "[worker 1] committed: True",
+    ]
 
 
 def test_one_that_is_still_ending_when_others_have_ended_is_named(

@@ -53,7 +53,7 @@ CUTS = {
 """The packets of the other that the first of two members drops: chains, directions and matches."""
 
 ALL = [(one, other, how) for one, other in (("shard-0", "worker-1"), ("shard-0", "shard-1")) for how in CUTS]
-SAMPLE = [ALL[0], ALL[-1]]
+SAMPLE = [ALL[-1]]
 
 
 class Hosts:
