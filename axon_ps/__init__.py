@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from axon_ps import errors
 from axon_ps.host.fork import turn_grpc_handlers_off
+from axon_ps.version import __version__
 
 if TYPE_CHECKING:
     from axon_ps.collectives.backends.gloo import GlooBackend as GlooBackend
@@ -86,7 +87,6 @@ if TYPE_CHECKING:
     from axon_ps.worker.subscription import subscribe as subscribe
     from axon_ps.worker.world import World as World
 
-__version__ = "0.2.0.dev0"
 _COLLECTIVES = (
     "all_gather",
     "all_reduce_max",

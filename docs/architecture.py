@@ -42,6 +42,7 @@ SAYS = {
     "types": "values that all share",
     "texts": "what others wrote, in bounds",
     "errors": "the error tree",
+    "version": "of this package",
 }
 SPLIT = {"shard", "aggregation", "coordinator"}
 """Rooms that are a core without I/O, a server and a client."""

@@ -20,9 +20,9 @@ def key(version: str) -> tuple[int, ...]:
 
 def test_builds_read_the_version_from_the_package_so_that_they_need_no_git_history() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
-    assert project["tool"]["hatch"]["version"] == {"path": "axon_ps/__init__.py"}
+    assert project["tool"]["hatch"]["version"] == {"path": "axon_ps/version.py"}
     assert project["project"]["dynamic"] == ["version"]
-    source = (ROOT / "axon_ps" / "__init__.py").read_text(encoding="utf-8")
+    source = (ROOT / "axon_ps" / "version.py").read_text(encoding="utf-8")
     assert re.findall(r'^__version__ = "(.*)"$', source, flags=re.MULTILINE) == [__version__]
 
 

@@ -16,7 +16,6 @@ from typing import Annotated, Any, Final
 
 import typer
 
-from axon_ps import __version__
 from axon_ps.cli.options import Commands, dashes, leave
 from axon_ps.errors import (
     AxonError,
@@ -27,6 +26,7 @@ from axon_ps.errors import (
 )
 from axon_ps.observe.variables import described, misspelt
 from axon_ps.texts import printable
+from axon_ps.version import __version__
 
 USER_ERRORS = (InvalidRequest, Misuse, PermissionDenied, CheckpointNotFound)
 """Errors that the user can fix by calling the command differently: exit code 2."""
