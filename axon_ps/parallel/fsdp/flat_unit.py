@@ -46,7 +46,6 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -63,9 +62,6 @@ from axon_ps.parallel.fsdp.tensors.sharded_parameter import become, own_grad, se
 from axon_ps.parallel.fsdp.wrap import Slot, Tree, WrappedUnit, Wrapping, sparse_gradient
 from axon_ps.types import Hyper
 from axon_ps.worker.steps.ticket import Ticket
-
-if TYPE_CHECKING:
-    from axon_ps.parallel.fsdp.runtime import Runtime
 
 
 class UnitState(enum.Enum):
@@ -147,7 +143,7 @@ class FlatUnit:
         self._counters = wrapping.counters
         self.state = UnitState.SHARDED
         self.values_at: Position | None = None
-        self.runtime: Callable[[], Runtime | None] = lambda: None
+        self.runtime: Callable[[], saved_tensors.Gatherer | None] = lambda: None
         self._pending: PendingGather | None = None  # while something is under way
         self._classes = [states_of(type(p)) for p in self.params] if self.sharded else []
         self._readable: bool | None = None

@@ -281,12 +281,12 @@ class Runtime(AbstractRuntime):
             Misuse: a step was made since forward, so that the values are gone.
         """
         self._begin_backward()
-        unit = self._unit_of[saved.flat.index]
-        if not saved.flat.is_readable:
+        unit, flat = self._unit_of[saved.flat.index], saved.flat
+        if not flat.is_readable:
             self._need(unit)
-        if saved.at != saved.flat.values_at and saved.decisions != self.decisions:
+        if saved.at != flat.values_at and saved.decisions != self.decisions:
             raise Misuse(
-                f"backward needs unit {saved.flat.unit.name!r} as forward read it, and a step was made since: those "
+                f"backward needs unit {flat.unit.name!r} as forward read it, and a step was made since: those "
                 "values are gone (torch's optimizers change them in place, which is an error there, too). Run forward "
                 "again"
             )

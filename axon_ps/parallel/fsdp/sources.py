@@ -5,7 +5,7 @@ RemoteSource     on the shard servers              as messages, into `flat` or i
 MappedSource     on a server of this host          `flat` is the server's memory; see `flat_unit`, Note: [Mapped units]
 NodeSource       in shards on the node's workers   as from the servers; in device memory where the node's groups are
 HostCopySource   in host memory, once gathered     copied from there (CPUOffload.PARAMS)
-LocalSource      in the masters, on this worker    copied from there (NO_SHARD; in `no_shard.replicated`)
+LocalSource      in the masters, on this worker    copied from there (NO_SHARD; in `no_shard.replicated_unit`)
 
 Which one a unit has is decided when the model is wrapped. What is under way is a `PendingGather`.
 """
@@ -16,7 +16,7 @@ import ctypes
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -24,11 +24,9 @@ import torch
 from axon_ps.parallel.dtypes import TORCH_DTYPES
 from axon_ps.parallel.fsdp.memory import BufferPool
 from axon_ps.parallel.fsdp.steps import Mapped, Pending, Position, ServerSteps, Steps, position_of
+from axon_ps.sharding.layout import Unit
 from axon_ps.types import Array, DType, Hyper
 from axon_ps.worker.steps.ticket import Ticket
-
-if TYPE_CHECKING:
-    from axon_ps.parallel.fsdp.flat_unit import FlatUnit
 
 _STORAGE_VIEW = {DType.F32: torch.float32, DType.BF16: torch.uint16, DType.F16: torch.float16}
 
@@ -73,6 +71,37 @@ class PendingGather:
     flat_bytes: int = 0
 
 
+class GatheredUnit(Protocol):
+    """The unit whose values come; see `parallel.fsdp.flat_unit.FlatUnit` for what its attributes and methods are."""
+
+    index: int
+    unit: Unit
+    source: ParameterSource
+    wire: DType
+    wire_bytes: int
+    nbytes: int
+    flat: torch.Tensor
+
+    @property
+    def trainable(self) -> bool:
+        """True if the optimizer moves it."""
+
+    def allocate(self) -> None:
+        """Allocate the memory of `flat`."""
+
+    def free_storage(self) -> None:
+        """Free it."""
+
+    def fill(self, values: torch.Tensor, *, non_blocking: bool) -> None:
+        """Copy values into `flat`, of another dtype or device perhaps."""
+
+    def use_memory(self, mapped: Mapped | None) -> None:
+        """Have `flat` be this memory; None = memory of its own."""
+
+    def abandon(self) -> None:
+        """Stop the gather that is under way."""
+
+
 class ParameterSource(ABC):
     """How the values of a unit come.
 
@@ -90,7 +119,7 @@ class ParameterSource(ABC):
     def __init__(self, steps: Steps) -> None:
         self._steps = steps
 
-    def wanted(self, flat: FlatUnit) -> Position:
+    def wanted(self, flat: GatheredUnit) -> Position:
         """(epoch, version) that the values must have now."""
         return position_of(self._steps.view, trainable=flat.trainable)
 
@@ -98,28 +127,28 @@ class ParameterSource(ABC):
         """Whether the values of `at` must be requested from others."""
         return True
 
-    def speculates(self, flat: FlatUnit) -> bool:
+    def speculates(self, flat: GatheredUnit) -> bool:
         """Whether values of an undecided step may come, and it pays."""
         return False
 
-    def gather_bytes(self, flat: FlatUnit) -> int:
+    def gather_bytes(self, flat: GatheredUnit) -> int:
         """Memory that a gather takes before the unit is unsharded."""
         return flat.wire_bytes
 
-    def torn(self, flat: FlatUnit) -> bool:
+    def torn(self, flat: GatheredUnit) -> bool:
         """Whether current values were changed since they were read: the job goes on without this worker."""
         return False
 
     @abstractmethod
-    def start(self, flat: FlatUnit, at: Position) -> PendingGather:
+    def start(self, flat: GatheredUnit, at: Position) -> PendingGather:
         """Request the values of `at`."""
 
-    def start_speculative(self, flat: FlatUnit, ticket: Ticket, hyper: Sequence[Hyper]) -> PendingGather:
+    def start_speculative(self, flat: GatheredUnit, ticket: Ticket, hyper: Sequence[Hyper]) -> PendingGather:
         """Request what the step of `ticket` will make of the unit if it commits unclipped with `hyper`."""
         raise NotImplementedError(f"{type(self).__name__} does not speculate")
 
     @abstractmethod
-    def finish(self, flat: FlatUnit, pending: PendingGather, result: Any) -> bool:
+    def finish(self, flat: GatheredUnit, pending: PendingGather, result: Any) -> bool:
         """Make what has come the values of `flat`; False = it has not come, and must be requested again."""
 
     def cancel(self, pending: PendingGather) -> None:
@@ -143,11 +172,11 @@ class _GatheringSource(ParameterSource):
         self._pool = pool
         self.buffered = buffered
 
-    def start(self, flat: FlatUnit, at: Position) -> PendingGather:
+    def start(self, flat: GatheredUnit, at: Position) -> PendingGather:
         buffer, out = self._target(flat)
         return PendingGather(at, self._steps.parameters.gather(flat.index, out), buffer, in_place=buffer is None)
 
-    def finish(self, flat: FlatUnit, pending: PendingGather, result: Any) -> bool:
+    def finish(self, flat: GatheredUnit, pending: PendingGather, result: Any) -> bool:
         if pending.buffer is not None:
             flat.fill(pending.buffer, non_blocking=False)
             self._pool.give(pending.buffer)
@@ -158,7 +187,7 @@ class _GatheringSource(ParameterSource):
         if pending.buffer is not None:
             self._pool.give(pending.buffer)
 
-    def _target(self, flat: FlatUnit) -> tuple[torch.Tensor | None, Array | torch.Tensor]:
+    def _target(self, flat: GatheredUnit) -> tuple[torch.Tensor | None, Array | torch.Tensor]:
         """The buffer, if there is one, and what to gather into."""
         if not self.buffered:
             flat.allocate()
@@ -180,10 +209,10 @@ class RemoteSource(_GatheringSource):
         super().__init__(steps, pool, buffered=buffered)
         self._servers = steps.parameters
 
-    def speculates(self, flat: FlatUnit) -> bool:
+    def speculates(self, flat: GatheredUnit) -> bool:
         return not self._servers.is_near(flat.index)
 
-    def start_speculative(self, flat: FlatUnit, ticket: Ticket, hyper: Sequence[Hyper]) -> PendingGather:
+    def start_speculative(self, flat: GatheredUnit, ticket: Ticket, hyper: Sequence[Hyper]) -> PendingGather:
         at = self.wanted(flat)
         buffer, out = self._target(flat)
         work = self._servers.gather_speculative(flat.index, out, ticket, hyper)
@@ -222,12 +251,12 @@ class MappedSource(ParameterSource):
         self._mapped: Mapped | None = None  # what `flat` is
         self._read_at: Position | None = None  # of the values that were unsharded last
 
-    def start(self, flat: FlatUnit, at: Position) -> PendingGather:
+    def start(self, flat: GatheredUnit, at: Position) -> PendingGather:
         mapped = self._servers.mapped(flat.index)
         work = self._servers.map(flat.index, flat.wire) if mapped is None else None
         return PendingGather(at, work, result=mapped, flat_bytes=flat.nbytes)
 
-    def finish(self, flat: FlatUnit, pending: PendingGather, result: Any) -> bool:
+    def finish(self, flat: GatheredUnit, pending: PendingGather, result: Any) -> bool:
         if result is None:
             flat.abandon()
             flat.free_storage()
@@ -241,7 +270,7 @@ class MappedSource(ParameterSource):
         self._read_at = pending.at
         return True
 
-    def torn(self, flat: FlatUnit) -> bool:
+    def torn(self, flat: GatheredUnit) -> bool:
         if self._mapped is None or self._read_at is None or self._read_at != self.wanted(flat):
             return False
         return not self._mapped.is_at(self._read_at[1])
@@ -268,25 +297,25 @@ class HostCopySource(ParameterSource):
     def is_remote(self, at: Position) -> bool:
         return self._at != at
 
-    def gather_bytes(self, flat: FlatUnit) -> int:
+    def gather_bytes(self, flat: GatheredUnit) -> int:
         return flat.wire_bytes if self._at is None else 0
 
-    def start(self, flat: FlatUnit, at: Position) -> PendingGather:
+    def start(self, flat: GatheredUnit, at: Position) -> PendingGather:
         if self._at == at:
             return PendingGather(at)
         self._at = None
         return PendingGather(at, self._servers.gather(flat.index, array_of(self._values, flat.wire)))
 
-    def speculates(self, flat: FlatUnit) -> bool:
+    def speculates(self, flat: GatheredUnit) -> bool:
         return not self._servers.is_near(flat.index)
 
-    def start_speculative(self, flat: FlatUnit, ticket: Ticket, hyper: Sequence[Hyper]) -> PendingGather:
+    def start_speculative(self, flat: GatheredUnit, ticket: Ticket, hyper: Sequence[Hyper]) -> PendingGather:
         at, self._at = self.wanted(flat), None
         out = array_of(self._values, flat.wire)
         work = self._servers.gather_speculative(flat.index, out, ticket, hyper)
         return PendingGather(at, work, speculative=True)
 
-    def finish(self, flat: FlatUnit, pending: PendingGather, result: Any) -> bool:
+    def finish(self, flat: GatheredUnit, pending: PendingGather, result: Any) -> bool:
         self._at = pending.at
         flat.fill(self._values, non_blocking=True)
         return True

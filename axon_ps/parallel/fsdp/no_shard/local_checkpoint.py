@@ -10,13 +10,15 @@ from __future__ import annotations
 import contextlib
 import datetime
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from axon_ps.optim import registry
 from axon_ps.parallel.checkpoints.buffers import ModuleBuffers
 from axon_ps.parallel.counterpart import counterpart
+from axon_ps.parallel.fsdp.no_shard.local_optimizer import LocalOptimizer
+from axon_ps.parallel.fsdp.no_shard.replicated_unit import ReplicatedUnit
 from axon_ps.shard.core.engine import ShardEngine
 from axon_ps.shard.server import snapshot
 from axon_ps.shard.server.apply import Pin, VersionPins
@@ -26,9 +28,6 @@ from axon_ps.storage.contents import read_attached
 from axon_ps.storage.manifest import Manifest, read_manifest, write_attached, write_manifest
 from axon_ps.types import BUFFERS, Hyper, OptimizerSpec
 from axon_ps.worker.checkpoints import CheckpointInfo
-
-if TYPE_CHECKING:
-    from axon_ps.parallel.fsdp.no_shard.replicated import LocalOptimizer, ReplicatedUnit
 
 _JOB = "no_shard"
 """The job's name in a manifest that no servers wrote."""

@@ -17,158 +17,31 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import islice
 from typing import Any, Self
 
-import numpy as np
 import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from axon_ps.collectives.objects import all_gather_object
 from axon_ps.collectives.work import Work
-from axon_ps.errors import InvalidRequest, Misuse
-from axon_ps.optim.registry import create
+from axon_ps.errors import Misuse
 from axon_ps.parallel.compile import uncompiled
 from axon_ps.parallel.ddp import replicas
 from axon_ps.parallel.dtypes import TORCH_DTYPES
 from axon_ps.parallel.fsdp.abstract_runtime import LOAD_FAILED
-from axon_ps.parallel.fsdp.flat_unit import FlatUnit, ModuleUnit, UnitState
+from axon_ps.parallel.fsdp.flat_unit import FlatUnit, ModuleUnit
 from axon_ps.parallel.fsdp.memory import BufferPool
+from axon_ps.parallel.fsdp.no_shard.local_optimizer import LocalOptimizer
+from axon_ps.parallel.fsdp.no_shard.replicated_unit import ReplicatedUnit
 from axon_ps.parallel.fsdp.runtime import Runtime
-from axon_ps.parallel.fsdp.sources import ParameterSource, PendingGather
 from axon_ps.parallel.fsdp.steps import Position
-from axon_ps.parallel.fsdp.strategy import CPUOffload
 from axon_ps.parallel.fsdp.tensors.loss_scale import scale_of_backward
-from axon_ps.parallel.fsdp.wrap import WrappedUnit, Wrapping
+from axon_ps.parallel.fsdp.wrap import Wrapping
 from axon_ps.parallel.rounds import Round
 from axon_ps.storage.checkpoint import FileEntry
-from axon_ps.types import Array, DType, Hyper, OptimizerChange, OptimizerSpec, StepResult
+from axon_ps.types import Hyper, OptimizerChange, OptimizerSpec, StepResult
 from axon_ps.worker.checkpoints import CheckpointInfo, info_from_json, info_to_json
-
-_ALWAYS: Position = (0, 0)
-"""What the values of a unit are of that is always current."""
-
-
-class LocalSource(ParameterSource):
-    """The values are the unit's masters, which are always current."""
-
-    def __init__(self, master: torch.Tensor) -> None:
-        """`master` has the values. There are no steps that a version could be of."""
-        self._master = master
-
-    def wanted(self, flat: FlatUnit) -> Position:
-        return _ALWAYS
-
-    def is_remote(self, at: Position) -> bool:
-        return False
-
-    def gather_bytes(self, flat: FlatUnit) -> int:
-        return 0
-
-    def start(self, flat: FlatUnit, at: Position) -> PendingGather:
-        return PendingGather(at)
-
-    def finish(self, flat: FlatUnit, pending: PendingGather, result: Any) -> bool:
-        flat.fill(self._master, non_blocking=True)
-        return True
-
-
-class ReplicatedUnit(FlatUnit):
-    """One unit that every worker has all of.
-
-    Args:
-        rest: as for `FlatUnit`.
-
-    Note: [Values that the user sets]
-        Parameters are views of the masters, so what is written into one in place is in the master. `param.data = t`
-        (`vector_to_parameters` does so) gives a parameter memory of its own. Before anything reads or moves the values
-        they are copied into the master, and the parameter is its view again: optimizer, `state_dict` and forward always
-        have the same.
-    """
-
-    sharded = False
-
-    def __init__(self, index: int, wrapped: WrappedUnit, wrapping: Wrapping) -> None:
-        unit, device = wrapped.unit, wrapping.device
-        master_device = device if wrapping.offload is CPUOffload.NONE else torch.device("cpu")
-        built = TORCH_DTYPES[unit.parameters[0].dtype]
-        self.swapped = built != wrapping.compute_of(unit) or master_device.type != device.type
-        self._master = torch.zeros(unit.numel if self.swapped else 0, dtype=built, device=master_device)
-        super().__init__(index, wrapped, LocalSource(self._master), wrapping, resident=not self.swapped)
-        self.stage_device = master_device
-        self._master_grads: list[torch.Tensor | None] = [None] * len(self.params)
-        if self.swapped:
-            wrapping.meter.add(self._master.nbytes)
-            self._sharded_data = [self._master[p.offset : p.end].view(p.shape) for p in self.unit.parameters]
-            self._set_data(self._sharded_data)
-            self._set_readable(False)  # what is written between uses is written to the masters
-        else:
-            self.allocate()
-            self._master = self.flat
-            self._set_data(self._views)
-            self.state, self.values_at = UnitState.UNSHARDED, _ALWAYS
-
-    @property
-    def master(self) -> torch.Tensor:
-        """built_dtype[unit_numel]; what the optimizer moves. See Note: [Values that the user sets]."""
-        self.take_over()
-        return self._master
-
-    def take_over(self) -> None:
-        """Take over the values of parameters that have memory of their own.
-
-        Raises:
-            InvalidRequest: a parameter was given a tensor of another shape, dtype or device.
-        """
-        views = self._views if self.state.has_values else self._sharded_data
-        for spec, param, view in zip(self.unit.parameters, self.params, views, strict=True):
-            if param.data_ptr() == view.data_ptr() and param.shape == view.shape and param.stride() == view.stride():
-                continue
-            given = param.data
-            if (given.shape, given.dtype, given.device) != (view.shape, view.dtype, view.device):
-                raise InvalidRequest(
-                    f"the data of parameter {spec.name!r} was set to {given.dtype}{list(given.shape)} on "
-                    f"{given.device}; a wrapped parameter stays {view.dtype}{list(view.shape)} on {view.device}"
-                )
-            view.copy_(given)
-            if self.swapped and self.state.has_values:
-                self._master[spec.offset : spec.end].view(spec.shape).copy_(given)
-            param.data = view
-
-    def unshard(self) -> None:
-        """Copy the masters for use, if the module computes with a copy; gradients of the masters are put aside."""
-        self.take_over()
-        if self.is_current:
-            return
-        for i, param in enumerate(self.params):
-            self._master_grads[i], param.grad = param.grad, None
-        super().unshard()
-
-    def reshard(self) -> None:
-        """Free the copy."""
-        self.take_over()
-        if self.resident or not self.state.has_values:
-            self.abandon()
-            return
-        self.stage_grads()  # a gradient that was not reduced is the copy's; none is left when it was
-        super().reshard()
-        for i, param in enumerate(self.params):
-            param.grad, self._master_grads[i] = self._master_grads[i], None
-
-    def set_grads(self, reduced: torch.Tensor) -> None:
-        """Set the gradients to what was reduced, in the masters' dtype, plus those there were.
-
-        Args:
-            reduced: wire[unit_numel + parameters]: the average, and how many workers have a gradient of each.
-        """
-        average = reduced[: self.unit.numel].to(self.master.device, self.master.dtype)
-        counts = reduced[self.unit.numel :].tolist()
-        for spec, param, count in zip(self.unit.parameters, self.params, counts, strict=True):
-            if not count:
-                continue
-            grad = average[spec.offset : spec.end].view(spec.shape)
-            param.grad = grad if param.grad is None else param.grad + grad
 
 
 class ReplicatedRuntime(Runtime):
@@ -460,137 +333,3 @@ def _check_averaged(optimizer: torch.optim.Optimizer, *_: Any) -> None:
 
 
 register_optimizer_step_pre_hook(_check_averaged)
-
-
-class LocalOptimizer:
-    """The servers' kernels on masters in this process: moments in host memory.
-
-    Args:
-        spec: optimizer and groups.
-        flats: every unit, in layout order.
-        before: the optimizer with whose moments it goes on, if they are of the same kind.
-
-    Attributes:
-        spec: optimizer, and groups with the hyperparameters of the newest step.
-        state: per trainable unit, moments by name, f32[unit_numel].
-        updates: per trainable unit, per parameter, how many updates it had.
-    """
-
-    def __init__(
-        self, spec: OptimizerSpec, flats: Sequence[ReplicatedUnit], before: LocalOptimizer | None = None
-    ) -> None:
-        self.spec = spec
-        self._kernels = create(spec.name)
-        self._needed = tuple(self._kernels.validate(g) for g in (*spec.groups, *spec.moments))
-        self._flats = [f for f in flats if f.trainable]
-        group_of = iter(spec.group_of)
-        self._group_of = {f.index: tuple(islice(group_of, len(f.params))) for f in flats}
-        self.state: dict[int, dict[str, torch.Tensor]] = {}
-        self.updates: dict[int, list[int]] = {}
-        for flat in self._flats:
-            if flat.master.dtype != torch.float32 or flat.master.device.type != "cpu":
-                raise InvalidRequest(
-                    f"unit {flat.unit.name!r} has masters of {flat.master.dtype} on {flat.master.device}; this "
-                    "optimizer runs in host memory on f32: build the model in f32 with "
-                    "cpu_offload=CPUOffload.OPTIMIZER_STATES, or use an optimizer of torch.optim"
-                )
-            self.updates[flat.index] = [0] * len(flat.params)
-        if before is not None and before.spec.name == spec.name:
-            self.updates.update(before.updates)
-            self.state.update(before.state)
-            self._needed += before._needed
-        self._make_moments()
-
-    def need(self, hyper: Sequence[Hyper]) -> None:
-        """Make the moments that steps with these hyperparameters need."""
-        names = self._kernels.state_names
-        if names((*self._needed, *hyper)) != names(self._needed):
-            self._needed = (*self._needed, *map(dict, hyper))
-            self._make_moments()
-
-    def _make_moments(self) -> None:
-        names = self._kernels.state_names(self._needed)
-        for flat in self._flats:
-            there = self.state.get(flat.index, {})
-            self.state[flat.index] = {
-                name: there[name]
-                if name in there
-                else torch.full(
-                    (flat.unit.numel,),
-                    self._kernels.initial_state(name, self._needed),
-                    dtype=torch.float32,
-                    device="cpu",
-                )
-                for name in names
-            }
-
-    def _parameters(self) -> Iterator[tuple[ReplicatedUnit, int, torch.Tensor, slice]]:
-        for flat in self._flats:
-            for i, (spec, param) in enumerate(zip(flat.unit.parameters, flat.params, strict=True)):
-                yield flat, i, param, slice(spec.offset, spec.end)
-
-    def states(self) -> dict[torch.Tensor, dict[str, Any]]:
-        """By parameter that was updated, the state as torch's optimizers have it: the same memory."""
-        found: dict[torch.Tensor, dict[str, Any]] = {}
-        for flat, i, param, elements in self._parameters():
-            if self.updates[flat.index][i] and self._group_of[flat.index][i] >= 0:
-                found[param] = {name: s[elements].view(param.shape) for name, s in self.state[flat.index].items()}
-                found[param]["step"] = torch.tensor(
-                    float(self.updates[flat.index][i]), dtype=torch.float32, device="cpu"
-                )
-        return found
-
-    def load_states(self, states: Mapping[torch.Tensor, Mapping[str, Any]], hyper: Sequence[Hyper]) -> None:
-        """Set what `states` gives, or an optimizer of torch has; parameters that it lacks begin anew.
-
-        Raises:
-            InvalidRequest: it has what this optimizer has not.
-        """
-        self.need(hyper)
-        for flat, i, param, elements in self._parameters():
-            given = {name: value for name, value in states.get(param, {}).items() if value is not None}
-            count = given.pop("step", 1.0 if given else 0.0)
-            if unknown := sorted(given.keys() - self.state[flat.index].keys()):
-                raise InvalidRequest(
-                    f"the state dict has {unknown[0]!r} of a parameter, which {self.spec.name} with these "
-                    "hyperparameters has not; load the state dict of an optimizer of the same type"
-                )
-            self.updates[flat.index][i] = int(count)
-            for name, array in self.state[flat.index].items():
-                if name in given:
-                    array[elements].view(param.shape).copy_(given[name])
-                else:
-                    array[elements].fill_(self._kernels.initial_state(name, self._needed))
-
-    def apply(self, hyper: Sequence[Hyper]) -> None:
-        """Move every parameter that has a gradient."""
-        self.need(hyper)
-        self.spec = replace(self.spec, groups=tuple(hyper), moments=self._needed)
-        for flat in self._flats:
-            master = _f32(flat.master)
-            states = {name: _f32(s) for name, s in self.state[flat.index].items()}
-            for i, (spec, param) in enumerate(zip(flat.unit.parameters, flat.params, strict=True)):
-                if param.grad is None or self._group_of[flat.index][i] < 0:
-                    continue
-                elements = slice(spec.offset, spec.end)
-                self.updates[flat.index][i] += 1
-                self._kernels.apply(
-                    master[elements],
-                    _f32(param.grad.reshape(-1)),
-                    tuple(s[elements] for s in states.values()),
-                    None,
-                    DType.F32,
-                    hyper[self._group_of[flat.index][i]],
-                    self.updates[flat.index][i],
-                    1.0,
-                )
-
-    def nbytes(self) -> int:
-        """Memory of the moments."""
-        return sum(s.nbytes for states in self.state.values() for s in states.values())
-
-
-def _f32(tensor: torch.Tensor) -> Array:
-    array: Array = tensor.detach().contiguous().numpy()
-    assert array.dtype == np.float32
-    return array

@@ -16,16 +16,49 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final, Protocol
 
 import torch
 from torch._C import _autograd
 
-if TYPE_CHECKING:
-    from axon_ps.parallel.fsdp.flat_unit import FlatUnit
-    from axon_ps.parallel.fsdp.runtime import Runtime
+from axon_ps.sharding.layout import Unit
 
 _UNIT: Final = "_axon_unit"
+
+
+class Gatherer(Protocol):
+    """The runtime of a model, which gathers its units; see `parallel.fsdp.runtime.Runtime`.
+
+    Attributes:
+        decisions: how many steps have ended.
+    """
+
+    decisions: int
+
+    def gather_saved(self, saved: SavedParameter) -> None:
+        """Gather the unit of a saved parameter."""
+
+
+class SavedUnit(Protocol):
+    """The unit of a model; see `parallel.fsdp.flat_unit.FlatUnit`.
+
+    Attributes:
+        index: its number.
+        unit: its layout.
+        flat: its memory.
+        values_at: (epoch, version) of the values there; None = it has none.
+        runtime: returns the runtime that gathers it; None = there is none yet.
+    """
+
+    index: int
+    unit: Unit
+    flat: torch.Tensor
+    values_at: tuple[int, int] | None
+    runtime: Callable[[], Gatherer | None]
+
+    @property
+    def is_readable(self) -> bool:
+        """True if the parameters have current values."""
 
 
 class SavedParameter:
@@ -39,7 +72,7 @@ class SavedParameter:
 
     __slots__ = ("_dtype", "_offset", "_runtime", "_size", "_stride", "at", "decisions", "flat")
 
-    def __init__(self, flat: FlatUnit, runtime: Runtime, tensor: torch.Tensor) -> None:
+    def __init__(self, flat: SavedUnit, runtime: Gatherer, tensor: torch.Tensor) -> None:
         self.flat = flat
         self.at = flat.values_at
         self.decisions = runtime.decisions
@@ -56,7 +89,7 @@ class SavedParameter:
             return same.as_strided(self._size, self._stride, self._offset)
 
 
-def belongs(storage: torch.UntypedStorage, flat: FlatUnit) -> None:
+def belongs(storage: torch.UntypedStorage, flat: SavedUnit) -> None:
     """Let a storage be known as the memory of a unit."""
     setattr(storage, _UNIT, weakref.ref(flat))  # the garbage collector does not see a storage's attributes
 
@@ -87,7 +120,7 @@ def _parameter(tensor: torch.Tensor) -> SavedParameter | None:
         return None
     if found is None:
         return None
-    flat: FlatUnit | None = found()
+    flat: SavedUnit | None = found()
     runtime = None if flat is None else flat.runtime()
     return None if flat is None or runtime is None else SavedParameter(flat, runtime, tensor)
 
