@@ -106,8 +106,8 @@ def coordinator(
     from axon_ps.host.malloc import return_message_memory
 
     return_message_memory()
-    from axon_ps.coordinator.core.checkpoints.schedule import CheckpointPolicy
-    from axon_ps.coordinator.core.config import CoordinatorConfig
+    from axon_ps.coordinator.checkpoint_schedule import CheckpointPolicy
+    from axon_ps.coordinator.config import CoordinatorConfig
     from axon_ps.coordinator.server.server import serve
     from axon_ps.storage.files import absolute
 
@@ -231,8 +231,8 @@ def shard(
     http = _http(settings, host, security)
     if not settings.coordinator:
         raise ConfigurationError("a shard server needs its coordinator: --coordinator host:port or AXON_PS_COORDINATOR")
-    from axon_ps.shard.server.pacing import SubscriberLimits
     from axon_ps.shard.server.server import ShardConfig, serve
+    from axon_ps.shard.server.subscriptions import SubscriberLimits
 
     configuration = ShardConfig(
         coordinator=_coordinator_address(settings),

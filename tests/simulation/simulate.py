@@ -35,7 +35,7 @@ if __name__ == "__main__" and "--plant" in sys.argv:
 from axon_ps.coordinator.server import automatic, manifests  # noqa: E402
 from axon_ps.host import memory, priority  # noqa: E402
 from axon_ps.rpc import deadlines  # noqa: E402
-from axon_ps.shard.server import apply, model_shell, room, shell  # noqa: E402
+from axon_ps.shard.server import apply, capacity, model_shell, shell  # noqa: E402
 from axon_ps.shard.server import server as shard_server  # noqa: E402
 from axon_ps.shard.server.shell import ShardShell  # noqa: E402
 from axon_ps.testing.faults.bit_flips import flip_in  # noqa: E402
@@ -225,7 +225,7 @@ def virtual(loop: VirtualLoop, network: Network, rng: random.Random) -> Iterator
             mock.patch.object(model_shell, "warm_up"),  # this process has compiled it all
             mock.patch.object(memory, "_pools", return_value=[("of the simulation", 1 << 40)]),
             mock.patch.object(shell, "process_measures", return_value={}),
-            mock.patch.object(room, "resident_bytes", return_value=1 << 30),
+            mock.patch.object(capacity, "resident_bytes", return_value=1 << 30),
             mock.patch.object(priority.Throttle, "rest"),
             mock.patch.object(os, "fsync"),
             mock.patch.object(apply, "threading", SimpleNamespace(Condition=condition, Lock=threading.Lock)),

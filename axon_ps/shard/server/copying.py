@@ -24,7 +24,6 @@ from typing import Final
 import numpy as np
 
 from axon_ps.aggregation.client.probes import Wait
-from axon_ps.coordinator.core.events import Copied
 from axon_ps.errors import AxonError, Broken, InvalidRequest
 from axon_ps.observe.work import Work
 from axon_ps.rpc.stream import EOF
@@ -34,6 +33,7 @@ from axon_ps.shard.core.slices import OwnedSlice
 from axon_ps.shard.server.links import Links
 from axon_ps.shard.server.reports import Reports
 from axon_ps.types import Array, DType
+from axon_ps.wire.events import Copied
 from axon_ps.wire.frames import elements
 from axon_ps.wire.v1 import shard_pb2
 
@@ -119,7 +119,7 @@ class Copying:
         self._slice_bytes = 0  # of the slice that is coming
 
     def works(self) -> Iterator[Work]:
-        """What is copied, while something is. The moments are taken to be as many as those of other slices here."""
+        """The bytes to copy while a copy is under way. Moments are taken to be as many as other slices here have."""
         slices = self._engine.slices.values()
         if not (copying := [s for s in slices if s.copying]):
             self._got_bytes = 0

@@ -16,12 +16,12 @@ import logging
 from collections.abc import Callable
 from typing import Final
 
-from axon_ps.coordinator.core.events import MAX_BLOCKS, Corrupted
 from axon_ps.errors import SliceMoved
 from axon_ps.shard.core.differences import SentValues
 from axon_ps.shard.core.engine import ShardEngine
 from axon_ps.shard.core.slices import OwnedSlice
 from axon_ps.shard.server.reports import ServerShell
+from axon_ps.wire.events import MAX_BLOCKS, Corrupted
 
 LOOKED_AT_NUMEL: Final = 1 << 20
 """Elements that are looked at before others have their turn, and with each commit of those that it does not change."""

@@ -1,4 +1,4 @@
-"""What a shard server knows of the whole job: whether every slice has its copies, and whether somebody trains.
+"""A shard server's knowledge of the whole job: copies that slices lack, and workers that train.
 
 A rolling update of shard servers asks both: the next server may go when no slice lacks a copy, and one that is asked to
 go hands over what it holds while there are steps between which that can happen.
@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from axon_ps.coordinator.core.events import Event, JobState, SessionLost, SessionRestored
 from axon_ps.shard.server.waiters import Waiters
 from axon_ps.sharding.placement import Placement
 from axon_ps.types import Membership
+from axon_ps.wire.events import Event, JobState, SessionLost, SessionRestored
 
 
 class JobWatch:
@@ -46,7 +46,7 @@ class JobWatch:
 
     @property
     def lacking(self) -> int:
-        """How many slices of all models have fewer copies than they should, or than there are shard servers."""
+        """The number of slices of all models with fewer copies than they should have, or than there are servers."""
         servers = () if self._membership is None else self._membership.shards
         live = {member.rank for member in servers}
         return sum(

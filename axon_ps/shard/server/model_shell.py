@@ -28,7 +28,6 @@ from functools import partial
 from typing import Any
 
 from axon_ps.compress import cast
-from axon_ps.coordinator.core.events import Event, JobState, Ready, RestoreOrder, SnapshotFile
 from axon_ps.errors import AxonError, GenerationChanged, InvalidRequest, Misuse, SliceMoved, StepAborted
 from axon_ps.host.priority import Throttle
 from axon_ps.kernels import digest
@@ -43,14 +42,14 @@ from axon_ps.shard.server.apply import ApplyPool, ApplyTrace, Pin, VersionPins
 from axon_ps.shard.server.copying import Copying
 from axon_ps.shard.server.corruption import Corruptions
 from axon_ps.shard.server.forwarding import Forwarding
+from axon_ps.shard.server.model_capacity import ModelCapacity, OutOfMemory
 from axon_ps.shard.server.model_values import ModelValues
-from axon_ps.shard.server.pacing import SubscriberLimits
 from axon_ps.shard.server.reports import Reports, ServerShell
-from axon_ps.shard.server.room import ModelRoom, NoRoom
-from axon_ps.shard.server.subscriptions import Subscriptions
+from axon_ps.shard.server.subscriptions import SubscriberLimits, Subscriptions
 from axon_ps.shard.server.waiters import EventOrder, Waiters
 from axon_ps.sharding.job import JobSpec
 from axon_ps.types import Array, Decision, DType, Hyper, Member, Membership
+from axon_ps.wire.events import Event, JobState, Ready, RestoreOrder, SnapshotFile
 from axon_ps.wire.v1.common_pb2 import Chunk
 
 _logger = logging.getLogger(__name__)
@@ -94,7 +93,7 @@ class ModelShell:
         pins: versions that snapshots and copies still read.
         members: the workers by incarnation, each with the replica that it contributes to here.
         name: its name in the job; empty until that is known.
-        room: whether there is memory for it.
+        capacity: of this server for it.
         order: of the events about it, and what they wait for.
     """
 
@@ -109,7 +108,7 @@ class ModelShell:
         self.name = ""
         self.engine = ShardEngine(server.queue)
         self._server = server
-        self.room = ModelRoom(server)
+        self.capacity = ModelCapacity(server, self.engine, number)
         self._membership: Membership | None = None
         self.members: dict[str, Member] = {}
         self._waiters = Waiters()
@@ -236,7 +235,7 @@ class ModelShell:
         try:
             async with exclusive:
                 await self._make_slices(job)
-        except NoRoom:
+        except OutOfMemory:
             pass
         except AxonError as error:
             self._server.fail(error)
@@ -247,7 +246,7 @@ class ModelShell:
         if job.spec is not None and not self.engine.configured:
             assert job.placement is not None
             await self._server.off_loop(partial(warm_up, job.spec))
-            await self.room.configure(self, job.spec, job.optimizer, job.placement)
+            await self.capacity.configure(self.name, job.spec, job.optimizer, job.placement)
             self.values.served = job.epoch  # what is copied to us is of it; if it is being restored, the order follows
             if (links := self._server.links) is not None:
                 self._forwarding = Forwarding(self.number, self.engine, links, self.corruptions.report)
@@ -259,9 +258,9 @@ class ModelShell:
             if self.engine.parameters.initialized and self.values.epoch == 0:
                 reports.initialized(version=job.version, epoch=0, model=self.number)
         if job.optimizer is not None and self.engine.updater is None and self.engine.configured:
-            await self.room.set_optimizer(self, job.optimizer)
+            await self.capacity.set_optimizer(job.optimizer)
         if job.placement is not None and self.engine.configured and job.placement != self.engine.placement:
-            removed = [owned for owned in await self.room.place(self, job.placement) if not owned.applying]
+            removed = [owned for owned in await self.capacity.place(job.placement) if not owned.applying]
             self._placed()
             await self._server.off_loop(partial(_close, removed))
 

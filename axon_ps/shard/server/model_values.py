@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
-from axon_ps.coordinator.core.events import FIRST_VALUES, UPLOADED, RestoreOrder
 from axon_ps.errors import AxonError, SliceMoved
 from axon_ps.observe.work import Work
 from axon_ps.shard.core.engine import ShardEngine
@@ -24,6 +23,7 @@ from axon_ps.shard.server import snapshot
 from axon_ps.shard.server.reports import ServerShell
 from axon_ps.shard.server.waiters import EventOrder, Waiters
 from axon_ps.types import Array
+from axon_ps.wire.events import FIRST_VALUES, UPLOADED, RestoreOrder
 
 _logger = logging.getLogger(__name__)
 

@@ -7,13 +7,13 @@ from collections.abc import Callable, Coroutine
 from contextlib import AbstractContextManager
 from typing import Any, Protocol, TypeVar
 
-from axon_ps.coordinator.core.events import Copied, Corrupted, Ready, SnapshotFile
 from axon_ps.errors import AxonError
 from axon_ps.observe.tracing.tracer import Tracer
 from axon_ps.observe.work import Work
 from axon_ps.shard.core.queued import QueueLimit
+from axon_ps.shard.server.capacity import Capacity
 from axon_ps.shard.server.links import Links
-from axon_ps.shard.server.room import Room
+from axon_ps.wire.events import Copied, Corrupted, Ready, SnapshotFile
 
 T = TypeVar("T")
 
@@ -45,8 +45,8 @@ class Reports(Protocol):
     def restore_report(self, epoch: int, error: AxonError, *, model: int = 0) -> None:
         """We could not restore a model."""
 
-    def no_room(self, model: int, placement: int, error: AxonError) -> None:
-        """We have no memory for what a placement gives us of a model."""
+    def out_of_memory(self, model: int, placement: int, error: AxonError) -> None:
+        """We have no memory for the slices of a model that a placement gives us."""
 
 
 class ServerShell(Protocol):
@@ -56,14 +56,14 @@ class ServerShell(Protocol):
         reports: the way to the coordinator.
         links: the way to the other shard servers; None where there are none.
         tracer: the spans of this process.
-        room: the memory that it has.
+        capacity: the memory that it has.
         queue: of it, for gradients that come before their turn.
     """
 
     reports: Reports | None
     links: Links | None
     tracer: Tracer
-    room: Room
+    capacity: Capacity
     queue: QueueLimit
 
     def start(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:

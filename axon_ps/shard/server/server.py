@@ -12,7 +12,6 @@ from typing import Any, Final
 
 from axon_ps.compress import registry as compressors
 from axon_ps.coordinator.client.session import CoordinatorClient
-from axon_ps.coordinator.core.events import Event, KnownNames
 from axon_ps.errors import Drained
 from axon_ps.host.malloc import retain_message_memory
 from axon_ps.observe.metrics.sources import Source
@@ -26,14 +25,15 @@ from axon_ps.rpc.security import Security
 from axon_ps.rpc.server import Server, listen
 from axon_ps.rpc.service import service_handler
 from axon_ps.shard.core.queued import QueueLimit
+from axon_ps.shard.server.capacity import Capacity
 from axon_ps.shard.server.departure import hand_over
 from axon_ps.shard.server.job_watch import JobWatch
 from axon_ps.shard.server.links import Links
-from axon_ps.shard.server.pacing import SubscriberLimits
-from axon_ps.shard.server.room import Room
 from axon_ps.shard.server.servicer import ShardServicer
 from axon_ps.shard.server.shell import ShardShell
+from axon_ps.shard.server.subscriptions import SubscriberLimits
 from axon_ps.types import Role
+from axon_ps.wire.events import Event, KnownNames
 from axon_ps.wire.v1 import shard_pb2
 
 QUEUE_FRACTION: Final = 8
@@ -115,9 +115,9 @@ async def serve(
         AxonError: the session ended for good, or this server's parameters can no longer be right.
     """
     retain_message_memory()
-    room = Room(config.memory_bytes)
-    queue = QueueLimit(room.free_bytes() // QUEUE_FRACTION if config.queue_bytes is None else config.queue_bytes)
-    shell, watch = ShardShell(config.job, config.threads, config.limits, room, queue), JobWatch()
+    capacity = Capacity(config.memory_bytes)
+    queue = QueueLimit(capacity.free_bytes() // QUEUE_FRACTION if config.queue_bytes is None else config.queue_bytes)
+    shell, watch = ShardShell(config.job, config.threads, config.limits, capacity, queue), JobWatch()
     servicer = ShardServicer(shell)
     handler = service_handler(_SERVICE, servicer)
     bulk_port = None if _is_behind_another(config) else config.bulk_port
@@ -148,7 +148,7 @@ async def serve(
             reconnect_timeout_s=config.reconnect_timeout_s,
         )
         shell.links.probe(session.connectivity)
-        session.measure, session.tracer, session.memory = shell.measures, shell.tracer, shell.room.report
+        session.measure, session.tracer, session.memory = shell.measures, shell.tracer, shell.capacity.report
         session.revocations = server.revocations
         await session.start(config.join_timeout_s)
         about = {"axon_ps.job": config.job, "axon_ps.rank": str(session.rank), "axon_ps.node": node}

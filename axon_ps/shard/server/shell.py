@@ -18,7 +18,6 @@ from typing import Any, Final, TypeVar
 import numpy as np
 
 from axon_ps.aggregation.server.shell import CollectiveShell, check_job
-from axon_ps.coordinator.core.events import Event, JobState, RestoreOrder, SessionLost, SnapshotFile, SnapshotOrder
 from axon_ps.errors import (
     AxonError,
     Broken,
@@ -39,15 +38,15 @@ from axon_ps.shard.core.queued import QueueLimit
 from axon_ps.shard.same_host.access import SameHostCallers
 from axon_ps.shard.same_host.mapped_units import sum_memory
 from axon_ps.shard.server.apply import Pin
+from axon_ps.shard.server.capacity import Capacity
 from axon_ps.shard.server.links import Links
 from axon_ps.shard.server.model_shell import Averaging, ModelShell
-from axon_ps.shard.server.pacing import Pacer, SubscriberLimits
 from axon_ps.shard.server.reports import Reports
-from axon_ps.shard.server.room import Room
-from axon_ps.shard.server.subscriptions import Subscriptions
+from axon_ps.shard.server.subscriptions import Pacer, SubscriberLimits, Subscriptions
 from axon_ps.shard.server.waiters import Waiters
 from axon_ps.storage.manifest import discard
 from axon_ps.types import Array, Decision, Member, Membership, Outcome
+from axon_ps.wire.events import Event, JobState, RestoreOrder, SessionLost, SnapshotFile, SnapshotOrder
 from axon_ps.wire.v1.common_pb2 import CallContext
 
 T = TypeVar("T")
@@ -71,7 +70,7 @@ class ShardShell:
         job: name of the job; calls for another one are refused.
         threads: for applying, a model; None = one per core this process may use.
         limits: what subscribers get; None = the default.
-        room: the memory that it has; None = what the machine lets it have.
+        capacity: the memory that it has; None = as much as the machine lets it have.
         queue: of it, for gradients that come before their turn; None = none, and they wait.
 
     Attributes:
@@ -82,7 +81,7 @@ class ShardShell:
         links: the way to the other shard servers; set before the first event, if there can be any.
         failure: set when this server cannot go on; the server ends with it.
         tracer: the spans of this process.
-        room: the memory that it has.
+        capacity: the memory that it has.
     """
 
     def __init__(
@@ -90,7 +89,7 @@ class ShardShell:
         job: str,
         threads: int | None = None,
         limits: SubscriberLimits | None = None,
-        room: Room | None = None,
+        capacity: Capacity | None = None,
         queue: QueueLimit | None = None,
     ) -> None:
         self.job = job
@@ -102,7 +101,7 @@ class ShardShell:
         self.failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.same_host = SameHostCallers()
         self.tracer = Tracer()
-        self.room = room or Room()
+        self.capacity = capacity or Capacity()
         self.queue = queue or QueueLimit()
         self._threads = threads
         self._generation = 0
@@ -185,7 +184,7 @@ class ShardShell:
         measures = {name: statistics[name] for name in _MEASURED if name in statistics}
         measures["slice_bytes"] = sum(v for name, v in statistics.items() if name in _MEMORY)
         measures |= process_measures(statistics)
-        measures["available_bytes"] = float(self.room.free_bytes())
+        measures["available_bytes"] = float(self.capacity.free_bytes())
         works = [*self._works, *(w for model in self._models.values() for w in model.works())]
         uploads_too = not any(work.kind == "restore" for work in self._works)
         return measures | to_measures(w for w in works if w.kind != "upload" or uploads_too)
@@ -400,8 +399,8 @@ class ShardShell:
         if not self._can_answer(context):
             await self._catch_up(context)
         self._check_not_released(context.model)
-        if context.model in self._models and (no_room := self._models[context.model].room.no_room):
-            raise Busy(no_room)
+        if context.model in self._models and (missing := self._models[context.model].capacity.missing):
+            raise Busy(missing)
         if context.generation < self._generation:
             raise GenerationChanged(
                 f"generation {context.generation} is over; the current one is {self._generation}", self._generation
@@ -447,7 +446,7 @@ class ShardShell:
         if context.model in self._released or context.generation < self._generation:
             return True
         model = self._models.get(context.model)
-        if model is not None and model.room.no_room:
+        if model is not None and model.capacity.missing:
             return True
         if model is None or (placement := model.engine.placement) is None:
             return False

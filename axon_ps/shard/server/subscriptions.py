@@ -1,20 +1,27 @@
-"""Serves versions of a model to subscribers. Which are retained is `shard.core.publications`'s business.
+"""Serves versions of a model to subscribers. `shard.core.publications` decides which are retained.
 
-What has no frames yet is encoded in a thread, under a pin: a step that would change it waits until it is (see
+A version without frames is encoded in a thread, under a pin: a step that would change it waits until it is (see
 `shard.server.apply`, Note: [Apply and copy]). Steps are usually long enough for none to wait.
+
+Note: [Subscribers give way]
+    Gathers of the job's workers come before subscribers. A chunk for a subscriber waits while a gather is being
+    answered, for at most `GIVE_WAY_S`. Chunks of all subscribers are written for at most half of the time, and at most
+    at the rate that was set. So a gather finds at most one chunk of each subscriber before it.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 from axon_ps.compress import cast
-from axon_ps.errors import InvalidRequest, SliceMoved
+from axon_ps.errors import InvalidRequest, SliceMoved, Timeout
 from axon_ps.rpc.service import ServerStream
 from axon_ps.rpc.stream import EOF
 from axon_ps.rpc.stream_pool import IdleStreams
@@ -23,12 +30,69 @@ from axon_ps.shard.core.publications import Publication, Publications, Subscribe
 from axon_ps.shard.core.slices import OwnedSlice
 from axon_ps.shard.server.apply import Pin, VersionPins
 from axon_ps.shard.server.corruption import Corruptions
-from axon_ps.shard.server.pacing import Pacer, SubscriberLimits
 from axon_ps.shard.server.waiters import Waiters
 from axon_ps.types import WIRE_DTYPES
 from axon_ps.wire.codec import dtype_from_proto
 from axon_ps.wire.frames import encode_chunk
 from axon_ps.wire.v1 import common_pb2, shard_pb2
+
+DUTY_CYCLE = 0.5
+"""How much of the time chunks for subscribers are being written."""
+
+GIVE_WAY_S = 0.05
+"""How long a chunk waits for gathers."""
+
+_LOOK_S = 0.002
+
+
+@dataclass(frozen=True, kw_only=True)
+class SubscriberLimits:
+    """What subscribers get of a shard server.
+
+    Attributes:
+        rate_bytes_s: bytes per second that all of them get together.
+        max_bytes: of memory for versions that are retained for them, for each model.
+        retain_s: for how long a version is retained for one that does not get it; and how long a write may take.
+    """
+
+    rate_bytes_s: float = math.inf
+    max_bytes: float = 1 << 30
+    retain_s: float = 60.0
+
+
+class Pacer:
+    """Decides when a chunk for a subscriber is written.
+
+    Args:
+        limits: the rate, and how long a write may take.
+
+    Attributes:
+        gathers: how many are being answered.
+    """
+
+    def __init__(self, limits: SubscriberLimits) -> None:
+        self._limits = limits
+        self.gathers = 0
+        self._free_s = 0.0
+
+    async def write(self, write: Callable[[bytes], Any], frame: bytes) -> None:
+        """Write a frame when it is its turn. See Note: [Subscribers give way].
+
+        Raises:
+            Timeout: the subscriber does not read.
+        """
+        until_s = time.monotonic() + GIVE_WAY_S
+        while (left_s := max(self._free_s, self.gathers and until_s) - time.monotonic()) > 0:
+            await asyncio.sleep(min(left_s, _LOOK_S) if self.gathers else left_s)
+        began_s = time.monotonic()
+        self._free_s = began_s + len(frame) / self._limits.rate_bytes_s
+        try:
+            async with asyncio.timeout(self._limits.retain_s):
+                await write(frame)
+        except TimeoutError:
+            raise Timeout(f"a subscriber did not read for {self._limits.retain_s:g} s") from None
+        now_s = time.monotonic()
+        self._free_s = max(self._free_s, now_s + (now_s - began_s) * (1 / DUTY_CYCLE - 1))
 
 
 class PublishedModel(Protocol):

@@ -8,8 +8,8 @@ import time
 import pytest
 
 from axon_ps.errors import Timeout
-from axon_ps.shard.server import pacing
-from axon_ps.shard.server.pacing import GIVE_WAY_S, Pacer, SubscriberLimits
+from axon_ps.shard.server import subscriptions
+from axon_ps.shard.server.subscriptions import GIVE_WAY_S, Pacer, SubscriberLimits
 from deadlines import HANG_S
 
 
@@ -30,7 +30,7 @@ def test_the_rate_is_that_of_all_together() -> None:
 
 def test_a_gather_goes_first_but_not_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     async def main() -> None:
-        monkeypatch.setattr(pacing, "GIVE_WAY_S", HANG_S)  # a busy machine may take longer than what it is
+        monkeypatch.setattr(subscriptions, "GIVE_WAY_S", HANG_S)  # a busy machine may take longer than what it is
         pacer, order = Pacer(SubscriberLimits()), []
 
         async def write(_: bytes) -> None:
@@ -43,7 +43,7 @@ def test_a_gather_goes_first_but_not_for_ever(monkeypatch: pytest.MonkeyPatch) -
         pacer.gathers = 0
         await waiting
         assert order == ["gather", "subscriber"]
-        monkeypatch.setattr(pacing, "GIVE_WAY_S", GIVE_WAY_S)
+        monkeypatch.setattr(subscriptions, "GIVE_WAY_S", GIVE_WAY_S)
         pacer.gathers = 1
         await asyncio.wait_for(pacer.write(write, b"x"), 20 * GIVE_WAY_S)
 

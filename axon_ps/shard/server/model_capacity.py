@@ -1,0 +1,104 @@
+"""Allocates the memory of one model on a shard server, away from its event loop."""
+
+from __future__ import annotations
+
+import logging
+
+from axon_ps.errors import Busy
+from axon_ps.shard.core.engine import ShardEngine
+from axon_ps.shard.core.slices import OwnedSlice
+from axon_ps.shard.server.reports import Reports, ServerShell
+from axon_ps.sharding.job import JobSpec
+from axon_ps.sharding.placement import Placement
+from axon_ps.types import OptimizerSpec
+
+_logger = logging.getLogger(__name__)
+
+
+class OutOfMemory(Busy):
+    """There is not enough memory for slices of a model, which does without them or is not here; that is reported."""
+
+
+class ModelCapacity:
+    """Allocates the memory of a model on this server, which may not have enough.
+
+    Args:
+        server: the server's shell.
+        engine: the model's.
+        number: the model's.
+
+    Attributes:
+        missing: why there is none for the model, as text; empty when there is.
+    """
+
+    def __init__(self, server: ServerShell, engine: ShardEngine, number: int) -> None:
+        self.missing = ""
+        self._server = server
+        self._engine = engine
+        self._number = number
+        self._name = ""
+
+    async def configure(self, name: str, spec: JobSpec, optimizer: OptimizerSpec | None, placement: Placement) -> None:
+        """Make our slices of the model, which has this name from now on.
+
+        Raises:
+            OutOfMemory: there is no memory for them; nothing is here then.
+        """
+        engine, rank, self._name = self._engine, self._reports.rank, name
+        try:
+            self._server.capacity.check(engine, rank, placement, spec, optimizer, engine.gradients.num_replicas)
+            made = await self._server.off_loop(lambda: engine.make(spec, placement, rank))
+        except (Busy, MemoryError) as error:
+            raise self._without(str(error) or "an allocation failed", placement.number) from error
+        engine.configure(spec, rank, placement.num_cuts, placement, made)
+        self.missing = ""
+
+    async def set_optimizer(self, optimizer: OptimizerSpec) -> None:
+        """Make the optimizer's state.
+
+        Raises:
+            OutOfMemory: there is no memory for it; the model makes no step then.
+        """
+        engine = self._engine
+        try:
+            updater = await self._server.off_loop(lambda: engine.set_optimizer(optimizer))
+            await self._server.off_loop(lambda: updater.warm_up(engine.precision.param))
+        except MemoryError as error:
+            placement = engine.placement
+            assert placement is not None
+            raise self._without("there is no memory for the optimizer's state", placement.number) from error
+
+    async def place(self, placement: Placement) -> list[OwnedSlice]:
+        """Make the slices that a placement gives us in addition; returns those that it takes from us.
+
+        Raises:
+            OutOfMemory: there is no memory for it; what is here stays.
+            InvalidRequest: it is not of the slices that there can be.
+        """
+        engine = self._engine
+        engine.slices.check(placement)
+        assert engine.spec is not None
+        optimizer = None if engine.updater is None else engine.updater.spec
+        replicas, rank = engine.gradients.num_replicas, self._reports.rank
+        spec = engine.spec
+        try:
+            self._server.capacity.check(engine, rank, placement, spec, optimizer, replicas)
+            made = await self._server.off_loop(lambda: engine.make(spec, placement, rank))
+        except (Busy, MemoryError) as error:
+            why = Busy(str(error) or "an allocation failed")
+            _logger.warning("model %r: there is no memory for further slices: %s", self._name, why)
+            self._reports.out_of_memory(self._number, placement.number, why)
+            raise OutOfMemory(str(why)) from error
+        return engine.place(placement, rank, made)
+
+    def _without(self, why: str, placement: int) -> OutOfMemory:
+        """The model is not here: its callers are told, and the other models go on."""
+        _logger.error("model %r cannot be held here: %s", self._name, why)
+        self.missing = f"model {self._name!r} is not held by shard server {self._reports.rank}: {why}"
+        self._reports.out_of_memory(self._number, placement, Busy(why))
+        return OutOfMemory(why)
+
+    @property
+    def _reports(self) -> Reports:
+        assert self._server.reports is not None
+        return self._server.reports
