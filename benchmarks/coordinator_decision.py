@@ -22,7 +22,6 @@ from collections.abc import Sequence
 
 import _report
 from axon_ps.coordinator.client.session import CoordinatorClient, Event, JobState
-from axon_ps.coordinator.core.events import Ready, Vote
 from axon_ps.coordinator.core.records import decision_record, progress_record
 from axon_ps.rpc.security import Security
 from axon_ps.sharding.job import JobSpec
@@ -30,10 +29,11 @@ from axon_ps.sharding.layout import Layout, build_unit
 from axon_ps.storage.state_store import SharedStateStore, open_store
 from axon_ps.testing.etcd import LocalEtcd, is_installed
 from axon_ps.types import Decision, DType, ModelProgress, OptimizerSpec, Outcome, Role
+from axon_ps.wire.events import Ready, Vote
 
 SERVER = """
 import asyncio, sys
-from axon_ps.coordinator.core.config import CoordinatorConfig
+from axon_ps.coordinator.config import CoordinatorConfig
 from axon_ps.coordinator.server.server import serve
 from axon_ps.host.malloc import collect_rarely, limit_arenas
 from axon_ps.storage.state_store import open_store

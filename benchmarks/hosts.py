@@ -13,7 +13,6 @@ import uuid
 from collections.abc import Callable
 
 from axon_ps.coordinator.client.operator import SERVICE
-from axon_ps.coordinator.core.events import JobState, JoinRequest, Ready, ServerEvent, Vote, Welcome
 from axon_ps.coordinator.messages import event_from_proto, join_to_proto, vote_to_proto
 from axon_ps.rpc.channels import connect
 from axon_ps.rpc.multiplex.frames import Outbox
@@ -22,6 +21,7 @@ from axon_ps.rpc.service import Stub
 from axon_ps.rpc.stream import EOF
 from axon_ps.types import Decision, Membership, Role
 from axon_ps.wire import codec
+from axon_ps.wire.events import JobState, JoinRequest, Ready, ServerEvent, Vote, Welcome
 from axon_ps.wire.v1 import common_pb2, coordinator_pb2, membership_pb2, multiplex_pb2, session_pb2
 from coordinator_decision import HYPER, Bench, model_of
 

@@ -19,8 +19,8 @@ from axon_ps.errors import CheckpointError, ConfigurationError
 if TYPE_CHECKING:
     from axon_ps.cli.settings import Settings
     from axon_ps.coordinator.client.operator import OperatorClient
-    from axon_ps.coordinator.core.events import CheckpointReply
     from axon_ps.storage.manifest import Manifest
+    from axon_ps.wire.events import CheckpointReply
 
 app = o.Commands(help="Write, list, load, export and check checkpoints.")
 

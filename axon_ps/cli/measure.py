@@ -61,7 +61,7 @@ _HYPER: Final = ({"lr": 1e-3},)
 
 
 def _wires() -> dict[str, WirePrecision]:
-    """What travels, by name, parameters and gradients alike."""
+    """The forms in which both parameters and gradients travel, by name."""
     compressed = {how.name: how for how in (compressor("int8"), compressor("int4"))}
     return {
         "float32": WirePrecision(),
@@ -73,7 +73,7 @@ def _wires() -> dict[str, WirePrecision]:
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """How much is measured.
+    """The sizes of the measurements.
 
     Attributes:
         large_numel: elements of the large unit, and of what an optimizer updates.

@@ -20,7 +20,7 @@ from axon_ps.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from axon_ps.cli.settings import Settings
-    from axon_ps.coordinator.core.events import Status
+    from axon_ps.wire.events import Status
 
 
 @o.of_a_job

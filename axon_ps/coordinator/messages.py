@@ -1,4 +1,4 @@
-"""Conversions between the session's messages and `core.events`, in both directions.
+"""Conversions between the session's messages and `wire.events`, in both directions.
 
 Every field of a message is checked here once, so that the state machine works with valid values.
 """
@@ -10,9 +10,21 @@ import math
 import re
 from collections.abc import Iterable, Sequence
 
-from axon_ps.coordinator.build import Build
-from axon_ps.coordinator.core.committed import checked
-from axon_ps.coordinator.core.events import (
+from axon_ps.coordinator.core.records import restore_from_proto, restore_to_proto
+from axon_ps.coordinator.core.restart.knowledge import Knowledge, ModelKnowledge
+from axon_ps.coordinator.core.roster import MAX_MEMBERS
+from axon_ps.coordinator.span_messages import order_from_proto, order_to_proto
+from axon_ps.errors import InvalidRequest
+from axon_ps.observe.log_buffer import Logged
+from axon_ps.observe.tracing.span import TraceOrder
+from axon_ps.rpc.status import error_from_detail, error_to_detail
+from axon_ps.texts import printable
+from axon_ps.types import Decision, Membership, ModelProgress, Role
+from axon_ps.wire import codec
+from axon_ps.wire.build import Build
+from axon_ps.wire.committed import checked
+from axon_ps.wire.differences import announced, difference_to_proto
+from axon_ps.wire.events import (
     MAX_BLOCKS,
     CheckpointReply,
     CheckpointStatus,
@@ -40,19 +52,7 @@ from axon_ps.coordinator.core.events import (
     Vote,
     Welcome,
 )
-from axon_ps.coordinator.core.history.report import Report
-from axon_ps.coordinator.core.records import restore_from_proto, restore_to_proto
-from axon_ps.coordinator.core.restart.knowledge import Knowledge, ModelKnowledge
-from axon_ps.coordinator.core.roster import MAX_MEMBERS
-from axon_ps.coordinator.span_messages import order_from_proto, order_to_proto
-from axon_ps.errors import InvalidRequest
-from axon_ps.observe.log_buffer import Logged
-from axon_ps.observe.tracing.span import TraceOrder
-from axon_ps.rpc.status import error_from_detail, error_to_detail
-from axon_ps.texts import printable
-from axon_ps.types import Decision, Membership, ModelProgress, Role
-from axon_ps.wire import codec
-from axon_ps.wire.differences import announced, difference_to_proto
+from axon_ps.wire.report import Report
 from axon_ps.wire.v1 import (
     checkpoint_pb2,
     logs_pb2,

@@ -139,7 +139,7 @@ class Child:
 
     @property
     def ending(self) -> str:
-        """The way in which it ended, as text."""
+        """How it ended, as text."""
         code = self.exit_code or 0
         if code >= 0:
             return f"exited with code {code}"

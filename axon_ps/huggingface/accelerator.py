@@ -39,7 +39,7 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class ServerPlugin:
-    """How models are wrapped; the arguments of `FullyShardedDataParallel` that a user of accelerate may want.
+    """The options of wrapped models: the arguments of `FullyShardedDataParallel` that a user of accelerate may want.
 
     Attributes:
         sharding_strategy: what stays in a worker's memory between uses; not NO_SHARD, which is plain DDP.

@@ -12,7 +12,7 @@ from axon_ps_torch import BACKEND
 
 
 class IntegerMeans:
-    """What our strategies add to Lightning's: the mean of integers (samples seen, say), rounded down as over gloo.
+    """The additions of our strategies to Lightning's: the mean of integers (samples, say), rounded down as over gloo.
 
     The backend "axon" refuses it, since it is not exact; Lightning makes an exception for gloo alone.
     """

@@ -24,12 +24,12 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from axon_ps.coordinator.core.committed import encoded
 from axon_ps.data.elastic import ElasticBatch, MicroBatch, Place, Position, SamplePlan
 from axon_ps.errors import InvalidRequest, Misuse, StepAborted
 from axon_ps.parallel.fsdp.fsdp import FullyShardedDataParallel
 from axon_ps.parallel.fsdp.steps import Standing, StepBatch
 from axon_ps.parallel.fsdp.strategy import ShardingStrategy
+from axon_ps.wire.committed import encoded
 from axon_ps.worker.world import world_of
 
 _MOST_ABORTS: Final = 8

@@ -17,7 +17,6 @@ from typing import Any, Final, TypeAlias, TypedDict, Unpack
 
 import torch
 
-from axon_ps.coordinator.core.committed import encoded
 from axon_ps.errors import InvalidRequest, Misuse
 from axon_ps.host import fork
 from axon_ps.optim.base import UpdateRule
@@ -29,6 +28,7 @@ from axon_ps.parallel.fsdp.runtime import Runtime
 from axon_ps.parallel.fsdp.tensors.sent_gradients import Home
 from axon_ps.parallel.server_state import ServerState
 from axon_ps.types import Hyper, OptimizerSpec, StepResult
+from axon_ps.wire.committed import encoded
 
 Params: TypeAlias = FullyShardedDataParallel | Iterable[Any]
 

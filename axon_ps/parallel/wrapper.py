@@ -138,7 +138,7 @@ def _with_signature(original: Callable[..., Any]) -> Callable[..., Any]:
 
 @functools.cache
 def _joined(wrapper: Any, module: Any) -> Any:
-    """What a wrapper of a module is an instance of; the class of the wrapper alone where both cannot be joined."""
+    """The class of a wrapper, joined with its module's class; the wrapper's alone where they cannot be joined."""
     try:
         return type(f"{wrapper.__name__}[{module.__name__}]", (wrapper, module), {"forward": module.forward})
     except TypeError:

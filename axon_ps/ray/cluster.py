@@ -18,7 +18,7 @@ from axon_ps.ray.workers import WorkerRun
 from axon_ps.rpc.security import Security
 
 if TYPE_CHECKING:
-    from axon_ps.coordinator.core.events import Status
+    from axon_ps.wire.events import Status
 
 
 class RayCluster:

@@ -8,8 +8,8 @@ import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from axon_ps.coordinator.core.checkpoints.schedule import CheckpointPolicy
-from axon_ps.coordinator.core.config import CoordinatorConfig
+from axon_ps.coordinator.checkpoint_schedule import CheckpointPolicy
+from axon_ps.coordinator.config import CoordinatorConfig
 from axon_ps.errors import ConfigurationError
 from axon_ps.rpc.auth.tokens import new_secret
 from axon_ps.rpc.security import Security

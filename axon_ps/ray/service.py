@@ -27,7 +27,7 @@ from typing import Final
 import ray
 
 from axon_ps import plugins
-from axon_ps.coordinator.core.config import CoordinatorConfig
+from axon_ps.coordinator.config import CoordinatorConfig
 from axon_ps.coordinator.server import audit
 from axon_ps.coordinator.server import server as coordinator_server
 from axon_ps.errors import Broken, ConfigurationError, Timeout, again

@@ -104,7 +104,7 @@ def raise_max_files() -> None:
 
 
 def max_connections() -> int:
-    """How many connections of either kind a server of this process takes: half of what its limit of files leaves."""
+    """The number of connections of either kind that a server of this process takes: half of the files that are left."""
     files = max_files()
     return max(1, min(MAX_CONNECTIONS, (files - min(RESERVED_FILES, files // 2)) // 2))
 

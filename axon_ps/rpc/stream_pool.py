@@ -133,7 +133,7 @@ class IdleStreams:
         return self._draining
 
     async def next(self, read: Shielded[Any]) -> Any:
-        """What `read` gives, the first message of the next call, or `EOF`: the stream is over, or we are draining."""
+        """The result of `read`, the first message of the next call; `EOF`: the stream is over, or we are draining."""
         if self._draining:
             read.close()
             return EOF

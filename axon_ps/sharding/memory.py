@@ -10,8 +10,10 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Final
 
+from axon_ps.optim.registry import create
 from axon_ps.sharding.job import JobSpec
 from axon_ps.sharding.placement import Holders, Placement
+from axon_ps.types import OptimizerSpec
 
 CHUNK_BYTES: Final = 256
 """What a chunk takes beside its elements: its bounds, its counters and the header of its frame."""
@@ -41,6 +43,12 @@ def slice_bytes(spec: JobSpec, moments: int, num_cuts: int, *, replicas: int = 1
             for s in spec.plan(num_cuts).numbered
         )
     return known
+
+
+def slice_sizes(spec: JobSpec, optimizer: OptimizerSpec | None, num_cuts: int, replicas: int = 1) -> tuple[int, ...]:
+    """Bytes that each slice of a model takes on a server that holds it, by number."""
+    moments = 0 if optimizer is None else len(create(optimizer.name).state_names(optimizer.groups))
+    return slice_bytes(spec, moments, num_cuts, replicas=replicas)
 
 
 def placed_bytes(placement: Placement, sizes: Sequence[int]) -> Counter[int]:

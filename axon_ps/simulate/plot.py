@@ -45,7 +45,7 @@ def picture(estimates: Sequence[Estimate], best: Estimate) -> str:
 
 
 def _chart(title: str, points: Sequence[tuple[int, float, bool]]) -> Iterator[str]:
-    """What is infinite, the price of a job that comes to no end, is not in it."""
+    """A chart, without infinite values: the price of a job that comes to no end."""
     most = max((value for _, value, _ in points if math.isfinite(value)), default=0.0) or 1.0
     last = max(len(points) - 1, 1)
     yield f'<text x="0" y="-12">{title}</text>'

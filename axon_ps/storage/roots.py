@@ -1,4 +1,4 @@
-"""Where this process opens checkpoints: requests name URIs, and it opens only what its own configuration allows.
+"""Places at which this process opens checkpoints: requests name URIs, and its configuration allows some.
 
 Note: [Roots]
     A local directory is allowed if it lies in a root once every link and `..` is followed, and is looked at again when

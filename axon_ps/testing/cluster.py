@@ -32,7 +32,7 @@ from axon_ps.types import Role
 from axon_ps.worker.environment import security_variables
 
 if TYPE_CHECKING:
-    from axon_ps.coordinator.core.events import Status
+    from axon_ps.wire.events import Status
 
 _logger = logging.getLogger(__name__)
 

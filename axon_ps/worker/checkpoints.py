@@ -10,7 +10,6 @@ from typing import Any
 from axon_ps.collectives.work import LoopWork
 from axon_ps.coordinator.client.attachments import Attachments
 from axon_ps.coordinator.client.session import CoordinatorClient
-from axon_ps.coordinator.core.events import UPLOADED, SnapshotFile
 from axon_ps.errors import Broken, InvalidRequest
 from axon_ps.rpc.background_loop import BackgroundLoop
 from axon_ps.rpc.deadlines import Deadline
@@ -18,6 +17,7 @@ from axon_ps.storage.checkpoint import FileEntry
 from axon_ps.storage.files import absolute
 from axon_ps.texts import value_of_json
 from axon_ps.types import Array, Hyper
+from axon_ps.wire.events import UPLOADED, SnapshotFile
 from axon_ps.worker.job_view import JobView
 from axon_ps.worker.models import Models
 from axon_ps.worker.rendezvous import Rendezvous

@@ -20,7 +20,7 @@ from axon_ps.collectives.backends.base import Store
 from axon_ps.collectives.backends.mock import NODE, MockBackend
 from axon_ps.collectives.store import MemoryStore
 from axon_ps.coordinator.client.session import CoordinatorClient
-from axon_ps.coordinator.core.config import CoordinatorConfig
+from axon_ps.coordinator.config import CoordinatorConfig
 from axon_ps.coordinator.server import server as coordinator_server
 from axon_ps.errors import InvalidRequest
 from axon_ps.host import fork

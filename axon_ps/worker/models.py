@@ -12,8 +12,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from axon_ps.coordinator.client.session import CoordinatorClient, Event, JobState, Registered, SessionLost
-from axon_ps.coordinator.core.events import StepDue
-from axon_ps.coordinator.core.records import FIRST_NAME
 from axon_ps.errors import Misuse
 from axon_ps.observe.metrics.histogram import Histogram
 from axon_ps.observe.reminders import reminding
@@ -22,6 +20,7 @@ from axon_ps.rpc.background_loop import BackgroundLoop
 from axon_ps.shard.client.client import ShardGroup
 from axon_ps.sharding.job import JobSpec
 from axon_ps.types import Decision, Membership
+from axon_ps.wire.events import FIRST_NAME, StepDue
 from axon_ps.worker.job_view import JobView
 from axon_ps.worker.steps.client import StepClient
 

@@ -14,8 +14,8 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from typing import Final
 
-from axon_ps.coordinator.core.history.report import REPORT_KEY
 from axon_ps.errors import InvalidRequest
+from axon_ps.wire.report import REPORT_KEY
 
 KEY: Final = REPORT_KEY
 INTERVAL_S: Final = 1.0

@@ -12,9 +12,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
+from axon_ps.coordinator.checkpoint_schedule import parse_every
 from axon_ps.coordinator.client.operator import OperatorClient
-from axon_ps.coordinator.core.checkpoints.schedule import parse_every
-from axon_ps.coordinator.core.events import JobState
 from axon_ps.errors import Closed, ConfigurationError, InvalidRequest, Misuse
 from axon_ps.host.malloc import retain_message_memory
 from axon_ps.rpc.background_loop import BackgroundLoop
@@ -26,6 +25,7 @@ from axon_ps.storage.checkpoint import TensorSpec, create_file
 from axon_ps.storage.files import open_store
 from axon_ps.storage.hf_directory import set_config_dtype
 from axon_ps.types import WIRE_DTYPES, Array, DType, Membership
+from axon_ps.wire.events import JobState
 from axon_ps.worker.environment import job_of, security_of, worker_config
 
 DEFAULT_TIMEOUT_S = 1800.0

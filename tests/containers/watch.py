@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from axon_ps.coordinator.client.operator import OperatorClient
-from axon_ps.coordinator.core.events import Status
 from axon_ps.errors import AxonError
 from axon_ps.rpc.security import Security
+from axon_ps.wire.events import Status
 
 EVERY_S = 0.1
 SOON_S = 150.0

@@ -18,7 +18,6 @@ from axon_ps import errors
 from axon_ps.coordinator.client.operator import OperatorClient
 from axon_ps.coordinator.client.session import CoordinatorClient
 from axon_ps.coordinator.core import admission, kv, records
-from axon_ps.coordinator.core.events import Status
 from axon_ps.rpc import limits
 from axon_ps.rpc.channels import connect
 from axon_ps.rpc.service import Stub
@@ -29,6 +28,7 @@ from axon_ps.storage.state_store import open_state
 from axon_ps.testing import LocalCluster
 from axon_ps.testing.workers import results_of
 from axon_ps.types import DType, Membership, ModelProgress, Role
+from axon_ps.wire.events import Status
 from axon_ps.wire.v1 import common_pb2, shard_pb2
 from deadlines import HANG_S
 

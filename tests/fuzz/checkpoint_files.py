@@ -32,9 +32,8 @@ from safetensors.numpy import save
 from torch import nn
 
 from axon_ps.cli.main import main as command_line
-from axon_ps.coordinator.core.checkpoints.schedule import CheckpointPolicy
-from axon_ps.coordinator.core.config import CoordinatorConfig
-from axon_ps.coordinator.core.events import RestoreOrder
+from axon_ps.coordinator.checkpoint_schedule import CheckpointPolicy
+from axon_ps.coordinator.config import CoordinatorConfig
 from axon_ps.coordinator.server import manifests, retention, server
 from axon_ps.errors import AxonError, InternalError
 from axon_ps.observe.work import Work
@@ -53,6 +52,7 @@ from axon_ps.storage.contents import read_attached
 from axon_ps.storage.manifest import MANIFEST_NAME, Manifest, read_manifest, write_attached, write_manifest
 from axon_ps.texts import printable
 from axon_ps.types import DType, OptimizerSpec
+from axon_ps.wire.events import RestoreOrder
 from engine_driver import Servers
 from entropy import Entropy
 from findings import Case, Findings, where

@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from axon_ps.coordinator.client.session import CoordinatorClient, Event, OperatorClient
-from axon_ps.coordinator.core.config import CoordinatorConfig
-from axon_ps.coordinator.core.events import Ready
+from axon_ps.coordinator.config import CoordinatorConfig
 from axon_ps.coordinator.server.server import serve
 from axon_ps.rpc.security import Security
 from axon_ps.sharding.job import JobSpec
 from axon_ps.sharding.layout import Layout, build_unit
 from axon_ps.storage.state_store import SqliteStateStore
 from axon_ps.types import DType, Membership, OptimizerSpec, Role
+from axon_ps.wire.events import Ready
 from deadlines import HANG_S
 
 T = TypeVar("T")

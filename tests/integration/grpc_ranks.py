@@ -11,11 +11,11 @@ from axon_ps.aggregation.client.client import CollectiveClient
 from axon_ps.collectives.backends.base import GroupContext
 from axon_ps.collectives.backends.grpc import GrpcBackend, GrpcCalls
 from axon_ps.coordinator.client.session import CoordinatorClient
-from axon_ps.coordinator.core.events import Event
 from axon_ps.rpc.background_loop import BackgroundLoop
 from axon_ps.rpc.deadlines import Deadline
 from axon_ps.rpc.security import Security
 from axon_ps.types import Member, Membership, Role
+from axon_ps.wire.events import Event
 from axon_ps.wire.v1 import shard_pb2
 from deadlines import HANG_S
 

@@ -9,7 +9,7 @@ from types import TracebackType
 from unittest import mock
 
 from axon_ps.coordinator.client import session
-from axon_ps.coordinator.core.config import CoordinatorConfig
+from axon_ps.coordinator.config import CoordinatorConfig
 from axon_ps.coordinator.server import server as coordinator_server
 from axon_ps.rpc.background_loop import BackgroundLoop
 from axon_ps.rpc.security import Security

@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 
-from axon_ps.coordinator.core.events import Copied, Event, JobState, Ready, SnapshotFile
 from axon_ps.errors import AxonError
 from axon_ps.rpc.channels import connect
 from axon_ps.rpc.security import Security
@@ -37,6 +36,7 @@ from axon_ps.types import (
     Outcome,
     Role,
 )
+from axon_ps.wire.events import Copied, Event, JobState, Ready, SnapshotFile
 from axon_ps.wire.v1 import common_pb2, shard_pb2
 from deadlines import HANG_S
 

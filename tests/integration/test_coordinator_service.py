@@ -26,7 +26,6 @@ from axon_ps.coordinator.client.session import (
     SnapshotFile,
     SnapshotOrder,
 )
-from axon_ps.coordinator.core.events import UPLOADED, JoinRequest, Vote
 from axon_ps.coordinator.messages import join_to_proto
 from axon_ps.coordinator.server.shell import QUEUE_EVENTS, Session
 from axon_ps.errors import (
@@ -56,6 +55,7 @@ from axon_ps.sharding.job import JobSpec
 from axon_ps.sharding.layout import Layout, build_unit
 from axon_ps.storage.manifest import Manifest, read_manifest
 from axon_ps.types import Decision, DType, Membership, Outcome, Role
+from axon_ps.wire.events import UPLOADED, JoinRequest, Vote
 from axon_ps.wire.v1 import common_pb2, membership_pb2, session_pb2
 from coordinator_harness import OPTIMIZER, SOON_S, SPEC, Coordinator, Member, coordinator, ready
 from deadlines import HANG_S
@@ -711,7 +711,7 @@ def test_another_coordinator_cannot_take_the_port_or_the_state(tmp_path: Path) -
 
 _KILLABLE = """
 import asyncio, sys
-from axon_ps.coordinator.core.config import CoordinatorConfig
+from axon_ps.coordinator.config import CoordinatorConfig
 from axon_ps.coordinator.server.server import serve
 from axon_ps.storage.state_store import SqliteStateStore
 from axon_ps.rpc.security import Security

@@ -20,10 +20,10 @@ from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 
-from axon_ps.coordinator import build
 from axon_ps.errors import AxonError
 from axon_ps.rpc.channels import connect
 from axon_ps.rpc.service import EOF, Stub
+from axon_ps.wire import build
 from axon_ps.wire.v1 import common_pb2, coordinator_pb2, logs_pb2, membership_pb2, session_pb2, watch_pb2
 from coordinator_harness import Coordinator
 from rpc_fakes import run

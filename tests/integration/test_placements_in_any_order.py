@@ -14,9 +14,9 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from axon_ps.coordinator.core.events import Event, JobState
 from axon_ps.sharding import placement as placements
 from axon_ps.types import Array, Decision, Outcome
+from axon_ps.wire.events import Event, JobState
 from shard_fakes import TIMEOUT_S, CuttingProxy, Job, job, spec_of
 
 SPEC = spec_of(1500, 700, chunk_numel=128)

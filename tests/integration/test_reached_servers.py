@@ -9,10 +9,10 @@ import pytest
 from axon_ps.aggregation.client import probes
 from axon_ps.aggregation.client.probes import ECHO_BYTES
 from axon_ps.coordinator.client.connectivity_report import ConnectivityReport
-from axon_ps.coordinator.core.events import Connectivity
 from axon_ps.errors import AxonError, InvalidRequest, PermissionDenied
 from axon_ps.rpc.service import ServerStream
 from axon_ps.shard.server.servicer import ShardServicer
+from axon_ps.wire.events import Connectivity
 from axon_ps.wire.v1 import common_pb2, shard_pb2
 from deadlines import HANG_S
 from shard_fakes import Job, job, spec_of

@@ -11,11 +11,11 @@ from torch import nn
 
 import axon_ps
 from axon_ps.coordinator.client.operator import OperatorClient
-from axon_ps.coordinator.core.events import Status
 from axon_ps.coordinator.core.history.step_rate import StepRate
 from axon_ps.parallel import FSDP, AdamW
 from axon_ps.rpc.security import Security
 from axon_ps.testing import LocalCluster
+from axon_ps.wire.events import Status
 
 STEPS = 8
 STEP_S = 0.3

@@ -9,10 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from axon_ps.coordinator.core.events import SnapshotOrder
 from axon_ps.errors import GenerationChanged, Misuse
 from axon_ps.sharding.policy import Asynchronous
 from axon_ps.types import Array, Decision, Membership, Outcome, Turn
+from axon_ps.wire.events import SnapshotOrder
 from axon_ps.wire.v1 import common_pb2
 from shard_fakes import TIMEOUT_S, Job, job, spec_of
 

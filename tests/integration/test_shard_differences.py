@@ -12,11 +12,11 @@ import pytest
 
 import shard_fakes
 from axon_ps.compress import Int4, cast
-from axon_ps.coordinator.core.events import UPLOADED, RestoreOrder
 from axon_ps.errors import StepAborted
 from axon_ps.sharding.job import JobSpec
 from axon_ps.sharding.precision import WirePrecision
 from axon_ps.types import Array, Decision, DType, Hyper, Outcome
+from axon_ps.wire.events import UPLOADED, RestoreOrder
 from axon_ps.wire.frames import decode_chunk
 from axon_ps.wire.v1 import common_pb2, shard_pb2
 from shard_fakes import TIMEOUT_S, Job, cutting, job, spec_of

@@ -16,8 +16,7 @@ import numpy as np
 import pytest
 
 from axon_ps.coordinator.client.session import CoordinatorClient
-from axon_ps.coordinator.core.config import CoordinatorConfig
-from axon_ps.coordinator.core.events import Event, JobState, Vote
+from axon_ps.coordinator.config import CoordinatorConfig
 from axon_ps.coordinator.server.server import serve as serve_coordinator
 from axon_ps.errors import AxonError, Broken, ConfigurationError, PermissionDenied, StorageFull, Unreachable
 from axon_ps.rpc.security import Security
@@ -27,6 +26,7 @@ from axon_ps.storage.contents import verify
 from axon_ps.storage.manifest import list_checkpoints
 from axon_ps.storage.state_store import MemoryStateStore
 from axon_ps.types import Decision, Membership, OptimizerSpec, Outcome, Role
+from axon_ps.wire.events import Event, JobState, Vote
 from deadlines import HANG_S
 from shard_fakes import spec_of
 

@@ -17,7 +17,6 @@ from safetensors.numpy import load_file, save_file
 
 import shard_fakes
 from axon_ps.aggregation.client.peers import Peers
-from axon_ps.coordinator.core.events import UPLOADED, JobState, RestoreOrder, SnapshotOrder
 from axon_ps.errors import (
     Broken,
     Busy,
@@ -44,6 +43,7 @@ from axon_ps.sharding.placement import Server, place
 from axon_ps.storage.checkpoint import FileEntry
 from axon_ps.storage.manifest import Manifest, read_manifest, write_manifest
 from axon_ps.types import Array, DType, Outcome
+from axon_ps.wire.events import UPLOADED, JobState, RestoreOrder, SnapshotOrder
 from axon_ps.wire.frames import encode_chunk
 from axon_ps.wire.v1 import common_pb2, lease_pb2, shard_pb2
 from shard_fakes import TIMEOUT_S, CuttingProxy, Job, cutting, job, spec_of

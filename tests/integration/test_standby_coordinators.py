@@ -22,14 +22,14 @@ from axon_ps.coordinator.client import succession
 from axon_ps.coordinator.client.addresses import Addresses, Place
 from axon_ps.coordinator.client.operator import SERVICE
 from axon_ps.coordinator.client.session import OperatorClient, SessionLost, SessionRestored
-from axon_ps.coordinator.core.config import CoordinatorConfig
-from axon_ps.coordinator.core.events import Vote
+from axon_ps.coordinator.config import CoordinatorConfig
 from axon_ps.coordinator.server.server import serve
 from axon_ps.errors import Broken, NotLeader, Unreachable
 from axon_ps.rpc.health import health_of
 from axon_ps.rpc.security import Security
 from axon_ps.storage.state_store import Record, SharedStateStore
 from axon_ps.types import Decision, Outcome, Role
+from axon_ps.wire.events import Vote
 from coordinator_harness import OPTIMIZER, SOON_S, SPEC, Member, ready
 
 

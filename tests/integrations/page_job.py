@@ -23,12 +23,12 @@ from typing import Any
 from unittest import mock
 
 from axon_ps.coordinator.client.session import CoordinatorClient, Event
-from axon_ps.coordinator.core.events import Copied, JobState, Ready, Vote
 from axon_ps.rpc.security import Security
 from axon_ps.sharding.job import JobSpec
 from axon_ps.sharding.layout import Layout, build_unit
 from axon_ps.types import Decision, DType, Membership, OptimizerSpec, Role
 from axon_ps.wire import codec
+from axon_ps.wire.events import Copied, JobState, Ready, Vote
 from axon_ps.wire.v1 import membership_pb2
 
 UNITS = tuple(build_unit(f"block{n}", [(f"block{n}.weight", (512, 512), DType.F32)]) for n in range(12))

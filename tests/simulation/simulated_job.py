@@ -24,11 +24,10 @@ from typing import Any, Final
 import numpy as np
 
 from axon_ps.aggregation.client.client import CollectiveClient
+from axon_ps.coordinator.checkpoint_schedule import CheckpointPolicy
 from axon_ps.coordinator.client.session import CoordinatorClient, Decision, Membership, SessionLost
+from axon_ps.coordinator.config import CoordinatorConfig
 from axon_ps.coordinator.core import records
-from axon_ps.coordinator.core.checkpoints.schedule import CheckpointPolicy
-from axon_ps.coordinator.core.config import CoordinatorConfig
-from axon_ps.coordinator.core.events import FIRST_VALUES, ModelPosition, Position, Vote
 from axon_ps.coordinator.core.records import Record
 from axon_ps.coordinator.core.restart.knowledge import behind
 from axon_ps.coordinator.server import retention
@@ -46,6 +45,7 @@ from axon_ps.sharding.plan import PlanOptions
 from axon_ps.storage.state_store import MemoryStateStore
 from axon_ps.testing.faults.bit_flips import is_changed
 from axon_ps.types import Array, DType, OptimizerSpec, Outcome, Role
+from axon_ps.wire.events import FIRST_VALUES, ModelPosition, Position, Vote
 from axon_ps.wire.v1 import state_pb2
 from axon_ps.worker.job_view import JobView
 from axon_ps.worker.steps.client import StepClient

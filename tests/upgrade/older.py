@@ -6,8 +6,8 @@ import re
 import subprocess
 from pathlib import Path
 
-from axon_ps.coordinator.build import PROTOCOL
 from axon_ps.errors import ConfigurationError
+from axon_ps.wire.build import PROTOCOL
 
 ROOT = Path(__file__).parents[2]
 _NUMBER = re.compile(r"^(PROTOCOL|OLDEST): Final = \d+$", re.MULTILINE)

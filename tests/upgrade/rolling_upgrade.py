@@ -19,11 +19,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from axon_ps.coordinator.build import OLDEST
 from axon_ps.coordinator.client.operator import OperatorClient
-from axon_ps.coordinator.core.events import Status
 from axon_ps.host.children import Child
 from axon_ps.rpc.security import Security
+from axon_ps.wire.build import OLDEST
+from axon_ps.wire.events import Status
 from deadlines import HANG_S
 from older import ROOT, extract, oldest_commit, set_protocol
 

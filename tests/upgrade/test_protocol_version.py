@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from axon_ps.coordinator import build
-from axon_ps.coordinator.build import Build
 from axon_ps.errors import InvalidRequest
+from axon_ps.wire import build
+from axon_ps.wire.build import Build
 from protocol_fields import fields, reserved
 
 HERE = Path(__file__).parent
@@ -30,7 +30,7 @@ def lost(before: list[str], now: list[str], given_up: set[str]) -> list[str]:
 def test_what_the_protocol_began_with_means_the_same() -> None:
     began = (HERE / f"protocol_{build.PROTOCOL}.txt").read_text(encoding="utf-8").splitlines()
     assert len(began) > 500
-    assert not lost(began, fields(), reserved()), "raise PROTOCOL (axon_ps.coordinator.build), or keep these fields"
+    assert not lost(began, fields(), reserved()), "raise PROTOCOL (axon_ps.wire.build), or keep these fields"
 
 
 def test_a_number_that_means_something_else_is_found() -> None:

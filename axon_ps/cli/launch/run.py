@@ -231,7 +231,7 @@ def _check(launch: Launch, *, embedded: bool) -> None:
             "them where you start it, since --coordinator names one that runs already"
         )
     if launch.checkpoint_every:
-        from axon_ps.coordinator.core.checkpoints.schedule import CheckpointPolicy
+        from axon_ps.coordinator.checkpoint_schedule import CheckpointPolicy
 
         CheckpointPolicy.of(launch.checkpoint_dir, launch.checkpoint_every, launch.checkpoint_limit)
     if launch.standby and not launch.max_restarts:

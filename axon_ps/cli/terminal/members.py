@@ -7,10 +7,10 @@ import contextlib
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Final
 
-from axon_ps.coordinator.core.events import Status
 from axon_ps.errors import AxonError
 from axon_ps.observe.work import Work, from_measures
 from axon_ps.types import Role
+from axon_ps.wire.events import Status
 
 ASK_S: Final = 0.5
 """How often somebody who follows long work asks how far it is."""

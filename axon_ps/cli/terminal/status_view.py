@@ -12,9 +12,9 @@ from rich.text import Text
 
 from axon_ps.cli.terminal.members import measures_of, of_the_job, works_of
 from axon_ps.cli.terminal.quantities import duration, size, work_line
-from axon_ps.coordinator.core.events import CheckpointStatus, Status
-from axon_ps.coordinator.core.history.report import Report
 from axon_ps.types import Role
+from axon_ps.wire.events import CheckpointStatus, Status
+from axon_ps.wire.report import Report
 
 _OLD_S: Final = 10.0
 """A report older than this is shown with its age."""

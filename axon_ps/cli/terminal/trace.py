@@ -93,7 +93,7 @@ def _place(member: MemberSpans) -> tuple[int, int]:
 
 
 def _summary(members: list[MemberSpans]) -> list[str]:
-    """What took how long, a line a member."""
+    """The time of each kind of span, a line a member."""
     lines = []
     for one in members:
         totals: dict[str, float] = {}

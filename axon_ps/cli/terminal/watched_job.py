@@ -6,9 +6,9 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Final
 
-from axon_ps.coordinator.core.events import Status
 from axon_ps.coordinator.messages import status_from_proto
 from axon_ps.types import Role
+from axon_ps.wire.events import Status
 from axon_ps.wire.v1 import common_pb2, membership_pb2, status_pb2, watch_pb2
 
 POINTS: Final = 240

@@ -12,7 +12,6 @@ from typing import Any
 
 from google.protobuf.message import Message
 
-from axon_ps.coordinator.core.events import CheckpointReply, JobState, Registered, SnapshotFile, Status
 from axon_ps.coordinator.messages import checkpoint_from_proto, files_to_proto, job_from_proto, status_from_proto
 from axon_ps.errors import AxonError, Broken, Closed, GenerationChanged, MemberLost, NotLeader, Unreachable
 from axon_ps.rpc.deadlines import Deadline, retry
@@ -20,6 +19,7 @@ from axon_ps.rpc.service import Stub
 from axon_ps.sharding.job import JobSpec
 from axon_ps.types import Membership, OptimizerSpec
 from axon_ps.wire import codec
+from axon_ps.wire.events import CheckpointReply, JobState, Registered, SnapshotFile, Status
 from axon_ps.wire.v1 import common_pb2, coordinator_pb2, placement_pb2, revocation_pb2, status_pb2, trace_pb2
 
 DEFAULT_TIMEOUT_S = 60.0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 
-from axon_ps.coordinator.core.events import Connectivity
+from axon_ps.wire.events import Connectivity
 
 
 class ConnectivityReport:

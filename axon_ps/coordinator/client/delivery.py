@@ -26,7 +26,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from axon_ps.coordinator.core.events import (
+from axon_ps.coordinator.core.records import retained
+from axon_ps.coordinator.core.registration import optimizer_after
+from axon_ps.coordinator.core.restart.knowledge import Knowledge, ModelKnowledge
+from axon_ps.coordinator.messages import step_message_to_proto
+from axon_ps.errors import InternalError, Misuse
+from axon_ps.sharding.job import JobSpec
+from axon_ps.types import Decision, Membership, OptimizerSpec, Outcome, Turn
+from axon_ps.wire.events import (
     Event,
     JobState,
     ModelPosition,
@@ -39,13 +46,6 @@ from axon_ps.coordinator.core.events import (
     Vote,
     Welcome,
 )
-from axon_ps.coordinator.core.records import retained
-from axon_ps.coordinator.core.registration import optimizer_after
-from axon_ps.coordinator.core.restart.knowledge import Knowledge, ModelKnowledge
-from axon_ps.coordinator.messages import step_message_to_proto
-from axon_ps.errors import InternalError, Misuse
-from axon_ps.sharding.job import JobSpec
-from axon_ps.types import Decision, Membership, OptimizerSpec, Outcome, Turn
 from axon_ps.wire.v1 import session_pb2
 
 

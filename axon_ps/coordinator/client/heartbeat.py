@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Final
 
-from axon_ps.coordinator.core.events import Connectivity
 from axon_ps.coordinator.messages import connectivity_to_proto, logged_to_proto
 from axon_ps.observe.log_buffer import LogBuffer
+from axon_ps.wire.events import Connectivity
 from axon_ps.wire.v1 import membership_pb2, session_pb2
 
 LATE_S: Final = 1.0

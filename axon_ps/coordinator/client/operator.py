@@ -118,7 +118,7 @@ class OperatorClient(Calls):
             return self._stub
 
     async def _leader(self) -> Place:
-        """Where a coordinator leads; else where one stands by, which refuses a call and says who leads.
+        """The address of a coordinator that leads; else of one that stands by: it refuses calls and names the leader.
 
         Raises:
             AxonError: none of them answers; why the first does not.

@@ -21,7 +21,6 @@ import uuid
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any, Final
 
-from axon_ps.coordinator import build
 from axon_ps.coordinator.client.addresses import Addresses, Place
 from axon_ps.coordinator.client.calls import Calls
 from axon_ps.coordinator.client.connectivity_report import ConnectivityReport
@@ -29,30 +28,6 @@ from axon_ps.coordinator.client.delivery import Delivery
 from axon_ps.coordinator.client.heartbeat import Punctuality, heartbeat
 from axon_ps.coordinator.client.operator import SERVICE, OperatorClient
 from axon_ps.coordinator.client.succession import successor
-from axon_ps.coordinator.core.events import (
-    CheckpointReply,
-    Copied,
-    Corrupted,
-    Event,
-    JobState,
-    JoinRequest,
-    KnowledgeRequest,
-    KnownNames,
-    Ready,
-    Registered,
-    RestoreOrder,
-    RevokedNames,
-    ServerEvent,
-    ServerMemory,
-    SessionLost,
-    SessionRestored,
-    SnapshotFile,
-    SnapshotOrder,
-    SnapshotReport,
-    Status,
-    Vote,
-    Welcome,
-)
 from axon_ps.coordinator.messages import (
     copied_to_proto,
     corrupted_to_proto,
@@ -90,6 +65,31 @@ from axon_ps.rpc.service import Stub
 from axon_ps.rpc.status import error_to_detail
 from axon_ps.rpc.stream import Stream
 from axon_ps.types import Decision, Membership, Role
+from axon_ps.wire import build
+from axon_ps.wire.events import (
+    CheckpointReply,
+    Copied,
+    Corrupted,
+    Event,
+    JobState,
+    JoinRequest,
+    KnowledgeRequest,
+    KnownNames,
+    Ready,
+    Registered,
+    RestoreOrder,
+    RevokedNames,
+    ServerEvent,
+    ServerMemory,
+    SessionLost,
+    SessionRestored,
+    SnapshotFile,
+    SnapshotOrder,
+    SnapshotReport,
+    Status,
+    Vote,
+    Welcome,
+)
 from axon_ps.wire.v1 import (
     checkpoint_pb2,
     common_pb2,
@@ -293,7 +293,7 @@ class CoordinatorClient(Calls):
             await asyncio.gather(self._channel.close(), *self._retiring)
 
     def context(self) -> common_pb2.CallContext:
-        """Who calls, in the generation we know of; for every call to a coordinator or a shard server."""
+        """The context of a call in the generation that we know of: of every call to a coordinator or a shard server."""
         membership = self.membership
         return common_pb2.CallContext(
             job=self.job,
@@ -346,7 +346,7 @@ class CoordinatorClient(Calls):
         message = session_pb2.SessionRequest(restore=report)
         self._call_soon(self._send_recorded, self._delivery.record_restore_failure, message)
 
-    def no_room(self, model: int, placement: int, error: AxonError) -> None:
+    def out_of_memory(self, model: int, placement: int, error: AxonError) -> None:
         """Shard server: report that there is no memory for what a placement gives us of a model. Sent again, too."""
         report = memory_pb2.NoRoom(model=model, placement=placement, error=error_to_detail(error))
         message = session_pb2.SessionRequest(no_room=report)

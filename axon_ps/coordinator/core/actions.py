@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from axon_ps.coordinator.core.events import ServerEvent
 from axon_ps.errors import AxonError
 from axon_ps.storage.state_store.base import Record
+from axon_ps.wire.events import ServerEvent
 
 
 @dataclass(frozen=True)

@@ -17,13 +17,13 @@ from collections import deque
 from dataclasses import dataclass, replace
 from typing import Final, TypeAlias
 
+from axon_ps.coordinator.config import CoordinatorConfig
 from axon_ps.coordinator.core.assembly import Assembly
-from axon_ps.coordinator.core.config import CoordinatorConfig
-from axon_ps.coordinator.core.events import JoinRequest
 from axon_ps.coordinator.core.models import Models
 from axon_ps.coordinator.core.roster import MAX_MEMBERS, RosterEntry
 from axon_ps.errors import Busy, InvalidRequest
 from axon_ps.types import Member, Role
+from axon_ps.wire.events import JoinRequest
 
 WINDOW_S: Final = 60.0
 """How long such a worker counts."""

@@ -24,10 +24,9 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Final
 
+from axon_ps.coordinator.config import CoordinatorConfig
 from axon_ps.coordinator.core import records
 from axon_ps.coordinator.core.actions import Outbox
-from axon_ps.coordinator.core.config import CoordinatorConfig
-from axon_ps.coordinator.core.events import RevokedNames, Welcome
 from axon_ps.coordinator.core.models import Model, Models
 from axon_ps.coordinator.core.placement.room import Room
 from axon_ps.coordinator.core.roster import Roster, RosterEntry
@@ -36,6 +35,7 @@ from axon_ps.coordinator.core.steps.stepping import Stepping
 from axon_ps.sharding.placement import Server
 from axon_ps.storage.state_store.base import Record
 from axon_ps.types import Member, Membership, ModelProgress, Role
+from axon_ps.wire.events import RevokedNames, Welcome
 
 MAX_FINISHED: Final = 1 << 10
 """How many of the workers that finished last a membership names."""

@@ -24,15 +24,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 
+from axon_ps.coordinator.config import CoordinatorConfig
 from axon_ps.coordinator.core import records
 from axon_ps.coordinator.core.actions import Outbox
 from axon_ps.coordinator.core.admission import Churn, admit
 from axon_ps.coordinator.core.assembly import FEW, Assembly, Forming
 from axon_ps.coordinator.core.barriers import Barriers
 from axon_ps.coordinator.core.checkpoints.snapshots import Snapshots
-from axon_ps.coordinator.core.config import CoordinatorConfig
 from axon_ps.coordinator.core.connectivity.reachability import Reachability
-from axon_ps.coordinator.core.events import Connectivity, Copied, Corrupted, JoinRequest
 from axon_ps.coordinator.core.models import Model, Models
 from axon_ps.coordinator.core.placement.handover import Handover, Joining
 from axon_ps.coordinator.core.placement.placements import Placements
@@ -43,6 +42,7 @@ from axon_ps.coordinator.core.steps.due import DueSteps
 from axon_ps.coordinator.core.steps.stragglers import Stragglers
 from axon_ps.errors import Broken, Busy, Drained, InvalidRequest, MemberLost, Misuse, Timeout
 from axon_ps.types import Member, Role
+from axon_ps.wire.events import Connectivity, Copied, Corrupted, JoinRequest
 
 
 class Members:

@@ -12,7 +12,6 @@ from dataclasses import replace
 
 from axon_ps.coordinator.core import records
 from axon_ps.coordinator.core.actions import Outbox
-from axon_ps.coordinator.core.events import JobState, ModelPosition, ModelStatus
 from axon_ps.coordinator.core.records import Durable, DurableModel, deletions, models_record
 from axon_ps.coordinator.core.registration import Registration, covering
 from axon_ps.coordinator.core.steps.attempts import Attempts
@@ -24,6 +23,7 @@ from axon_ps.sharding.plan import num_slices
 from axon_ps.storage.state_store.base import Record
 from axon_ps.types import Decision, Hyper, Member, ModelProgress, OptimizerSpec, Outcome
 from axon_ps.wire import codec
+from axon_ps.wire.events import JobState, ModelPosition, ModelStatus
 
 MAX_MODELS = 256
 """Most models that a job has at a time."""

@@ -25,20 +25,17 @@ from typing import TypeVar
 
 from google.protobuf.message import DecodeError, Message
 
-from axon_ps.coordinator.core.events import RestoreOrder
 from axon_ps.errors import ConfigurationError, InvalidRequest
 from axon_ps.sharding.job import JobSpec
 from axon_ps.sharding.placement import Placement
 from axon_ps.storage.state_store.base import Record
 from axon_ps.types import Decision, Membership, ModelProgress, OptimizerSpec
 from axon_ps.wire import codec
+from axon_ps.wire.events import RestoreOrder
 from axon_ps.wire.v1 import checkpoint_pb2, common_pb2, membership_pb2, revocation_pb2, session_pb2, state_pb2
 
 HISTORY = 16
 """How many decisions are retained for members that reconnect and may have missed some."""
-
-FIRST_NAME = "model 0"
-"""The name of the first model that is given none."""
 
 _KV = "kv/"
 _MODEL = "model/"

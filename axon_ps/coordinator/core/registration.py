@@ -30,7 +30,6 @@ from dataclasses import replace
 from functools import cached_property
 from itertools import compress
 
-from axon_ps.coordinator.core.events import FIRST_VALUES, Copied, Corrupted, JobState, KnownNames, RestoreOrder
 from axon_ps.coordinator.core.records import ParameterState
 from axon_ps.coordinator.core.steps.decision import format_ranks
 from axon_ps.errors import Busy, InvalidRequest, LayoutMismatch, Misuse
@@ -38,6 +37,7 @@ from axon_ps.optim.registry import create
 from axon_ps.sharding.job import JobSpec
 from axon_ps.sharding.placement import Placement, Server, place
 from axon_ps.types import Decision, Hyper, Member, OptimizerSpec
+from axon_ps.wire.events import FIRST_VALUES, Copied, Corrupted, JobState, KnownNames, RestoreOrder
 
 RESTORE_HINT = "restore a checkpoint (axon-ps checkpoint restore URI)"
 
@@ -221,7 +221,7 @@ class Registration:
                 p.holders.pop(rank, None)
 
     def still_held_by(self, incarnation: str, version: int) -> tuple[int, ...]:
-        """What a lost server held, while the job is at the `version` of then. See Note: [A connection that broke]."""
+        """The slices of a lost server, while the job is at that `version`. See Note: [A connection that broke]."""
         p = self.parameters
         now = p.initialized and p.lost_version == version
         return p.lost.get(incarnation, ()) if now else ()

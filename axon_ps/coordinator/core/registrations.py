@@ -17,7 +17,6 @@ from axon_ps.coordinator.core import records
 from axon_ps.coordinator.core.actions import Outbox
 from axon_ps.coordinator.core.assembly import Assembly
 from axon_ps.coordinator.core.checkpoints.restores import Restores, Resume
-from axon_ps.coordinator.core.events import JobState, Registered
 from axon_ps.coordinator.core.members import Members
 from axon_ps.coordinator.core.models import MAX_MODELS, Model, Models
 from axon_ps.coordinator.core.registration import check_known
@@ -28,6 +27,7 @@ from axon_ps.sharding.job import JobSpec
 from axon_ps.sharding.placement import Placement
 from axon_ps.storage.state_store.base import Record
 from axon_ps.types import OptimizerSpec, Role
+from axon_ps.wire.events import JobState, Registered
 
 MAX_WAITERS = 1 << 14
 """Most calls that may wait for other workers' registrations."""

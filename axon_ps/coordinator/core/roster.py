@@ -14,10 +14,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from axon_ps.coordinator.core.events import JoinRequest, KnownNames, ServerMemory
 from axon_ps.coordinator.core.waiting import Deadlines
 from axon_ps.errors import Busy, InvalidRequest
 from axon_ps.types import Member, Role, numbered
+from axon_ps.wire.events import JoinRequest, KnownNames, ServerMemory
 
 MAX_MEMBERS = 1 << 14
 """Most members of one role; beyond it a joiner is refused."""

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from axon_ps.coordinator import attachments
 from axon_ps.coordinator.attachments import Attachment
-from axon_ps.coordinator.build import check as check_build
+from axon_ps.coordinator.config import CoordinatorConfig
 from axon_ps.coordinator.core import records
 from axon_ps.coordinator.core.access.callers import Caller, Callers, check_role
 from axon_ps.coordinator.core.access.revocations import RevocationList
@@ -25,24 +25,8 @@ from axon_ps.coordinator.core.assembly import Assembly
 from axon_ps.coordinator.core.barriers import Barriers
 from axon_ps.coordinator.core.checkpoints.restores import Restores, Resume
 from axon_ps.coordinator.core.checkpoints.snapshots import SavedModel, Snapshots
-from axon_ps.coordinator.core.config import CoordinatorConfig
 from axon_ps.coordinator.core.connectivity.isolation import Isolation
-from axon_ps.coordinator.core.events import (
-    FIRST_VALUES,
-    UPLOADED,
-    Connectivity,
-    Copied,
-    Corrupted,
-    JobState,
-    JoinRequest,
-    Position,
-    Ready,
-    SnapshotReport,
-    Status,
-    Vote,
-)
 from axon_ps.coordinator.core.history.history import History
-from axon_ps.coordinator.core.history.report import REPORT_KEY, parse
 from axon_ps.coordinator.core.kv import KeyValues
 from axon_ps.coordinator.core.members import Members
 from axon_ps.coordinator.core.models import Models
@@ -62,6 +46,23 @@ from axon_ps.errors import (
 from axon_ps.sharding.job import JobSpec
 from axon_ps.types import Member, Membership, OptimizerSpec, Role
 from axon_ps.wire import codec
+from axon_ps.wire.build import check as check_build
+from axon_ps.wire.events import (
+    FIRST_NAME,
+    FIRST_VALUES,
+    UPLOADED,
+    Connectivity,
+    Copied,
+    Corrupted,
+    JobState,
+    JoinRequest,
+    Position,
+    Ready,
+    SnapshotReport,
+    Status,
+    Vote,
+)
+from axon_ps.wire.report import REPORT_KEY, parse
 from axon_ps.wire.v1 import logs_pb2
 
 
@@ -279,7 +280,7 @@ class CoordinatorState:
         resume: Resume | None = None,
         *,
         now: float,
-        name: str = records.FIRST_NAME,
+        name: str = FIRST_NAME,
         later: bool = False,
     ) -> list[Action]:
         """A worker gives a model its layout or optimizer, or checks its own against the job's.

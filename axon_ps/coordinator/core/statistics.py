@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from axon_ps.coordinator.core.events import JobPhase, Status
 from axon_ps.coordinator.core.roster import Roster
+from axon_ps.wire.events import JobPhase, Status
 
 _COUNTERS = ("steps_committed", "steps_skipped", "steps_aborted", "joins", "leaves", "losses")
 

@@ -158,7 +158,7 @@ class Audited(Protocol):
 
     @property
     def audit(self) -> AuditLog:
-        """Where to."""
+        """The log that has its calls."""
 
     def job_and_name(self, incarnation: str) -> tuple[str, str]:
         """The job, and what a caller is called in it."""

@@ -1,7 +1,7 @@
 """Checkpoints that need nobody: written when they are due, verified, removed when they are old, restored after a loss.
 
 Owns: doing so, one thing after the other, and saying so in the log. Refuses: to decide when one is due
-(`core.checkpoints.schedule`), which ones remain (`retention`) and what a restore does to the job
+(`coordinator.checkpoint_schedule`), which ones remain (`retention`) and what a restore does to the job
 (`core.checkpoints.restores`).
 
 Invariants:
@@ -19,15 +19,15 @@ from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, TypeVar
 
+from axon_ps.coordinator.checkpoint_schedule import CheckpointPolicy, CheckpointSchedule
 from axon_ps.coordinator.core.access.callers import Caller
 from axon_ps.coordinator.core.actions import Action
-from axon_ps.coordinator.core.checkpoints.schedule import CheckpointPolicy, CheckpointSchedule
-from axon_ps.coordinator.core.events import CheckpointReply
 from axon_ps.coordinator.core.kv import KVResult
 from axon_ps.coordinator.server import manifests, retention
 from axon_ps.coordinator.server.shell import Shell
 from axon_ps.errors import AxonError, Busy, CheckpointError, CheckpointNotFound, InvalidRequest
 from axon_ps.host import priority
+from axon_ps.wire.events import CheckpointReply
 
 if TYPE_CHECKING:
     from axon_ps.storage.manifest import Manifest
@@ -195,7 +195,7 @@ class AutomaticCheckpoints:
         await self._shell.call(put)
 
     async def _recall(self, key: str) -> str:
-        """What was stored; empty if nothing was."""
+        """The stored value; empty if there is none."""
 
         def get(call: int) -> list[Action]:
             self._shell.state.kv(self._caller).get(call, key)

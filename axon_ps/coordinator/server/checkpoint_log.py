@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator
 
-from axon_ps.coordinator.core.events import CheckpointReply, CheckpointStatus
+from axon_ps.wire.events import CheckpointReply, CheckpointStatus
 
 
 class CheckpointLog:

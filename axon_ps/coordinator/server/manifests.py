@@ -16,10 +16,8 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Final
 
 from axon_ps.coordinator.attachments import Attachment
-from axon_ps.coordinator.core import committed
 from axon_ps.coordinator.core.checkpoints.restores import Resume
 from axon_ps.coordinator.core.checkpoints.snapshots import Snapshot
-from axon_ps.coordinator.core.events import CheckpointReply, SnapshotFile
 from axon_ps.coordinator.core.kv import MAX_TOTAL_BYTES
 from axon_ps.errors import CheckpointError, InvalidRequest, again
 from axon_ps.optim.registry import initial_states
@@ -27,6 +25,8 @@ from axon_ps.sharding.job import JobSpec
 from axon_ps.sharding.plan import Slice, moves_into
 from axon_ps.texts import value_of_json
 from axon_ps.types import BUFFERS
+from axon_ps.wire import committed
+from axon_ps.wire.events import CheckpointReply, SnapshotFile
 
 if TYPE_CHECKING:
     from axon_ps.storage.manifest import Manifest

@@ -6,11 +6,11 @@ import asyncio
 
 from axon_ps.coordinator.core.access.callers import Caller
 from axon_ps.coordinator.core.actions import Action
-from axon_ps.coordinator.core.events import Registered
 from axon_ps.coordinator.server import manifests
 from axon_ps.coordinator.server.shell import Shell
 from axon_ps.sharding.job import JobSpec
 from axon_ps.types import OptimizerSpec
+from axon_ps.wire.events import Registered
 
 
 class Registering:

@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
-from axon_ps.coordinator.core.checkpoints.schedule import CheckpointPolicy
+from axon_ps.coordinator.checkpoint_schedule import CheckpointPolicy
 from axon_ps.errors import AxonError, CheckpointError
 from axon_ps.host.priority import BACKGROUND
 from axon_ps.observe.moments import Moment, reached

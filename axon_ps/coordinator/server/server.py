@@ -13,8 +13,8 @@ from functools import partial
 from typing import Any, Final
 
 from axon_ps.coordinator.client.operator import SERVICE
+from axon_ps.coordinator.config import CoordinatorConfig
 from axon_ps.coordinator.core import records
-from axon_ps.coordinator.core.config import CoordinatorConfig
 from axon_ps.coordinator.core.state import CoordinatorState
 from axon_ps.coordinator.server import automatic, retention
 from axon_ps.coordinator.server.audit import NO_AUDIT, AuditLog

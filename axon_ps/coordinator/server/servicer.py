@@ -16,17 +16,8 @@ from typing import Any, Final
 
 from axon_ps.coordinator.core.access.callers import Caller
 from axon_ps.coordinator.core.actions import Action
-from axon_ps.coordinator.core.events import (
-    UPLOADED,
-    CheckpointReply,
-    JoinRequest,
-    KnowledgeRequest,
-    RevokeReply,
-    SnapshotFile,
-)
 from axon_ps.coordinator.core.kv import KVResult
 from axon_ps.coordinator.core.models import MAX_MODELS, MAX_SLICES
-from axon_ps.coordinator.core.records import FIRST_NAME
 from axon_ps.coordinator.core.roster import name_of
 from axon_ps.coordinator.core.state import CoordinatorState
 from axon_ps.coordinator.messages import (
@@ -68,6 +59,15 @@ from axon_ps.storage.roots import check_allowed
 from axon_ps.texts import printable
 from axon_ps.types import OptimizerSpec, Role
 from axon_ps.wire import codec
+from axon_ps.wire.events import (
+    FIRST_NAME,
+    UPLOADED,
+    CheckpointReply,
+    JoinRequest,
+    KnowledgeRequest,
+    RevokeReply,
+    SnapshotFile,
+)
 from axon_ps.wire.v1 import (
     checkpoint_pb2,
     common_pb2,

@@ -26,7 +26,6 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
 from axon_ps.coordinator.core.actions import Action, CloseSession, Happened, Persist, Reply, SendEvent
-from axon_ps.coordinator.core.events import UPLOADED, RestoreOrder, ServerEvent, SnapshotOrder, Status
 from axon_ps.coordinator.core.history.logs import COORDINATOR
 from axon_ps.coordinator.core.restart.knowledge import Knowledge, check_known, learned
 from axon_ps.coordinator.core.state import CoordinatorState
@@ -40,6 +39,7 @@ from axon_ps.observe.moments import Moment, reached
 from axon_ps.observe.tracing.tracer import Tracer
 from axon_ps.storage.state_store.base import Record, StateStore
 from axon_ps.types import Decision, Membership, Outcome
+from axon_ps.wire.events import UPLOADED, RestoreOrder, ServerEvent, SnapshotOrder, Status
 
 QUEUE_EVENTS: Final = 1024
 LOG_STRAGGLERS_AFTER_S: Final = 10.0

@@ -65,7 +65,7 @@ class SpanContext:
 
     @classmethod
     def parse(cls, traceparent: str) -> Self | None:
-        """What `traceparent` wrote; None where there is nothing, or nothing valid: a trace is no reason to fail."""
+        """The context that `traceparent` wrote; None where there is no valid one: a trace is no reason to fail."""
         fields = traceparent.split("-") if len(traceparent) == _TRACEPARENT_LENGTH else ()
         if tuple(map(len, fields)) != (2, 32, 16, 2):
             return None

@@ -1,4 +1,4 @@
-"""What torch.distributed calls: the creator of process groups of the backend "axon", and the rendezvous `axon://`.
+"""Entries for torch.distributed: the creator of process groups of the backend "axon", and the rendezvous `axon://`.
 
 Both are registered by `axon_ps_torch`, which `import torch` loads. The only module of this package that reads the
 environment.

@@ -48,7 +48,7 @@ class RandomState:
     """The random generators of this process: torch's, of the CPU and of the current GPU, Python's and numpy's."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Where they are."""
+        """The states of all of them."""
         state = {"torch": torch.get_rng_state(), "python": random.getstate(), "numpy": np.random.get_state()}
         if torch.cuda.is_available():
             state["cuda"] = torch.cuda.get_rng_state()

@@ -201,7 +201,7 @@ class Received:
         step: int,
         hyper: tuple[Hyper, ...],
     ) -> Array | None:
-        """What a chunk becomes if a step commits as expected, f32[c]; None, and it is not known, if that does not fit.
+        """The values of a chunk if a step commits as expected, f32[c]; None if that does not fit: it is not known then.
 
         See Note: [Differences of an undecided step].
 

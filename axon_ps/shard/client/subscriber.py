@@ -16,7 +16,6 @@ from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 
-from axon_ps.coordinator.core.events import JobState
 from axon_ps.errors import (
     AxonError,
     Broken,
@@ -38,6 +37,7 @@ from axon_ps.rpc.stream import EOF, Stream
 from axon_ps.shard.client.assembly import Assembly, Values
 from axon_ps.types import DType, Membership
 from axon_ps.wire.codec import dtype_to_proto
+from axon_ps.wire.events import JobState
 from axon_ps.wire.frames import decode_chunk
 from axon_ps.wire.v1 import common_pb2, shard_pb2
 

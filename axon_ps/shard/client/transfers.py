@@ -127,7 +127,7 @@ class Transfer:
         return await self.same_host.access(s.server, stub, self.context)
 
     def split(self, s: Slice, most: int) -> Iterator[Transfer]:
-        """What lies in a slice, as up to `most` transfers of full chunks and of `MIN_SPLIT_BYTES` at least."""
+        """The transfers of the part in a slice: up to `most`, of full chunks and of `MIN_SPLIT_BYTES` at least."""
         begin, end = max(s.begin, self.begin), min(s.end, self.end)
         chunks = -(-(end - s.begin) // self.chunk_numel) - (begin - s.begin) // self.chunk_numel
         count = min(most, chunks, (end - begin) * self.dtype.itemsize // MIN_SPLIT_BYTES)

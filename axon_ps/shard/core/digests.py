@@ -138,7 +138,7 @@ class SliceDigests:
         self._of[name].record_constant(value, range(len(self._chunks.blocks)))
 
     def check(self, arrays: Mapping[str, Array], blocks: Iterable[int] | None = None) -> list[Corruption]:
-        """What of arrays, f32[slice_numel] each by name, holds something else than was written; None = all blocks."""
+        """The blocks of arrays, f32[slice_numel] each, that hold something else than was written; None = all."""
         blocks = range(len(self._chunks.blocks)) if blocks is None else blocks
         known = [(self._of[name], array) for name, array in arrays.items() if name in self._of]
         return [c for of, array in known for c in of.check(array.view(np.uint32), blocks)]

@@ -42,7 +42,7 @@ class QueueLimit:
 
 
 class QueuedChunks:
-    """What waits for its turn at one accumulator: by chunk and turn, a gradient (or None) and its digest."""
+    """The chunks that wait at one accumulator: by chunk and order, a gradient (or None) and its digest."""
 
     def __init__(self) -> None:
         self._chunks: dict[tuple[int, int], tuple[Array | None, int]] = {}

@@ -16,7 +16,7 @@ from axon_ps.rpc.security import Security
 from axon_ps.testing.chaos.figures import Commit, Sign
 
 if TYPE_CHECKING:
-    from axon_ps.coordinator.core.events import Status
+    from axon_ps.wire.events import Status
     from axon_ps.wire.v1 import watch_pb2
 
 T = TypeVar("T")

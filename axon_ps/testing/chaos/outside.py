@@ -11,7 +11,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Final
 
-from axon_ps.coordinator.core.events import Status
 from axon_ps.errors import AxonError, ConfigurationError, Unreachable
 from axon_ps.rpc.security import Security
 from axon_ps.testing.chaos.campaign import Job, Kind
@@ -21,6 +20,7 @@ from axon_ps.testing.chaos.memory import resident_bytes
 from axon_ps.testing.chaos.observer import Observer
 from axon_ps.testing.chaos.plan import Fault
 from axon_ps.testing.faults.proxy import owner_of
+from axon_ps.wire.events import Status
 
 _POLL_S: Final = 0.05
 _RESTORE_S: Final = 60.0

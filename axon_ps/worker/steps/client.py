@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from axon_ps.collectives.work import Awaited
 from axon_ps.coordinator.client.session import CoordinatorClient, Event, JobState, Registered
-from axon_ps.coordinator.core.events import StepDue, Vote
 from axon_ps.errors import AxonError, GenerationChanged, InvalidRequest, Misuse, StepAborted, Timeout
 from axon_ps.observe.moments import Moment, reached
 from axon_ps.rpc.background_loop import BackgroundLoop
@@ -23,6 +22,7 @@ from axon_ps.rpc.deadlines import Deadline
 from axon_ps.shard.client.client import ShardGroup
 from axon_ps.sharding.job import JobSpec
 from axon_ps.types import CopyFrom, Decision, Hyper, Membership, OptimizerChange, OptimizerSpec, Outcome
+from axon_ps.wire.events import StepDue, Vote
 from axon_ps.worker.job_view import JobView
 from axon_ps.worker.steps.calls import ModelCalls
 from axon_ps.worker.steps.gradients import Gradients

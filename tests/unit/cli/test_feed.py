@@ -13,12 +13,12 @@ from axon_ps.cli.terminal import feed
 from axon_ps.cli.terminal.members import measures_of, of_the_job, works_of
 from axon_ps.cli.terminal.status_view import rendered
 from axon_ps.cli.terminal.watched_job import WatchedJob
-from axon_ps.coordinator.core.events import Status
-from axon_ps.coordinator.core.history.report import Report
 from axon_ps.coordinator.messages import status_to_proto
 from axon_ps.errors import AxonError, PermissionDenied, Timeout, Unreachable
 from axon_ps.observe.work import Work
 from axon_ps.types import Member, Membership, Role
+from axon_ps.wire.events import Status
+from axon_ps.wire.report import Report
 from axon_ps.wire.v1 import watch_pb2
 
 WORKER = Member(role=Role.WORKER, rank=0, node="n", address="", incarnation="0" * 32, replica=0)

@@ -9,10 +9,10 @@ import pytest
 
 from axon_ps.cli import operate
 from axon_ps.cli.settings import Settings
-from axon_ps.coordinator.core.events import Status
 from axon_ps.errors import InvalidRequest
 from axon_ps.observe.work import Work
 from axon_ps.types import Member, Membership, Role
+from axon_ps.wire.events import Status
 
 SERVERS = tuple(
     Member(role=Role.SHARD, rank=rank, address=f"127.0.0.1:{rank + 1}", node="a", incarnation=f"i{rank}")

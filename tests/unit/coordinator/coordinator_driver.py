@@ -9,11 +9,20 @@ import uuid
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
+from axon_ps.coordinator.config import CoordinatorConfig
 from axon_ps.coordinator.core import records
 from axon_ps.coordinator.core.access.callers import Caller
 from axon_ps.coordinator.core.actions import Action, CloseSession, Happened, Persist, Reply, SendEvent
-from axon_ps.coordinator.core.config import CoordinatorConfig
-from axon_ps.coordinator.core.events import (
+from axon_ps.coordinator.core.state import CoordinatorState
+from axon_ps.errors import AxonError
+from axon_ps.sharding.job import JobSpec
+from axon_ps.sharding.layout import Layout, build_unit
+from axon_ps.sharding.placement import Placement
+from axon_ps.storage.state_store import MemoryStateStore
+from axon_ps.testing.clock import ManualClock
+from axon_ps.types import Decision, DType, Membership, OptimizerSpec, Role
+from axon_ps.wire.events import (
+    FIRST_NAME,
     Connectivity,
     Copied,
     JobState,
@@ -24,14 +33,6 @@ from axon_ps.coordinator.core.events import (
     Vote,
     Welcome,
 )
-from axon_ps.coordinator.core.state import CoordinatorState
-from axon_ps.errors import AxonError
-from axon_ps.sharding.job import JobSpec
-from axon_ps.sharding.layout import Layout, build_unit
-from axon_ps.sharding.placement import Placement
-from axon_ps.storage.state_store import MemoryStateStore
-from axon_ps.testing.clock import ManualClock
-from axon_ps.types import Decision, DType, Membership, OptimizerSpec, Role
 from axon_ps.wire.v1 import membership_pb2, state_pb2, watch_pb2
 
 T = TypeVar("T")
@@ -224,7 +225,7 @@ class Driver:
         spec: Any = SPEC,
         optimizer: Any = OPTIMIZER,
         resume: Any = None,
-        name: str = records.FIRST_NAME,
+        name: str = FIRST_NAME,
     ) -> Any:
         """The answer to a registration; None where another worker's comes first.
 
@@ -238,7 +239,7 @@ class Driver:
             raise answer
         return answer
 
-    def await_registration(self, peer: Peer, timeout_s: float = 1000.0, name: str = records.FIRST_NAME) -> int:
+    def await_registration(self, peer: Peer, timeout_s: float = 1000.0, name: str = FIRST_NAME) -> int:
         """A call that waits until a worker is to register again; `replies` get its answer."""
         call = self._number + 1
         self.call(lambda _: self.state.await_registration(call, peer.caller, name, self.clock(), timeout_s))

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from axon_ps.coordinator.core.events import Vote
 from axon_ps.errors import LayoutMismatch
 from axon_ps.sharding.job import JobSpec
 from axon_ps.sharding.policy import Asynchronous, BoundedStaleness, LocalSteps, Policy, Synchronous
 from axon_ps.types import Decision, Membership, Outcome
+from axon_ps.wire.events import Vote
 from coordinator_driver import LAYOUT, Driver, Peer
 
 

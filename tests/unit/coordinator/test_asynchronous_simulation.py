@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 
 from axon_ps.coordinator.client.delivery import Delivery
 from axon_ps.coordinator.core.actions import Action, SendEvent
-from axon_ps.coordinator.core.events import JobState, Ready, Vote
 from axon_ps.coordinator.core.records import decision_record
 from axon_ps.coordinator.messages import ready_from_proto, vote_from_proto
 from axon_ps.errors import StepAborted
@@ -29,6 +28,7 @@ from axon_ps.sharding.layout import Layout, build_unit
 from axon_ps.sharding.plan import PlanOptions
 from axon_ps.sharding.policy import Asynchronous, BoundedStaleness, Policy
 from axon_ps.types import Array, Decision, DType, Membership, OptimizerSpec, Outcome, Role
+from axon_ps.wire.events import JobState, Ready, Vote
 from axon_ps.worker.steps.stepping import AsynchronousSteps, Origin
 from coordinator_driver import Driver, Peer
 

@@ -13,9 +13,9 @@ from axon_ps.coordinator.attachments import Attachment, Header, block_keys, head
 from axon_ps.coordinator.core import kv
 from axon_ps.coordinator.core.actions import Outbox
 from axon_ps.coordinator.core.checkpoints.restores import Resume
-from axon_ps.coordinator.core.events import FIRST_VALUES, UPLOADED
 from axon_ps.coordinator.core.kv import MAX_VALUE_BYTES, KeyValues
 from axon_ps.errors import Busy, InvalidRequest
+from axon_ps.wire.events import FIRST_VALUES, UPLOADED
 from coordinator_driver import Driver
 
 OWN = "buffers/model 0"

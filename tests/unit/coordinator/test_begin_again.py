@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from axon_ps.coordinator.core.events import FIRST_VALUES, RestoreOrder
+from axon_ps.wire.events import FIRST_VALUES, RestoreOrder
 from coordinator_driver import Driver, Peer
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from axon_ps.cli.terminal.status_view import checkpoint_lines
-from axon_ps.coordinator.core.events import CheckpointReply, CheckpointStatus
 from axon_ps.coordinator.server.checkpoint_log import CheckpointLog
 from axon_ps.testing.clock import ManualClock
+from axon_ps.wire.events import CheckpointReply, CheckpointStatus
 
 
 def test_the_newest_the_newest_failure_and_what_goes_on() -> None:

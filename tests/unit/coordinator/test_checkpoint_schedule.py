@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from axon_ps.coordinator.core.checkpoints.schedule import (
+from axon_ps.coordinator.checkpoint_schedule import (
     FIRST_RETRY_S,
     LONGEST_RETRY_S,
     CheckpointPolicy,

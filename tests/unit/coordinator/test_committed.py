@@ -10,12 +10,12 @@ import pytest
 from axon_ps.coordinator.core.access.callers import Caller
 from axon_ps.coordinator.core.actions import Persist
 from axon_ps.coordinator.core.checkpoints.restores import Resume
-from axon_ps.coordinator.core.committed import MAX_BYTES, checked
-from axon_ps.coordinator.core.events import UPLOADED, JobState, Vote
 from axon_ps.coordinator.core.records import load
 from axon_ps.coordinator.messages import vote_from_proto, vote_to_proto
 from axon_ps.errors import InvalidRequest
 from axon_ps.types import Decision, Outcome
+from axon_ps.wire.committed import MAX_BYTES, checked
+from axon_ps.wire.events import UPLOADED, JobState, Vote
 from coordinator_driver import Driver, Peer
 
 OPERATOR = Caller(job="job")

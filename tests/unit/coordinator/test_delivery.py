@@ -7,16 +7,6 @@ import dataclasses
 import pytest
 
 from axon_ps.coordinator.client.delivery import Delivery
-from axon_ps.coordinator.core.events import (
-    Copied,
-    Corrupted,
-    JobState,
-    Ready,
-    RestoreOrder,
-    SnapshotOrder,
-    Vote,
-    Welcome,
-)
 from axon_ps.coordinator.messages import (
     copied_to_proto,
     corrupted_to_proto,
@@ -26,6 +16,16 @@ from axon_ps.coordinator.messages import (
 )
 from axon_ps.errors import InternalError
 from axon_ps.types import Decision, Membership, ModelProgress, Outcome
+from axon_ps.wire.events import (
+    Copied,
+    Corrupted,
+    JobState,
+    Ready,
+    RestoreOrder,
+    SnapshotOrder,
+    Vote,
+    Welcome,
+)
 from axon_ps.wire.v1.session_pb2 import SessionRequest
 
 WELCOME = Welcome(rank=0, lease_s=5.0, world_size=1, num_shards=1, state_id="a")

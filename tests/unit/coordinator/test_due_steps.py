@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 
-from axon_ps.coordinator.core.events import StepDue
 from axon_ps.sharding.job import JobSpec
 from axon_ps.sharding.policy import LocalSteps, Policy, Synchronous
 from axon_ps.types import Decision, Outcome
+from axon_ps.wire.events import StepDue
 from coordinator_driver import LAYOUT, Driver, Peer
 
 

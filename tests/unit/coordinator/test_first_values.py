@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from axon_ps.coordinator.core.checkpoints.restores import Resume
-from axon_ps.coordinator.core.events import FIRST_VALUES, RestoreOrder
 from axon_ps.errors import Busy, GenerationChanged, InvalidRequest, LayoutMismatch, Timeout
 from axon_ps.sharding.job import JobSpec
 from axon_ps.sharding.layout import Layout
+from axon_ps.wire.events import FIRST_VALUES, RestoreOrder
 from coordinator_driver import SPEC, Driver, Peer
 
 OTHER = dataclasses.replace(SPEC, model="Other")

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from axon_ps.coordinator.core.assembly import ANNOUNCE_S, FEW, TOGETHER_A_MEMBER_S, TOGETHER_S, Forming
-from axon_ps.coordinator.core.events import Welcome
 from axon_ps.types import Membership, Role
+from axon_ps.wire.events import Welcome
 from coordinator_driver import Driver, Peer
 
 WORKERS = 3 * FEW

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 
-from axon_ps.coordinator.core.events import JobState
 from axon_ps.coordinator.core.history.curves import MAX_CURVES, MAX_POINTS, Curves
 from axon_ps.coordinator.core.history.history import MAX_EVENTS, MAX_STEPS, History
 from axon_ps.coordinator.core.history.loads import Loads
-from axon_ps.coordinator.core.history.report import REPORT_KEY
 from axon_ps.coordinator.core.history.timing import Timing
 from axon_ps.sharding.placement import Holders, Placement
 from axon_ps.types import Decision, Outcome, Role
+from axon_ps.wire.events import JobState
+from axon_ps.wire.report import REPORT_KEY
 from axon_ps.wire.v1 import common_pb2
 from coordinator_driver import Peer, Recording
 

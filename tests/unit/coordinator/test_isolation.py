@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from axon_ps.coordinator.core.config import CoordinatorConfig
-from axon_ps.coordinator.core.events import JoinRequest
+from axon_ps.coordinator.config import CoordinatorConfig
 from axon_ps.coordinator.core.state import CoordinatorState
 from axon_ps.types import Role
+from axon_ps.wire.events import JoinRequest
 
 LEASE_S = 4.0
 

@@ -7,10 +7,10 @@ import dataclasses
 import pytest
 
 from axon_ps.compress import Int8
-from axon_ps.coordinator.core.events import KnownNames
 from axon_ps.errors import InvalidRequest
 from axon_ps.sharding.precision import WirePrecision
 from axon_ps.types import Role
+from axon_ps.wire.events import KnownNames
 from coordinator_driver import OPTIMIZER, SPEC, Driver, Peer
 
 COMPRESSED = dataclasses.replace(SPEC, precision=WirePrecision(grad_compression=Int8()))

@@ -6,10 +6,7 @@ import re
 
 import pytest
 
-from axon_ps.coordinator import build
-from axon_ps.coordinator.build import Build
-from axon_ps.coordinator.core.config import CoordinatorConfig
-from axon_ps.coordinator.core.events import JobState, JoinRequest, Welcome
+from axon_ps.coordinator.config import CoordinatorConfig
 from axon_ps.errors import (
     Broken,
     Busy,
@@ -22,6 +19,9 @@ from axon_ps.errors import (
 from axon_ps.sharding.job import JobSpec
 from axon_ps.storage.state_store import MemoryStateStore
 from axon_ps.types import Decision, Membership, Outcome, Role
+from axon_ps.wire import build
+from axon_ps.wire.build import Build
+from axon_ps.wire.events import JobState, JoinRequest, Welcome
 from coordinator_driver import SPEC, Driver
 
 

@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 
 from axon_ps.coordinator import messages as m
-from axon_ps.coordinator.core.events import (
+from axon_ps.errors import InvalidRequest, StorageFull
+from axon_ps.types import CopyFrom, Decision, Member, Membership, ModelProgress, Outcome, Role
+from axon_ps.wire.events import (
     CheckpointStatus,
     Connectivity,
     Copied,
@@ -27,8 +29,6 @@ from axon_ps.coordinator.core.events import (
     Vote,
     Welcome,
 )
-from axon_ps.errors import InvalidRequest, StorageFull
-from axon_ps.types import CopyFrom, Decision, Member, Membership, ModelProgress, Outcome, Role
 from axon_ps.wire.v1 import checkpoint_pb2, common_pb2, membership_pb2, placement_pb2, session_pb2, status_pb2
 from coordinator_driver import OPTIMIZER, SPEC
 

@@ -10,12 +10,12 @@ import pytest
 from axon_ps.coordinator.core.access.callers import Caller
 from axon_ps.coordinator.core.checkpoints.restores import Resume
 from axon_ps.coordinator.core.checkpoints.snapshots import Snapshot
-from axon_ps.coordinator.core.events import JobState, RestoreOrder, SnapshotFile, SnapshotOrder, SnapshotReport, Welcome
 from axon_ps.coordinator.core.models import MAX_MODELS
 from axon_ps.errors import Busy, CheckpointError, InvalidRequest, LayoutMismatch
 from axon_ps.sharding.job import JobSpec
 from axon_ps.sharding.layout import Layout, build_unit
 from axon_ps.types import CopyFrom, Decision, DType, Membership, ModelProgress, OptimizerSpec, Outcome
+from axon_ps.wire.events import JobState, RestoreOrder, SnapshotFile, SnapshotOrder, SnapshotReport, Welcome
 from coordinator_driver import OPTIMIZER, SPEC, Driver, Peer
 
 OTHER = JobSpec(layout=Layout(units=(build_unit("net", [("net.weight", (64, 300), DType.F32)]),)))

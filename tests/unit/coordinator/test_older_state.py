@@ -9,12 +9,12 @@ import pytest
 from axon_ps.coordinator import messages
 from axon_ps.coordinator.client.delivery import Delivery
 from axon_ps.coordinator.core import records
-from axon_ps.coordinator.core.events import JobState, JoinRequest, RevokedNames, Welcome
 from axon_ps.coordinator.core.restart.knowledge import MAX_GENERATIONS, Knowledge, check_known, learned
 from axon_ps.errors import InvalidRequest
 from axon_ps.sharding.placement import Holders
 from axon_ps.storage.state_store import MemoryStateStore, Record
 from axon_ps.types import Decision, Membership, Outcome, Role
+from axon_ps.wire.events import JobState, JoinRequest, RevokedNames, Welcome
 from coordinator_driver import Driver, Peer
 from test_models import OTHER, OTHER_OPTIMIZER, step, versions
 

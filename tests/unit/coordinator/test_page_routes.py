@@ -12,7 +12,7 @@ import aiohttp
 import pytest
 import trustme
 
-from axon_ps.coordinator.core.config import CoordinatorConfig
+from axon_ps.coordinator.config import CoordinatorConfig
 from axon_ps.coordinator.core.history.logs import COORDINATOR
 from axon_ps.coordinator.core.state import CoordinatorState
 from axon_ps.coordinator.server import feed as feed_module

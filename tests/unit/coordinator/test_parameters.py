@@ -10,15 +10,6 @@ import pytest
 from axon_ps.coordinator.core.access.callers import Caller
 from axon_ps.coordinator.core.checkpoints.restores import Resume
 from axon_ps.coordinator.core.checkpoints.snapshots import SavedModel, Snapshot
-from axon_ps.coordinator.core.events import (
-    CheckpointReply,
-    JobState,
-    RestoreOrder,
-    SnapshotFile,
-    SnapshotOrder,
-    SnapshotReport,
-    Welcome,
-)
 from axon_ps.errors import (
     Busy,
     CheckpointCorrupt,
@@ -36,6 +27,15 @@ from axon_ps.sharding.layout import Layout, build_unit
 from axon_ps.sharding.placement import Server, place
 from axon_ps.sharding.precision import WirePrecision
 from axon_ps.types import Decision, DType, Membership, OptimizerSpec, Outcome
+from axon_ps.wire.events import (
+    CheckpointReply,
+    JobState,
+    RestoreOrder,
+    SnapshotFile,
+    SnapshotOrder,
+    SnapshotReport,
+    Welcome,
+)
 from coordinator_driver import LAYOUT, OPTIMIZER, SPEC, Driver, Peer
 
 OPERATOR = Caller(job="job")

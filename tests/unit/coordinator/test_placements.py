@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 
 from axon_ps.coordinator.core.access.callers import Caller
-from axon_ps.coordinator.core.events import Corrupted, JobState, Welcome
 from axon_ps.coordinator.core.placement.placements import REST
 from axon_ps.errors import Broken, Drained, InvalidRequest, Misuse
 from axon_ps.sharding.placement import Holders, Placement
 from axon_ps.types import CopyFrom, Decision, Membership, Outcome
+from axon_ps.wire.events import Corrupted, JobState, Welcome
 from coordinator_driver import Driver, Peer
 from test_models import several
 

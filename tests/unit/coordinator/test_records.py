@@ -9,10 +9,10 @@ from dataclasses import replace
 import pytest
 
 from axon_ps.coordinator.core import records
-from axon_ps.coordinator.core.events import RestoreOrder
 from axon_ps.errors import ConfigurationError
 from axon_ps.sharding.placement import Holders, Placement
 from axon_ps.types import CopyFrom, Decision, Member, Membership, ModelProgress, Outcome, Role, Turn
+from axon_ps.wire.events import RestoreOrder
 from axon_ps.wire.v1 import membership_pb2, session_pb2, state_pb2
 from coordinator_driver import OPTIMIZER, SPEC
 

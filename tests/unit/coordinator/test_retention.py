@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from axon_ps.coordinator.core.checkpoints.schedule import CheckpointPolicy
-from axon_ps.coordinator.core.config import CoordinatorConfig
+from axon_ps.coordinator.checkpoint_schedule import CheckpointPolicy
+from axon_ps.coordinator.config import CoordinatorConfig
 from axon_ps.coordinator.server import retention, server
 from axon_ps.errors import AxonError, CheckpointError
 from axon_ps.sharding.layout import Layout, build_unit

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
+from axon_ps.coordinator.config import CoordinatorConfig
 from axon_ps.coordinator.core.actions import CloseSession, Happened, Persist, Reply, SendEvent
-from axon_ps.coordinator.core.config import CoordinatorConfig
-from axon_ps.coordinator.core.events import JoinRequest, Membership, RevokedNames, Welcome
 from axon_ps.coordinator.core.state import CoordinatorState
 from axon_ps.errors import Busy, InvalidRequest, PermissionDenied
 from axon_ps.storage.state_store import MemoryStateStore
 from axon_ps.types import Role
+from axon_ps.wire.events import JoinRequest, Membership, RevokedNames, Welcome
 
 WORKER = JoinRequest(job="job", incarnation="1" * 32, node="a", credentials=("process", "5e71a1"))
 SHARD = JoinRequest(job="job", incarnation="2" * 32, node="a", address="a:1")

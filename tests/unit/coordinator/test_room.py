@@ -9,7 +9,6 @@ import pytest
 
 from axon_ps.coordinator.core.access.callers import Caller
 from axon_ps.coordinator.core.checkpoints.restores import Resume
-from axon_ps.coordinator.core.events import JobState, RestoreOrder, ServerMemory
 from axon_ps.errors import Busy, MemberLost
 from axon_ps.sharding.job import JobSpec
 from axon_ps.sharding.layout import Layout, build_unit
@@ -19,6 +18,7 @@ from axon_ps.sharding.plan import PlanOptions
 from axon_ps.sharding.policy import Asynchronous
 from axon_ps.sharding.precision import WirePrecision
 from axon_ps.types import DType
+from axon_ps.wire.events import JobState, RestoreOrder, ServerMemory
 from coordinator_driver import OPTIMIZER, SPEC, Driver, Peer
 
 GIB = 1 << 30

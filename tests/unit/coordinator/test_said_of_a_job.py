@@ -12,14 +12,14 @@ from rich.console import Console, RenderableType
 
 from axon_ps.cli.terminal import status_view, top_view
 from axon_ps.cli.terminal.watched_job import WatchedJob
-from axon_ps.coordinator.core.events import JobPhase, Status
 from axon_ps.coordinator.core.history.phase import FIRST_STEP_S, STALLED_STEPS
-from axon_ps.coordinator.core.history.report import REPORT_KEY
 from axon_ps.coordinator.messages import status_to_proto
 from axon_ps.coordinator.server.feed import as_json
 from axon_ps.sharding.job import JobSpec
 from axon_ps.sharding.layout import Layout, build_unit
 from axon_ps.types import DType, OptimizerSpec
+from axon_ps.wire.events import JobPhase, Status
+from axon_ps.wire.report import REPORT_KEY
 from coordinator_driver import Peer, Recording
 
 UNITS = 16

@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 
+from axon_ps.coordinator.config import CoordinatorConfig
 from axon_ps.coordinator.core.access.callers import Caller
-from axon_ps.coordinator.core.config import CoordinatorConfig
-from axon_ps.coordinator.core.events import JoinRequest
 from axon_ps.coordinator.core.state import CoordinatorState
 from axon_ps.coordinator.messages import event_from_proto
 from axon_ps.coordinator.server import shell as shell_module
@@ -19,6 +18,7 @@ from axon_ps.coordinator.server.shell import Session, Shell
 from axon_ps.errors import Broken, Busy, InternalError, InvalidRequest, StorageFull
 from axon_ps.storage.state_store import MemoryStateStore, Record
 from axon_ps.types import Membership, Role
+from axon_ps.wire.events import JoinRequest
 from axon_ps.wire.v1 import session_pb2
 
 OPERATOR = Caller(job="job")

@@ -19,10 +19,10 @@ from axon_ps.coordinator.client.delivery import Delivery
 from axon_ps.coordinator.core import records
 from axon_ps.coordinator.core.access.callers import Caller
 from axon_ps.coordinator.core.actions import Action, Persist
-from axon_ps.coordinator.core.events import Copied, JobState, Ready, Vote, Welcome
 from axon_ps.coordinator.messages import ready_from_proto, vote_from_proto
 from axon_ps.errors import Busy, Drained, InvalidRequest, MemberLost, Misuse
 from axon_ps.types import Decision, Membership, Outcome, Role
+from axon_ps.wire.events import Copied, JobState, Ready, Vote, Welcome
 from coordinator_driver import Driver, Peer
 
 

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from axon_ps.coordinator.core.actions import Persist, SendEvent
-from axon_ps.coordinator.core.events import Ready, Vote
 from axon_ps.coordinator.core.steps.decision import Tally
 from axon_ps.coordinator.messages import ready_from_proto
 from axon_ps.errors import InvalidRequest
@@ -18,6 +17,7 @@ from axon_ps.optim.registry import create
 from axon_ps.sharding.job import JobSpec
 from axon_ps.sharding.layout import Layout, build_unit
 from axon_ps.types import Decision, DType, Membership, OptimizerChange, OptimizerSpec, Outcome
+from axon_ps.wire.events import Ready, Vote
 from axon_ps.wire.v1 import session_pb2
 from coordinator_driver import OPTIMIZER, Driver, Peer
 

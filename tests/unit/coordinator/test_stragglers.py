@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from axon_ps.coordinator.core.config import CoordinatorConfig
+from axon_ps.coordinator.config import CoordinatorConfig
 from axon_ps.errors import ConfigurationError, InvalidRequest, Timeout
 from axon_ps.sharding.job import JobSpec
 from axon_ps.sharding.policy import BoundedStaleness

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from axon_ps.coordinator.core.checkpoints.restores import Resume
-from axon_ps.coordinator.core.events import FIRST_VALUES, CheckpointReply, RestoreOrder, ServerMemory
+from axon_ps.wire.events import FIRST_VALUES, CheckpointReply, RestoreOrder, ServerMemory
 from coordinator_driver import Driver, Peer
 
 RESUME = Resume(uri="file:///x", version=0, model="model 0")

@@ -11,7 +11,7 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families
 from axon_ps.aggregation.client.client import COUNTERS as COLLECTIVE_COUNTERS
 from axon_ps.aggregation.core.engine import CollectiveEngine
 from axon_ps.collectives.staging import Staging
-from axon_ps.coordinator.core.config import CoordinatorConfig
+from axon_ps.coordinator.config import CoordinatorConfig
 from axon_ps.coordinator.core.state import CoordinatorState
 from axon_ps.observe.metrics.exposition import Exposition
 from axon_ps.observe.metrics.histogram import Histogram

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 from axon_ps.compress import Int8
-from axon_ps.coordinator.core.events import JobState, Ready, SnapshotOrder
 from axon_ps.errors import InternalError, Misuse
 from axon_ps.shard.core.gradients import Push
 from axon_ps.shard.same_host.shared_copy import SharedCopy
@@ -32,6 +31,7 @@ from axon_ps.types import (
     Role,
     numbered,
 )
+from axon_ps.wire.events import JobState, Ready, SnapshotOrder
 from axon_ps.wire.v1.common_pb2 import CallContext
 from engine_driver import Servers, job_of, layout_of, map_unit, one_group
 

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from axon_ps.coordinator.core.events import JobState, Ready
 from axon_ps.errors import GenerationChanged
 from axon_ps.host import shared_memory
 from axon_ps.rpc.security import Security
@@ -27,6 +26,7 @@ from axon_ps.shard.server.shell import ShardShell
 from axon_ps.shard.server.waiters import EventOrder
 from axon_ps.sharding.placement import Placement, Server, place
 from axon_ps.types import Decision, DType, Member, Membership, Outcome, Role
+from axon_ps.wire.events import JobState, Ready
 from axon_ps.wire.v1.common_pb2 import CallContext
 from engine_driver import job_of, layout_of, one_group
 

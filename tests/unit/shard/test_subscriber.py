@@ -8,7 +8,6 @@ import logging
 import pytest
 
 import axon_ps
-from axon_ps.coordinator.core.events import JobState
 from axon_ps.errors import AxonError, InvalidRequest, Timeout, Unreachable
 from axon_ps.host.ports import free_ports
 from axon_ps.rpc.deadlines import Deadline
@@ -16,6 +15,7 @@ from axon_ps.rpc.security import Security
 from axon_ps.shard.client import subscriber
 from axon_ps.shard.client.subscriber import ModelSubscriber
 from axon_ps.types import Membership
+from axon_ps.wire.events import JobState
 
 
 def test_a_wrong_address_is_known_long_before_a_pull_times_out() -> None:

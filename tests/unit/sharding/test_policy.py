@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from axon_ps.coordinator.core import records
-from axon_ps.coordinator.core.events import Ready, Vote
 from axon_ps.coordinator.messages import ready_from_proto, ready_to_proto, vote_from_proto, vote_to_proto
 from axon_ps.errors import InvalidRequest
 from axon_ps.sharding.job import JobSpec
@@ -19,6 +18,7 @@ from axon_ps.sharding.policy import (
 )
 from axon_ps.types import Decision, DType, Membership, ModelProgress, Outcome, Turn
 from axon_ps.wire import codec
+from axon_ps.wire.events import Ready, Vote
 from axon_ps.wire.v1 import policy_pb2
 
 POLICIES = [

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from axon_ps.cli.launch import run as cli
-from axon_ps.coordinator.core.config import CoordinatorConfig
+from axon_ps.coordinator.config import CoordinatorConfig
 from axon_ps.errors import InvalidRequest
 from axon_ps.parallel import FSDP, DiLoCo, MixedPrecision
 from axon_ps.simulate.scenario import Scenario

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from axon_ps.cli.terminal.status_view import progress_line
-from axon_ps.coordinator.core.history.report import parse
 from axon_ps.errors import Broken, InvalidRequest
+from axon_ps.wire.report import parse
 from axon_ps.worker.progress import Progress
 
 

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from axon_ps.coordinator.core.events import JobState
 from axon_ps.errors import StepAborted
 from axon_ps.observe.tracing.tracer import Tracer
 from axon_ps.rpc.background_loop import BackgroundLoop
 from axon_ps.types import DType
+from axon_ps.wire.events import JobState
 from axon_ps.worker.job_view import JobView
 from axon_ps.worker.steps.client import StepClient
 

@@ -352,7 +352,7 @@ class NcclBackend(Backend):
         return f"nccl/{self.context.name}/late/{self._sequence}/{rank}"
 
     def _missing(self, peer: int) -> str:
-        """Who did not come. NCCL does not say; but ranks that timed out publish it in the store, the missing do not."""
+        """The ranks that did not come. NCCL does not say; ranks that timed out are in the store, others are not."""
         if peer >= 0:
             return f"rank {self.context.ranks[peer]}"
         if not self._has_store:

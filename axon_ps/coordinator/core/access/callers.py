@@ -1,4 +1,4 @@
-"""Who may make a unary call: a member, as one, or an operator. Roles were checked before (`rpc.access`)."""
+"""The callers of unary calls: a member, as one, or an operator. Roles were checked before (`rpc.access`)."""
 
 from __future__ import annotations
 

@@ -12,12 +12,12 @@ from typing import Final
 from axon_ps.coordinator.core import records
 from axon_ps.coordinator.core.actions import Action, Outbox
 from axon_ps.coordinator.core.assembly import Assembly
-from axon_ps.coordinator.core.events import RevokedNames, RevokeReply
 from axon_ps.coordinator.core.members import Members
 from axon_ps.coordinator.core.roster import RosterEntry
 from axon_ps.coordinator.core.steps.decision import format_ranks
 from axon_ps.errors import Busy, InvalidRequest, PermissionDenied
 from axon_ps.types import Role
+from axon_ps.wire.events import RevokedNames, RevokeReply
 
 MAX_REVOKED: Final = 10_000
 """Most names that are revoked in a job."""

@@ -20,13 +20,13 @@ from axon_ps.coordinator.core import records
 from axon_ps.coordinator.core.actions import Outbox
 from axon_ps.coordinator.core.assembly import Assembly
 from axon_ps.coordinator.core.checkpoints.snapshots import Snapshots
-from axon_ps.coordinator.core.events import FIRST_VALUES, UPLOADED, CheckpointReply, RestoreOrder
 from axon_ps.coordinator.core.kv import KeyValues
 from axon_ps.coordinator.core.members import Members
 from axon_ps.coordinator.core.models import Model, Models
 from axon_ps.coordinator.core.roster import RosterEntry
 from axon_ps.errors import AxonError, Busy, CheckpointError, InvalidRequest
 from axon_ps.types import OptimizerSpec, Role
+from axon_ps.wire.events import FIRST_NAME, FIRST_VALUES, UPLOADED, CheckpointReply, RestoreOrder
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +47,7 @@ class Resume:
 
     uri: str
     version: int
-    model: str = records.FIRST_NAME
+    model: str = FIRST_NAME
     section: str = ""
     sha256: str = field(default="", compare=False)
     committed: Mapping[str, str] | None = None

@@ -9,12 +9,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from axon_ps.coordinator.core.actions import Outbox
-from axon_ps.coordinator.core.events import SnapshotFile, SnapshotOrder, SnapshotReport
 from axon_ps.coordinator.core.steps.decision import format_ranks
 from axon_ps.errors import AxonError, Busy, MemberLost
 from axon_ps.sharding.job import JobSpec
 from axon_ps.sharding.placement import Placement
 from axon_ps.types import ModelProgress, OptimizerSpec
+from axon_ps.wire.events import SnapshotFile, SnapshotOrder, SnapshotReport
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -28,11 +28,11 @@ from typing import Final
 
 from axon_ps.coordinator.core.actions import Outbox
 from axon_ps.coordinator.core.assembly import Assembly
-from axon_ps.coordinator.core.events import Connectivity, JoinRequest
 from axon_ps.coordinator.core.models import Models
 from axon_ps.coordinator.core.roster import NOUN, RosterEntry
 from axon_ps.errors import Busy
 from axon_ps.types import Role
+from axon_ps.wire.events import Connectivity, JoinRequest
 
 WINDOW: Final = 1 / 3
 """For so much of a lease a report stands before somebody goes."""

@@ -17,18 +17,18 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Final
 
-from axon_ps.coordinator.core.events import UPLOADED, JobState, RestoreOrder, ServerEvent, SnapshotOrder, Status
 from axon_ps.coordinator.core.history.curves import Curves
 from axon_ps.coordinator.core.history.loads import Loads
 from axon_ps.coordinator.core.history.logs import Logs
 from axon_ps.coordinator.core.history.phase import with_phase
-from axon_ps.coordinator.core.history.report import REPORT_KEY, parse
 from axon_ps.coordinator.core.history.step_rate import Rhythm, StepRate
 from axon_ps.coordinator.core.history.timing import Timing
 from axon_ps.coordinator.core.steps.decision import format_ranks
 from axon_ps.observe.metrics.histogram import Histogram
 from axon_ps.sharding.placement import Placement
 from axon_ps.types import Decision, Member, Membership, Outcome, Role
+from axon_ps.wire.events import UPLOADED, JobState, RestoreOrder, ServerEvent, SnapshotOrder, Status
+from axon_ps.wire.report import REPORT_KEY, parse
 from axon_ps.wire.v1 import watch_pb2
 
 MAX_STEPS: Final = 240
@@ -316,7 +316,7 @@ def _not_made(kind: str, decision: Decision, times: int) -> str:
 
 
 def _more_slices(counts: Counter[int], role: str) -> str:
-    """What shard servers are now, of how many slices more."""
+    """The new role of shard servers, and the number of further slices that they have it for, as text."""
     slices = counts.total()
     servers = f"shard server {format_ranks(sorted(counts))} {'is' if len(counts) == 1 else 'are'}"
     return f"{servers} now {role} of {slices} slice{'' if slices == 1 else 's'} more"

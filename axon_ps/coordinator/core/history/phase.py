@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 from typing import Final
 
-from axon_ps.coordinator.core.events import JobPhase, Status
 from axon_ps.coordinator.core.roster import names_of
 from axon_ps.coordinator.core.steps.decision import format_ranks
+from axon_ps.wire.events import JobPhase, Status
 
 STALLED_S: Final = 10.0
 """A job whose next step has not committed for so long, and for `STALLED_STEPS`, has stalled."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from axon_ps.coordinator.core.events import JoinRequest
+from axon_ps.wire.events import JoinRequest
 
 LEAST_PATIENCE_S, MOST_PATIENCE_S = 5.0, 45.0
 """How long, at least and at most, a change of shard servers waits for the end of a step; a joiner waits a minute."""

@@ -1,4 +1,4 @@
-"""Where every model's slices are: copies are made, primaries swapped, servers emptied while training goes on. Pure.
+"""The holders of every model's slices: copies are made, primaries swapped, servers emptied during training. Pure.
 
 `rebalance.plan_moves` says what is to be done; here is when, and what follows from it: the placement changes, members
 learn of it, and reports that shard servers made under the one before count no more.
@@ -28,12 +28,12 @@ from axon_ps.coordinator.core import records
 from axon_ps.coordinator.core.actions import Outbox
 from axon_ps.coordinator.core.assembly import Assembly
 from axon_ps.coordinator.core.checkpoints.snapshots import Snapshots
-from axon_ps.coordinator.core.events import Copied
 from axon_ps.coordinator.core.models import Model, Models
 from axon_ps.coordinator.core.placement.rebalance import Copy, Drop, Move, Promote, plan_moves
 from axon_ps.coordinator.core.roster import RosterEntry
 from axon_ps.coordinator.core.steps.decision import format_ranks
 from axon_ps.types import Member, Role
+from axon_ps.wire.events import Copied
 
 REST = 4.0
 """No copies are begun for so many times as long as the last ones took."""

@@ -9,27 +9,20 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 
-from axon_ps.coordinator.core.events import ServerMemory
 from axon_ps.coordinator.core.models import Model, Models
 from axon_ps.coordinator.core.roster import RosterEntry
 from axon_ps.coordinator.core.steps.decision import format_ranks
 from axon_ps.errors import Busy, MemberLost
-from axon_ps.optim.registry import create
 from axon_ps.sharding.job import JobSpec
-from axon_ps.sharding.memory import format_bytes, placed_bytes, slice_bytes
+from axon_ps.sharding.memory import format_bytes, placed_bytes, slice_sizes
 from axon_ps.sharding.placement import Placement
 from axon_ps.types import OptimizerSpec
+from axon_ps.wire.events import ServerMemory
 
 WHAT_TO_DO = (
     "start more shard servers (--shards), on machines with more memory, register a smaller model or an optimizer with "
     "less state, or let servers use more (--memory-gb)"
 )
-
-
-def slice_sizes(spec: JobSpec, optimizer: OptimizerSpec | None, num_cuts: int, replicas: int = 1) -> tuple[int, ...]:
-    """Bytes that each slice of a model takes on a server that holds it, by number."""
-    moments = 0 if optimizer is None else len(create(optimizer.name).state_names(optimizer.groups))
-    return slice_bytes(spec, moments, num_cuts, replicas=replicas)
 
 
 class Room:

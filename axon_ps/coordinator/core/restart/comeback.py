@@ -12,10 +12,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from axon_ps.coordinator.core.actions import Outbox
-from axon_ps.coordinator.core.events import JoinRequest
 from axon_ps.coordinator.core.roster import Roster
 from axon_ps.errors import AxonError
 from axon_ps.types import Member, Role
+from axon_ps.wire.events import JoinRequest
 
 
 class Comeback:

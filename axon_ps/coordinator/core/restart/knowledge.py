@@ -18,10 +18,10 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from axon_ps.coordinator.core import records
-from axon_ps.coordinator.core.events import FIRST_VALUES, JobState, Position, RestoreOrder
 from axon_ps.errors import InvalidRequest
 from axon_ps.storage.state_store.base import Record
 from axon_ps.types import Decision, Member, Membership, ModelProgress, numbered
+from axon_ps.wire.events import FIRST_VALUES, JobState, Position, RestoreOrder
 
 MAX_GENERATIONS: Final = 1 << 32
 """A generation that is so far beyond ours is nobody's."""

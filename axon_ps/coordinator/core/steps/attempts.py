@@ -21,10 +21,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
 
-from axon_ps.coordinator.core.events import Ready, Vote
 from axon_ps.coordinator.core.steps.decision import Difference, Tally
 from axon_ps.sharding.policy import Policy, Synchronous
 from axon_ps.types import Decision, Membership, Turn
+from axon_ps.wire.events import Ready, Vote
 
 
 class Attempts:
@@ -152,7 +152,7 @@ class Attempts:
             tally.forget_reports()
 
     def difference(self, owners: Iterable[int]) -> Difference | None:
-        """Where copies of a slice differ, once every owner has reported on an attempt; None when none do."""
+        """The first difference between copies of a slice, once every owner has reported on an attempt; None = none."""
         owners = tuple(owners)
         complete = (tally for tally in self._tallies if all(o in tally.sums for o in owners))
         return next((found for tally in complete if (found := tally.difference) is not None), None)

@@ -17,11 +17,11 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 
-from axon_ps.coordinator.core.events import Ready, Vote
 from axon_ps.errors import AxonError
 from axon_ps.optim.clipping import clip_factor, global_norm
 from axon_ps.optim.registry import create
 from axon_ps.types import NO_GRADIENTS, Decision, Hyper, OptimizerSpec, Outcome
+from axon_ps.wire.events import Ready, Vote
 
 _MAX_RANKS = 8
 
@@ -93,7 +93,7 @@ class Tally:
 
     @property
     def difference(self) -> Difference | None:
-        """Where copies of a slice differ; None when none do. All apply the same sums, in the same way."""
+        """The first difference between copies of a slice; None = none. All apply the same sums, in the same way."""
         for number, ranks_by_value in sorted(self._digests.items()):
             if len(ranks_by_value) > 1:
                 most, *others = sorted(ranks_by_value.values(), key=len, reverse=True)

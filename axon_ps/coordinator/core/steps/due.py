@@ -12,10 +12,10 @@ import math
 
 from axon_ps.coordinator.core.actions import Outbox
 from axon_ps.coordinator.core.assembly import Assembly
-from axon_ps.coordinator.core.events import StepDue
 from axon_ps.coordinator.core.models import Model, Models
 from axon_ps.coordinator.core.roster import RosterEntry
 from axon_ps.types import Role
+from axon_ps.wire.events import StepDue
 
 
 class _Wait:

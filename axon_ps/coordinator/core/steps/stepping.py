@@ -23,13 +23,14 @@ import dataclasses
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 
-from axon_ps.coordinator.core import committed, records
+from axon_ps.coordinator.core import records
 from axon_ps.coordinator.core.actions import Outbox
-from axon_ps.coordinator.core.events import Ready, Vote
 from axon_ps.coordinator.core.models import Model, Models
 from axon_ps.coordinator.core.roster import Roster
 from axon_ps.coordinator.core.steps.decision import Difference, Tally, format_ranks
 from axon_ps.types import CopyFrom, Decision, Membership, Outcome, Role
+from axon_ps.wire import committed
+from axon_ps.wire.events import Ready, Vote
 
 _COUNTER = {Outcome.COMMIT: "steps_committed", Outcome.SKIP: "steps_skipped", Outcome.ABORT: "steps_aborted"}
 

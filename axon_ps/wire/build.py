@@ -17,6 +17,7 @@ from functools import cache
 from typing import Final
 
 from axon_ps.errors import InvalidRequest
+from axon_ps.version import __version__
 
 PROTOCOL: Final = 1
 """Of this axon_ps. Those that did not say have 0."""
@@ -46,8 +47,6 @@ class Build:
 @cache
 def ours() -> Build:
     """The build of this process."""
-    from axon_ps import __version__
-
     return Build(version=__version__, protocol=PROTOCOL)
 
 

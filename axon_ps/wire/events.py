@@ -10,13 +10,16 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Final
 
-from axon_ps.coordinator.build import Build, ours
-from axon_ps.coordinator.core.history.report import Report
 from axon_ps.errors import AxonError
 from axon_ps.observe.tracing.span import TraceOrder
 from axon_ps.sharding.job import JobSpec
 from axon_ps.sharding.placement import Placement
 from axon_ps.types import CopyFrom, Decision, Hyper, Membership, ModelProgress, OptimizerChange, OptimizerSpec
+from axon_ps.wire.build import Build, ours
+from axon_ps.wire.report import Report
+
+FIRST_NAME: Final = "model 0"
+"""The name of a model that was registered without one."""
 
 
 @dataclass(frozen=True, kw_only=True)

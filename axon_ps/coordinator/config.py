@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-from axon_ps.coordinator.core.checkpoints.schedule import CheckpointPolicy
+from axon_ps.coordinator.checkpoint_schedule import CheckpointPolicy
 from axon_ps.errors import ConfigurationError
 
 
