@@ -101,7 +101,7 @@ Backend = BackendName
 
 
 class ReduceOp(enum.Enum):
-    """How the contributions of several ranks become one. `MEAN` is another name of `AVERAGE`."""
+    """Operations that make one contribution of those of several ranks. `MEAN` is another name of `AVERAGE`."""
 
     SUM = "sum"
     PRODUCT = "product"
@@ -119,7 +119,7 @@ WIRE_DTYPES = (DType.F32, DType.BF16, DType.F16)
 
 
 class Role(enum.Enum):
-    """What a member of a job is."""
+    """The roles of a job's members."""
 
     WORKER = "worker"
     SHARD = "shard"
@@ -161,7 +161,7 @@ class Member:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelProgress:
-    """Where a model of the job is.
+    """The position of a model of the job.
 
     Attributes:
         model: its number.
@@ -242,7 +242,7 @@ def numbered(workers: Iterable[Member], by_node: bool) -> tuple[tuple[Member, ..
 
 
 class Outcome(enum.Enum):
-    """How a step ended."""
+    """The outcome of a step."""
 
     COMMIT = "commit"
     SKIP = "skip"  # non-finite gradients: nothing applied, the version stays
@@ -251,7 +251,7 @@ class Outcome(enum.Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Turn:
-    """Whose step it is, where replicas step alone. A clock counts the decided steps of a replica in a generation.
+    """The replica that steps alone, and its clock, which counts its decided steps in a generation.
 
     Attributes:
         replica: whose gradient.
@@ -366,7 +366,7 @@ NO_GRADIENTS: Final = "no worker has a gradient of any parameter: no backward re
 
 @dataclass(frozen=True, kw_only=True)
 class StepResult:
-    """What `optimizer.step()` returns.
+    """The result of `optimizer.step()`.
 
     Attributes:
         committed: whether the parameters moved.

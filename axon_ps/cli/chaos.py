@@ -63,7 +63,7 @@ def run(
 
 
 def _result(campaign: Campaign, settings: Settings, emit: Emit) -> Result:
-    """What comes of a campaign."""
+    """The outcome of a campaign."""
     from axon_ps.testing.chaos.campaign import Job
     from axon_ps.testing.chaos.run import run_embedded, run_outside
 

@@ -148,7 +148,7 @@ def verify(uri: Uri, no_progress: o.NoProgress = False, checkpoint_key_file: o.C
 
 
 def _signed(manifest: Manifest, key_file: Path | None) -> str:
-    """Who has signed a manifest, in words.
+    """The signer of a manifest, in words.
 
     Raises:
         CheckpointError: it was not the holder of the key that was given.

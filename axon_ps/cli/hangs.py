@@ -62,7 +62,7 @@ def _explain_one(
 
 
 def _where_is(rank: int, group: str, reports: Reports) -> str:
-    """What the reports show of a rank that has not called the collective."""
+    """The report of a rank that has not called the collective."""
     report = reports.get(rank)
     if report is None:
         return f"rank {rank}, which waits in no collective"

@@ -1,4 +1,4 @@
-"""What this library costs on this machine: `axon-ps doctor --measure FILE` writes it as a `Profile`.
+"""The costs of this library on this machine: `axon-ps doctor --measure FILE` writes them as a `Profile`.
 
 Owns: how each figure is measured. All but the time of a decision are processor seconds: of this process, which is the
 worker, and of a shard server on this host. Between them everything is sent, as between two hosts; no memory is shared.
@@ -162,7 +162,7 @@ def measure(sizes: Sizes, report: Callable[[str], None]) -> Profile:
 
 
 class _Job:
-    """What is measured of a worker and a shard server.
+    """Measurements of a worker and a shard server.
 
     Args:
         world: the worker.
@@ -187,7 +187,7 @@ class _Job:
         return statistics.median(times)
 
     def calls(self) -> tuple[_Cost, _Cost]:
-        """What a push and a gather of a small unit cost."""
+        """The costs of a push and a gather of a small unit."""
         count, pushes, gathers = self._sizes.calls, [], []
         with self._model("calls", [self._sizes.small_numel] * count, WirePrecision()) as model:
             for _ in range(self._sizes.repetitions):
@@ -197,7 +197,7 @@ class _Job:
         return _median(pushes, by=count), _median(gathers, by=count)
 
     def wire(self, name: str, precision: WirePrecision, push: _Cost, gather: _Cost, update_s: float) -> WireCost:
-        """What an element costs that travels in some form.
+        """The costs of an element that travels in some form.
 
         Args:
             name: of the form.
@@ -233,7 +233,7 @@ class _Job:
         self._world.models.release(model.steps)
 
     def _cost(self, action: Callable[[], object]) -> _Cost:
-        """What an action costs both processes; see Note: [Processor time of another process]."""
+        """The costs of an action to both processes; see Note: [Processor time of another process]."""
         before = self._clocks()
         action()
         after = self._clocks()

@@ -213,7 +213,7 @@ class Settings(BaseSettings):
         )
 
     def tracing(self) -> TracePolicy:
-        """Which steps are traced, and how their spans are sent."""
+        """The steps that are traced, and the way in which their spans are sent."""
         from axon_ps.observe.tracing.tracer import TracePolicy
 
         names = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
@@ -303,7 +303,7 @@ def _with_file(config: Path) -> type[Settings]:
 
 
 def state_directory() -> Path:
-    """Where a user's programs store what is to survive them (XDG)."""
+    """The folder of the state that a user's programs keep (XDG)."""
     try:
         return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "axon-ps"
     except RuntimeError:  # a user without a home, as some containers have

@@ -82,7 +82,7 @@ class Recorder:
         return [e for e in self.entries() if not e.ended]
 
     def statistics(self) -> dict[str, float]:
-        """How many of each operation ended, and the seconds they took together."""
+        """The number of operations of each kind that ended, and the seconds they took together."""
         with self._lock:
             counted = [op for op, count in self._counts.items() if count]
             return {f"{op.value}_calls": float(self._counts[op]) for op in counted} | {

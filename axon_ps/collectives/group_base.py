@@ -140,7 +140,7 @@ class GroupBase:
 
     @property
     def sequence(self) -> int:
-        """How many collectives this worker has called in it."""
+        """The number of collectives that this worker has called in it."""
         return self._sequence
 
     @property

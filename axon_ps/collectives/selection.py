@@ -1,4 +1,4 @@
-"""Which backend serves a group: by name, or by where its ranks are.
+"""The choice of a group's backend: by name, or by the hosts of its ranks.
 
 Owns: the names of the backends. A backend is imported when it is first made, so that unused ones are not loaded.
 """

@@ -16,7 +16,7 @@ from axon_ps.types import DType
 
 
 def rows(flat: Flat) -> int:
-    """How many rows an array has."""
+    """The number of rows of an array."""
     return flat.shape[0] if flat.shape else 1
 
 

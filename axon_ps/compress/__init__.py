@@ -1,4 +1,4 @@
-"""How numbers are made smaller for the wire. Importing a compressor's module here is what registers it.
+"""Compressors: numbers made smaller for the wire. The import of a compressor's module here registers it.
 
 This package stays light on purpose: `cast` and `int8_block` need numba, so whoever needs them imports them.
 """

@@ -194,7 +194,7 @@ def _received(dtype: DType, offset: int) -> Array:
 
 
 def _like(dtype: DType) -> Array | None:
-    """What a loop rounds to: an array of one element; None where nothing is rounded."""
+    """The target of a loop's rounding: an array of one element; None where nothing is rounded."""
     return _checked("like", np.empty(1, dtype.numpy), dtype, 1) if dtype is not DType.F32 else None
 
 

@@ -183,5 +183,5 @@ def check_fraction(fraction: float) -> None:
 
 
 def selected_numel(numel: int, fraction: float) -> int:
-    """How many of `numel` elements a top-k of `fraction` selects: the fraction, rounded up."""
+    """The number of elements, of `numel`, that a top-k of `fraction` selects: the fraction, rounded up."""
     return min(numel, math.ceil(numel * fraction))

@@ -39,7 +39,7 @@ _BLOCK_BYTES = 1 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class Header:
-    """What the store has of one.
+    """The record that the store has of one.
 
     Attributes:
         slot: which values have the content, 0 or 1.
@@ -76,12 +76,12 @@ class Header:
 
 
 def header_key(key: str) -> str:
-    """Where the header of one is."""
+    """The key of the header of one."""
     return f"{PREFIX}{key}"
 
 
 def block_keys(key: str, header: Header) -> list[str]:
-    """Where its content is, in order."""
+    """The keys of its content, in order."""
     return [f"{_BLOCKS}{key}/{header.slot}/{block}" for block in range(header.blocks)]
 
 
@@ -120,7 +120,7 @@ class Attachment:
         return cls(header=Header(sha256=hashlib.sha256(content).hexdigest()), blocks=())
 
     def content(self) -> bytes:
-        """What was stored.
+        """The stored content.
 
         Raises:
             InvalidRequest: the values are not those of the header.
@@ -145,7 +145,7 @@ class Attachment:
 
 
 class Store(Protocol):
-    """What is needed of the coordinator's key-value store."""
+    """The methods that are needed of the coordinator's key-value store."""
 
     def peek(self, key: str) -> bytes | None:
         """A value, if there is one."""

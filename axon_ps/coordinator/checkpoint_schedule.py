@@ -22,7 +22,7 @@ _UNITS_S: Final = {"s": 1.0, "m": 60.0, "h": 3600.0}
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointPolicy:
-    """Where checkpoints are written without being asked for, when, and how many remain.
+    """The place, the times and the number of automatic checkpoints.
 
     Attributes:
         directory: a directory that the coordinator and all shard servers see: a path, or a URI; empty = none is

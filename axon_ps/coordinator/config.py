@@ -11,7 +11,7 @@ from axon_ps.errors import ConfigurationError
 
 @dataclass(frozen=True, kw_only=True)
 class CoordinatorConfig:
-    """What the job is, before anybody has joined.
+    """The settings of a job, before anybody has joined.
 
     Attributes:
         job: its name.
@@ -76,5 +76,5 @@ class CoordinatorConfig:
 
     @property
     def copies(self) -> int:
-        """How many shard servers shall hold each slice."""
+        """The number of shard servers that shall hold each slice."""
         return self.replication or min(2, self.num_shards)

@@ -1,4 +1,4 @@
-"""Which samples each step takes and each worker computes with, whoever is there. Pure: knows no framework and no world.
+"""Samples of each step, and those of each worker, whoever is there. Pure: knows no framework and no world.
 
 An epoch is an order of all samples (see `Permutation`); a step takes the next `batch_size` of it, by all workers
 together. They are cut into micro-batches of nearly equal size, at least one for each replica, and dealt to the replicas
@@ -30,7 +30,7 @@ _ORDER: Final = ("length", "shuffle", "seed")
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Where a worker is among those that take part in a step.
+    """The position of a worker among those that take part in a step.
 
     Attributes:
         replica: the number of its replica.
@@ -47,7 +47,7 @@ class Place:
 
 @dataclass(frozen=True, kw_only=True)
 class Position:
-    """How far the data was used.
+    """The extent to which the data was used.
 
     Attributes:
         epoch: the data epoch.
@@ -156,7 +156,7 @@ class SamplePlan:
         return position if position.samples < self.end else Position(epoch=position.epoch + 1)
 
     def micro_batches(self, position: Position, place: Place) -> Iterator[MicroBatch]:
-        """What a worker computes with in the rest of an epoch, if the members stay."""
+        """The samples of a worker in the rest of an epoch, if the members stay."""
         while (count := min(self.batch.samples, self.end - position.samples)) > 0:
             begin, after = position.samples, Position(epoch=position.epoch, samples=position.samples + count)
             ranges = self.batch.cut(begin, count, place)
@@ -173,7 +173,7 @@ class SamplePlan:
             position = after
 
     def indices(self, micro: MicroBatch) -> list[int]:
-        """Which samples of the data set they are."""
+        """Their indexes in the data set."""
         positions, epoch = np.arange(micro.begin, micro.end, dtype=np.int64), micro.before.epoch
         if self.shuffle and self._order_of != epoch:
             self._order, self._order_of = Permutation(self.length, self.seed, epoch), epoch

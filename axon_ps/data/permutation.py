@@ -53,7 +53,7 @@ class Permutation:
         return self.length
 
     def __getitem__(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        """What stands at some positions.
+        """The values at some positions.
 
         Args:
             positions: i64[n], each from 0 to length - 1.

@@ -84,7 +84,7 @@ class DistributedSampler:
         return min(self.length, self._begin + self._consumed * self.num_replicas)
 
     def __len__(self) -> int:
-        """How many samples the next iteration yields."""
+        """The number of samples that the next iteration yields."""
         left, n = self.length - self.position, self.num_replicas
         if self.drop_last:
             return left // n
@@ -157,7 +157,7 @@ class DistributedSampler:
         self._deal(self.position, num_replicas, rank)
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the epoch is, for a checkpoint or a replica that comes anew: JSON values, the same on all replicas.
+        """The state within the epoch, for a checkpoint or a new replica: JSON values, the same on all replicas.
 
         It counts what was consumed (see `advance`), not what was yielded.
 

@@ -1,4 +1,4 @@
-"""What concerns this machine and this process, and knows nothing of jobs.
+"""This machine and this process; knows nothing of jobs.
 
 fork            what a fork of a worker may not use
 children · tether   child processes that end with us

@@ -139,7 +139,7 @@ class Child:
 
     @property
     def ending(self) -> str:
-        """How it ended, as text."""
+        """The way in which it ended, as text."""
         code = self.exit_code or 0
         if code >= 0:
             return f"exited with code {code}"

@@ -48,7 +48,7 @@ class HostPeer:
         self._mapped_bytes = 0
 
     def __len__(self) -> int:
-        """How many of its segments are mapped here."""
+        """The number of its segments that are mapped here."""
         return len(self._mapped)
 
     # ------------------------------------------------------------------ ours

@@ -20,7 +20,7 @@ TAG_BYTES = 8
 
 
 def address_of(array: Array) -> int:
-    """Where an array begins in our memory."""
+    """The address of an array in our memory."""
     try:
         return ctypes.addressof(ctypes.c_char.from_buffer(array.data))  # in a third of the other's time
     except (BufferError, TypeError, ValueError):  # read-only, empty, or of an element type that buffers do not know

@@ -1,4 +1,4 @@
-"""How much memory this process could still have: of the machine, of its control groups, of its own limits."""
+"""The memory that this process could still have: of the machine, of its control groups, of its own limits."""
 
 from __future__ import annotations
 

@@ -171,7 +171,7 @@ class PeerSocket:
 
 
 class Listener:
-    """Where processes of this host connect to. One thread at a time.
+    """A socket to which processes of this host connect. One thread at a time.
 
     Attributes:
         name: what `PeerSocket.connect` takes; random, and in no file system.

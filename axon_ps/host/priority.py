@@ -23,7 +23,7 @@ def lower() -> None:
 
 @dataclass(frozen=True)
 class Throttle:
-    """How much of the time something works; the rest it leaves cores, memory and storage to others.
+    """The share of the time in which something works; in the rest it leaves cores, memory and storage to others.
 
     A low priority is not enough: the scheduler weighs it against the threads of the same session only.
 

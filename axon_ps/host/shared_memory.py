@@ -50,7 +50,7 @@ PAGE_BYTES = mmap.PAGESIZE
 
 
 class Access(enum.Enum):
-    """What a process may do in a segment of another."""
+    """The access that a process has to a segment of another."""
 
     READ = enum.auto()
     """Only read it."""
@@ -226,7 +226,7 @@ _libc = _load_libc()
 
 
 def owner_of(memory: Array) -> object:
-    """What lives exactly as long as memory from `create` or `receive` is mapped."""
+    """An object that lives exactly as long as memory from `create` or `receive` is mapped."""
     owner: object = memory.base
     assert isinstance(owner, _Mapping), "all the memory of a segment"
     return owner
@@ -303,7 +303,7 @@ def total_bytes() -> int:
 
 
 def available_bytes() -> int:
-    """How much memory a new segment may take: what the control group and the machine have left."""
+    """The memory that a new segment may take: as much as the control group and the machine have left."""
     limits = [_meminfo("MemAvailable:")]
     try:
         group = Path("/sys/fs/cgroup")

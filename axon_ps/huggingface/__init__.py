@@ -27,7 +27,7 @@ _OF_TRAINER = ("Trainer", "on_servers")
 
 
 def __getattr__(name: str) -> Any:
-    """What needs transformers is imported when it is used: that takes seconds."""
+    """Import transformers when it is first used: that takes seconds."""
     if name in _OF_TRAINER:
         from axon_ps.huggingface import trainer
 

@@ -111,7 +111,7 @@ def save_pretrained(
 
 
 def _files(directory: Path) -> dict[str, Path]:
-    """Which file has a tensor, by the tensor's name."""
+    """The file that has a tensor, by the tensor's name."""
     if (index := directory / INDEX).exists():
         named = json.loads(index.read_text())["weight_map"]
         return {tensor: directory / file for tensor, file in named.items()}

@@ -30,7 +30,7 @@ _logger = logging.getLogger(__name__)
 
 
 class ServersMixin:
-    """What `on_servers` adds to a trainer; see Note: [Where the servers are]."""
+    """The methods that `on_servers` adds to a trainer; see Note: [Where the servers are]."""
 
     server_plugin: ClassVar[ServerPlugin] = ServerPlugin()
 
@@ -83,7 +83,7 @@ class ServersMixin:
                 self._continues = None
 
     def _state_at(self, position: dict[str, Any]) -> Any:
-        """What a checkpoint at a position would say of the trainer, without its history."""
+        """A checkpoint's account of the trainer at a position, without its history."""
         intervals = {name: getattr(self.args, name) for name in ("logging_steps", "eval_steps", "save_steps")}
         return transformers.TrainerState(train_batch_size=self.args.train_batch_size, **intervals, **position)
 
@@ -99,7 +99,7 @@ class ServersMixin:
         return prepared
 
     def _position(self) -> dict[str, Any]:
-        """What to commit with the step that is about to be made."""
+        """The values to commit with the step that is about to be made."""
         return {POSITION: {"global_step": self.state.global_step + 1, "epoch": self.state.epoch or 0.0}}
 
     # ------------------------------------------------------------------ checkpoints

@@ -1,4 +1,4 @@
-"""How every loop here is compiled: for one thread, releasing the GIL, and to the same bits on every machine.
+"""The compilation of every loop here: for one thread, releasing the GIL, and to the same bits on every machine.
 
 There is no contraction and no reordering of floating-point operations. The compiled code is cached on disk, for each
 combination of argument types. numba compiles it again when the file of the loop has changed, but does not look at the

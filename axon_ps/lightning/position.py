@@ -1,4 +1,4 @@
-"""Where a fit is, as it commits with each step, and as Lightning's loops take it. Pure: dicts in, dicts out.
+"""The position in a fit, as it commits with each step, and as Lightning's loops take it. Pure: dicts in, dicts out.
 
 A step is made in the middle of a batch, and what commits with it must be the position after that batch. So the loops'
 progress is taken as it is and brought to where Lightning has it when it saves a checkpoint at a batch's end: the batch
@@ -41,7 +41,7 @@ def after_step(fit_loop: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def batches_used(position: Mapping[str, Any]) -> int:
-    """How many batches of the epoch under way were used."""
+    """The number of batches of the epoch under way that were used."""
     current = position[_BATCHES]["current"]
     return 0 if position[_BATCHES]["is_last_batch"] else int(current["ready"])
 
@@ -53,7 +53,7 @@ def steps_made(position: Mapping[str, Any]) -> int:
 
 
 def epochs_made(position: Mapping[str, Any]) -> int:
-    """How many epochs were completed."""
+    """The number of completed epochs."""
     return int(position["epoch_progress"]["current"]["completed"])
 
 

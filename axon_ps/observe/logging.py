@@ -23,7 +23,7 @@ ROOT = "axon_ps"
 
 
 class LogStyle(Enum):
-    """How records are written."""
+    """The format of log records."""
 
     AUTO = "auto"
     RICH = "rich"

@@ -12,7 +12,7 @@ from enum import Enum
 
 
 class Moment(Enum):
-    """Where a process is in a step.
+    """Moments of a step that a process can be at.
 
     Each is reached in one kind of process: `DECISION` and `REMOVE` in the coordinator, `CHECKPOINT` and `RESTORE` in a
     shard server, the others in a worker.

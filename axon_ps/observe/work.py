@@ -57,7 +57,7 @@ def from_measures(members: Iterable[Mapping[str, float]]) -> list[Work]:
 
 
 def process_measures(statistics: Mapping[str, float]) -> dict[str, float]:
-    """What every member measures: bytes it has sent and received, its memory, seconds of CPU it has used.
+    """The measures of every member: bytes it has sent and received, its memory, seconds of CPU it has used.
 
     Args:
         statistics: of its data plane, with the totals `bytes_in` and `bytes_out`.

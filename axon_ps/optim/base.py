@@ -1,4 +1,4 @@
-"""What every optimizer of a shard server is: names, hyperparameters, state, and one fused pass over a slice.
+"""The interface of a shard server's optimizers: names, hyperparameters, state, and one fused pass over a slice.
 
 Owns: the `UpdateRule` seam, the validation of hyperparameters, and the checks that stand between a caller's arrays
 and a compiled loop that does not look where it writes.

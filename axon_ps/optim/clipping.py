@@ -30,7 +30,7 @@ def global_norm(sums_of_squares: Iterable[float]) -> float:
 
 
 def clip_factor(total_norm: float, max_norm: float) -> float:
-    """What every gradient is multiplied by, so that its global norm is at most `max_norm`.
+    """The factor of every gradient that makes its global norm at most `max_norm`.
 
     min(1, max_norm / (total_norm + 1e-6)), as `torch.nn.utils.clip_grad_norm_`.
 

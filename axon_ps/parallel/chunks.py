@@ -1,4 +1,4 @@
-"""How a dimension is sharded among ranks: as `torch.chunk` does it, and so DTensor."""
+"""Sharding of a dimension among ranks: as `torch.chunk` does it, and so DTensor."""
 
 from __future__ import annotations
 

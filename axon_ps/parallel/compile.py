@@ -1,4 +1,4 @@
-"""What torch.compile leaves alone: functions and classes that talk to other ranks."""
+"""Functions and classes that torch.compile leaves alone: they talk to other ranks."""
 
 from __future__ import annotations
 

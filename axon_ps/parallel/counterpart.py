@@ -1,4 +1,4 @@
-"""Which optimizer of ours does what one of torch's does."""
+"""The optimizers of ours that do the same as torch's."""
 
 from __future__ import annotations
 

@@ -84,7 +84,7 @@ class MixedPrecision:
         return self.param_dtype or built
 
     def wire(self, built: torch.dtype) -> WirePrecision:
-        """What travels for a model built in `built`.
+        """The dtypes that travel for a model built in `built`.
 
         Raises:
             InvalidRequest: a dtype cannot travel, or there is no such compression.

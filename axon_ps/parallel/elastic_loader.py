@@ -134,7 +134,7 @@ class ElasticLoader:
 
     @property
     def position(self) -> Position:
-        """Where the next step begins, by the last one that was decided."""
+        """The beginning of the next step, by the last one that was decided."""
         return self._plan.current(self._read(self._runtime.committed))
 
     @property
@@ -157,7 +157,7 @@ class ElasticLoader:
                 raise Misuse(f"epoch {epoch} went by without optimizer.step(), so none of its samples has been used")
 
     def __len__(self) -> int:
-        """How many batches this worker gets in the rest of the epoch, if the members stay."""
+        """The number of batches that this worker gets in the rest of the epoch, if the members stay."""
         return sum(1 for _ in self._plan.micro_batches(self.position, self._runtime.place))
 
     def _read(self, committed: Mapping[str, str]) -> Position:
@@ -199,7 +199,7 @@ class ElasticLoader:
                 raise Misuse("another iteration over this loader has begun; go on with that one")
 
     def _next(self) -> _Given | None:
-        """What comes next; None at the end of the epoch."""
+        """The next batch; None at the end of the epoch."""
         if self._given and not self._is_undecided and not self._goes_on():
             return None
         given = self._again.popleft() if self._again else self._prefetched.next()

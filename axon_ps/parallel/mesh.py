@@ -75,7 +75,7 @@ class Mesh:
         return dict(zip(self.axes, self._position, strict=True))
 
     def size(self, *axes: str) -> int:
-        """How many ranks an axis has; of several axes, their product.
+        """The number of ranks of an axis; of several axes, their product.
 
         Raises:
             InvalidRequest: there is no such axis, or one is named twice.

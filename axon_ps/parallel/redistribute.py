@@ -58,7 +58,7 @@ class _Placement:
 
 @dataclass(frozen=True)
 class _Plan:
-    """What is to be done, all of it known before the first collective.
+    """The whole plan, known before the first collective.
 
     Attributes:
         groups: by axis.

@@ -56,7 +56,7 @@ class Round:
             self._works.append(self._start(len(self._works)))
 
     def results(self) -> Iterator[Any]:
-        """What the reductions that were started give, in order, each when it is done.
+        """The results of the reductions that were started, in order, each when it is done.
 
         Raises:
             AxonError: what one failed with.

@@ -1,4 +1,4 @@
-"""What a subscription pulls, in PyTorch: as tensors, into a module, and into an inference engine.
+"""Weights that a subscription pulls, in PyTorch: as tensors, into a module, and into an inference engine.
 
 Note: [Engines that load weights]
     vLLM's models have `load_weights(weights)`, which takes pairs of a Hugging Face name and a tensor and does with them

@@ -147,7 +147,7 @@ class RayCluster:
         self._run.start(environment, function, args, kwargs)
 
     def results(self) -> list[object]:
-        """What the function returned, by rank; None of a lost worker without which the others have finished.
+        """The function's results, by rank; None of a lost worker without which the others have finished.
 
         Raises:
             Misuse: no function runs.
@@ -172,7 +172,7 @@ class RayCluster:
         return self.results()
 
     def status(self) -> Status:
-        """What the coordinator reports of the job.
+        """The coordinator's report of the job.
 
         Raises:
             AxonError: it does not reply.

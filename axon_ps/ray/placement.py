@@ -1,4 +1,4 @@
-"""Where Ray puts things: its nodes, and placement groups that are there in time or an error that says what is missing.
+"""Nodes of Ray, and placement groups that are there in time or an error that says what is missing.
 
 A node's name in axon_ps is its Ray node id, so that the coordinator puts a backup on another Ray node than its
 primary, and workers and servers of one node, and no others, share memory.

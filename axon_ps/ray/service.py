@@ -51,7 +51,7 @@ Ready = Callable[[int], None]
 
 @dataclass(frozen=True, kw_only=True)
 class ServiceConfig:
-    """What the actors of all services need.
+    """The settings that the actors of all services need.
 
     Attributes:
         host: address to listen on.
@@ -95,7 +95,7 @@ class ServiceActor(ABC):
         """Serve until `stop` is set; call `ready` with the port."""
 
     def port(self, timeout_s: float) -> int:
-        """Where it listens, once it does.
+        """The address at which it listens, once it does.
 
         Raises:
             AxonError: it could not start.

@@ -54,7 +54,7 @@ class AxonConfig(TorchConfig):
 
     @property
     def backend_cls(self) -> type[AxonBackend]:
-        """What Ray Train makes in its controller."""
+        """The object that Ray Train makes in its controller."""
         return ElasticAxonBackend if self.elastic else AxonBackend
 
     @property

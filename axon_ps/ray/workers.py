@@ -159,7 +159,7 @@ class WorkerRun:
             self._running[rank].start()
 
     def results(self, *, absent_s: float, grace_s: float) -> list[object]:
-        """What the function returned, by rank; None of a worker that was lost and needed no more.
+        """The function's results, by rank; None of a worker that was lost and needed no more.
 
         Args:
             absent_s: how long there may be no worker at all that lives.

@@ -1,1 +1,1 @@
-"""How the contributions of several ranks become one array. See `axon_ps.reduction.ops`."""
+"""Reductions: the contributions of several ranks become one array. See `axon_ps.reduction.ops`."""

@@ -19,7 +19,7 @@ REASON_CHARS = 200
 
 
 class Operation(enum.Enum):
-    """Which collective; REFUSAL: one rank cannot make the call. See Note: [Agreement]."""
+    """The kind of collective; REFUSAL: one rank cannot make the call. See Note: [Agreement]."""
 
     ALL_REDUCE = "all_reduce"
     REDUCE = "reduce"

@@ -1,4 +1,4 @@
-"""How calls travel: channels, servers, security, deadlines, and the one map between our errors and gRPC statuses.
+"""Transport of calls: channels, servers, security, deadlines, and the one map between our errors and gRPC statuses.
 
 security    who may bind where, TLS and the job token
 channels    connections to an address         server     a listening server with health and reflection

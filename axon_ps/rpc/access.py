@@ -1,4 +1,4 @@
-"""Who may call what: the one table of RPCs, HTTP paths and roles. `axon-ps auth table` prints it.
+"""The one table of RPCs, HTTP paths and the roles that may call them. `axon-ps auth table` prints it.
 
 What is not in the table is denied to everybody, so a new RPC is closed until somebody opens it
 (`tests/unit/rpc/test_access.py` holds the table complete). Whoever holds the job's secret has every role, and is denied

@@ -104,7 +104,7 @@ class HttpServer:
 
     @property
     def url(self) -> str:
-        """Where it is reached on this machine."""
+        """The URL by which it is reached on this machine."""
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)
         return f"{'https' if self._security.server_chain(self.host) else 'http'}://{join_address(host, self.port)}/"
 

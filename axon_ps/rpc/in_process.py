@@ -167,7 +167,7 @@ class InProcessChannel:
 
 
 class _Status(NamedTuple):
-    """How a call ended."""
+    """The end of a call."""
 
     code: grpc.StatusCode
     details: str = ""
@@ -359,7 +359,7 @@ class _Call:
         return _known(self._ended().details)
 
     def trailing_metadata(self) -> Awaitable[tuple[tuple[str, str | bytes], ...]]:
-        """What came with the status; of a call that has ended."""
+        """The metadata that came with the status; of a call that has ended."""
         return _known(self._ended().trailing)
 
     def _ended(self) -> _Status:

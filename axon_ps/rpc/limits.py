@@ -1,4 +1,4 @@
-"""What one connection, and all of them, may make a server keep open or wait for. docs/limits.md has the whole table.
+"""Limits of the resources that one connection, and all of them, may take. docs/limits.md has the whole table.
 
 Of gRPC, only what it lets a server say: excess streams of a connection wait in their own client, an excess connection
 is closed before its handshake, an excess call is answered with RESOURCE_EXHAUSTED.
@@ -115,7 +115,7 @@ def max_http_connections() -> int:
 
 
 def max_bulk_calls() -> int:
-    """How many bulk calls a process makes at a time, each with its connection: a quarter of the files it may open."""
+    """The number of bulk calls of a process at a time, each with its connection: a quarter of the files it may open."""
     return min(MAX_CONNECTIONS, max_files() // 4)
 
 

@@ -64,7 +64,7 @@ class RenewedChannel:
         await self._now.channel.wait_for_state_change(last_observed_state)
 
     def newest(self) -> object:
-        """What stands for the connection that the next call is made on."""
+        """A value that stands for the connection that the next call is made on."""
         return self._newest()
 
     async def close(self, grace: float | None = None) -> None:

@@ -1,4 +1,4 @@
-"""Who may listen where, and how both ends prove who they are: TLS certificates and tokens.
+"""Rules for listening, and the proofs of identity of both ends: TLS certificates and tokens.
 
 Loopback may be plaintext. Any other address needs TLS and credentials, or an explicit `insecure`:
 
@@ -44,7 +44,7 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Security:
-    """How a server or a client secures its connections. The default is plaintext without a token, on loopback only.
+    """The security of a server's or a client's connections. The default is plaintext without a token, on loopback only.
 
     Attributes:
         token: what a client sends, and what a server lets do everything: the job's shared secret (or, of a client, a
@@ -114,11 +114,11 @@ class Security:
         return lines_of(self.token_file)
 
     def secrets(self) -> tuple[str, ...]:
-        """What must be in no log."""
+        """The secrets that must be in no log."""
         return (*self.tokens(), self.observer_token)
 
     def metadata(self) -> tuple[tuple[str, str], ...]:
-        """What a client sends with every call.
+        """The metadata that a client sends with every call.
 
         Raises:
             ConfigurationError: the token's file cannot be read or has none.

@@ -43,7 +43,7 @@ def listen(
     *,
     options: Mapping[str, int] = NO_OPTIONS,
 ) -> Server | InProcessServer:
-    """What serves at `host`: a `Server`, or at a host of this process (`rpc.in_process`) one that needs no port.
+    """A server at `host`: a `Server`, or at a host of this process (`rpc.in_process`) one that needs no port.
 
     Args:
         host, port, security, services, service_names, bulk_port, advertised_bulk_port: as of `Server`.
@@ -149,7 +149,7 @@ class Server:
         return self.port
 
     async def set_serving(self, serving: bool) -> None:
-        """What health says of the services; of the server as a whole it says SERVING until `stop`."""
+        """The health of the services; that of the server as a whole is SERVING until `stop`."""
         for name in self._names:
             await self._set_health(name, serving=serving)
 

@@ -68,7 +68,7 @@ def method_name(rpc: str) -> str:
 
 
 def service_handler(descriptor: ServiceDescriptor, servicer: object) -> grpc.GenericRpcHandler:
-    """What a `server.Server` needs to offer the service `descriptor`, performed by `servicer`.
+    """The handler with which a `server.Server` offers the service `descriptor`, performed by `servicer`.
 
     Raises:
         InternalError: the servicer lacks a method, or one streams in one direction only.
@@ -174,7 +174,7 @@ class Stub:
         return self.open(method)
 
     def credentials(self) -> object:
-        """What stands for the credentials that the next call shows; another value once there are newer ones.
+        """A value that stands for the credentials that the next call shows; another one once there are newer ones.
 
         Raises:
             ConfigurationError: the token's file cannot be read or has none.

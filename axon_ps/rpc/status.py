@@ -135,7 +135,7 @@ def status_of(error: AxonError) -> tuple[grpc.StatusCode, str, tuple[tuple[str, 
 
 
 def rpc_error(code: grpc.StatusCode, details: str, trailing: Iterable[tuple[str, str | bytes]]) -> grpc.aio.AioRpcError:
-    """What gRPC raises at a client for a status that is not OK."""
+    """The error that gRPC raises at a client for a status that is not OK."""
     return grpc.aio.AioRpcError(code, grpc.aio.Metadata(), grpc.aio.Metadata(*trailing), details=details)
 
 

@@ -175,7 +175,7 @@ class Stream:
 
     @property
     def place(self) -> str:
-        """What is called where, for errors."""
+        """The method and the address, for errors."""
         return f"{self._method} at {self._peer}"
 
     async def _messages(self) -> AsyncIterator[Any]:
@@ -216,7 +216,7 @@ class Stream:
         )
 
     def _cancelled(self) -> BaseException:
-        """What to raise for a `CancelledError`. See Note: [Whose cancellation]."""
+        """The error to raise for a `CancelledError`. See Note: [Whose cancellation]."""
         return asyncio.CancelledError() if task_is_cancelled() else self._closed()
 
     def _closed(self) -> Closed:

@@ -34,7 +34,7 @@ class Poolable(Protocol):
 
     @property
     def place(self) -> str:
-        """What is called where, for errors."""
+        """The method and the address, for errors."""
 
 
 T = TypeVar("T", bound=Poolable)

@@ -1,1 +1,1 @@
-"""How a model is cut up: layout (parameters into units), plan (units into slices on shard servers). Pure."""
+"""Cutting of a model: layout (parameters into units), plan (units into slices on shard servers). Pure."""

@@ -1,4 +1,4 @@
-"""What a model is registered with: the layout, and how it is cut and travels. Equal on every worker."""
+"""The registration of a model: the layout, its cut, and the forms in which it travels. Equal on every worker."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ class JobSpec:
         return ""
 
     def difference(self, job: JobSpec) -> str:
-        """Where this spec first differs from the one the job has, in words; empty when they are equal."""
+        """The first difference of this spec from the one the job has, in words; empty when they are equal."""
         if difference := first_difference(self.layout, job.layout):
             return difference
         for what, ours, theirs in (

@@ -97,7 +97,7 @@ class Layout:
                 raise InvalidRequest(f"unit {unit.name!r} has no parameters; leave it out of the layout")
 
     def name_of(self, unit: int) -> str:
-        """What a unit is called where people read it: its name, or its number; the root has no name."""
+        """The name of a unit for people: its name, or its number; the root has no name."""
         known = 0 <= unit < len(self.units)
         return (self.units[unit].name if known else "") or f"unit {unit}"
 
@@ -140,7 +140,7 @@ def build_unit(name: str, parameters: Sequence[tuple[str, tuple[int, ...], DType
 
 
 def first_difference(ours: Layout, theirs: Layout) -> str:
-    """Where two layouts first differ, in words; empty when they are equal."""
+    """The first difference of two layouts, in words; empty when they are equal."""
     for i, (a, b) in enumerate(zip(ours.units, theirs.units, strict=False)):
         if a.name != b.name:
             return f"unit {i} is called {a.name!r} here and {b.name!r} in the job"

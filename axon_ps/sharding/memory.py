@@ -1,4 +1,4 @@
-"""How much memory the slices of a model take on a shard server: counted before anything is allocated. Pure.
+"""The memory of a model's slices on a shard server: counted before anything is allocated. Pure.
 
 The formula is Note: [Memory of a slice] of `shard.core.slices`, with every copy counted as the primary's, since a
 backup must be able to take over. Chunks are counted, too: a layout may ask for very small ones.

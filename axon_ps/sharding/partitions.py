@@ -1,4 +1,4 @@
-"""How the workers of a node divide a unit: one contiguous partition each; and chunk sizes that suit that. Pure.
+"""Division of a unit among the workers of a node: one contiguous partition each; and chunk sizes for that. Pure.
 
 A worker that is its whole replica has one partition, the unit. A partition begins and ends where chunks do, because a
 server sums a chunk of a gradient at once. Partitions are as even as that allows; a unit of few chunks has empty ones.
@@ -21,7 +21,7 @@ _EXTRA_FRACTION = 8
 
 
 def partition_bounds(slices: Sequence[Slice], chunk_numel: int, count: int) -> tuple[int, ...]:
-    """Where the partitions of a unit begin, and at the end where the last one ends: count + 1 numbers.
+    """The beginnings of the partitions of a unit, and at the end the end of the last one: count + 1 numbers.
 
     Args:
         slices: of the unit, ascending.

@@ -1,4 +1,4 @@
-"""Which shard servers hold which slice: one primary, and backups that hold the same values. Pure.
+"""The shard servers that hold each slice: one primary, and backups that hold the same values. Pure.
 
 The plan (`sharding.plan`) cuts units into slices, once; the placement says where each slice is, and changes while the
 job runs: a backup becomes primary when its primary dies, a copy is made on another server, a slice moves. Slices are
@@ -138,7 +138,7 @@ class Placement:
         return self._map(range(len(self.holders)), lambda h: h.without(rank))
 
     def not_copying(self, rank: int) -> Placement:
-        """What a server was getting it gets no more."""
+        """Copies that a server was getting are not made any more."""
         return self._map(range(len(self.holders)), lambda h: h.without(rank) if rank in h.copying else h)
 
     def copied(self, indexes: Iterable[int], rank: int, present: Container[int]) -> Placement:
@@ -190,7 +190,7 @@ class Placement:
 
 
 def place(plan: Plan, servers: Sequence[Server], replication: int, number: int = 1) -> Placement:
-    """Where the slices of a new model are, or of one that is restored.
+    """The placement of the slices of a new model, or of one that is restored.
 
     Args:
         plan: how its units are cut. What it calls server p is the p-th of `servers`, if there are as many.

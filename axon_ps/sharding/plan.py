@@ -1,4 +1,4 @@
-"""Which shard server owns which range of which unit, and how ranges move when that changes.
+"""The ranges of units that shard servers own, and their moves when that changes.
 
 The plan is a pure function of (layout, number of servers, options), so coordinator, servers and workers each
 compute it and agree. A large unit is cut into one slice per server, of equal size to one alignment step; a small one
@@ -53,7 +53,7 @@ class Slice:
 
 @dataclass(frozen=True, kw_only=True)
 class PlanOptions:
-    """How finely units are cut.
+    """The sizes into which units are cut.
 
     Attributes:
         chunk_numel: elements of a chunk.
@@ -71,7 +71,7 @@ class PlanOptions:
 
 
 def default_options(precision: WirePrecision) -> PlanOptions:
-    """What the options of a job that names none begin with: chunks of 512 KiB to 1 MiB, whatever travels.
+    """The options of a job that names none: chunks of 512 KiB to 1 MiB, whatever travels.
 
     `partitions.even_options` then fits them to the job's layout.
 
@@ -186,7 +186,7 @@ class Move:
 
 
 def moves_into(target: Slice, new: Layout, old: Layout) -> tuple[Move, ...]:
-    """What `target`, a slice under the layout `new`, is filled from when the data lies in the layout `old`.
+    """The sources of `target`, a slice under the layout `new`, when the data lies in the layout `old`.
 
     Parameters are matched by name, so units may have been drawn differently and the model may have been wrapped
     otherwise; neighbouring moves are joined.

@@ -1,4 +1,4 @@
-"""Who waits for whom between steps: the policy of a job. Pure descriptions, equal on every worker.
+"""The policy of a job: the replicas that wait for each other between steps. Pure descriptions, equal on every worker.
 
 Owns the names and settings of the policies. Refuses to act: the coordinator admits and decides, the shard
 servers sum and apply, the wrappers in `parallel` train.
@@ -40,7 +40,7 @@ class Policy:
 
     @property
     def most_behind(self) -> int | None:
-        """How many clocks the slowest replica may be behind one that goes on; None = any number."""
+        """The number of clocks that the slowest replica may be behind one that goes on; None = any number."""
         return None
 
     @property

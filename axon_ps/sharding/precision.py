@@ -11,7 +11,7 @@ from axon_ps.types import WIRE_DTYPES, DType
 
 @dataclass(frozen=True, kw_only=True)
 class WirePrecision:
-    """What travels between workers and servers: `param` outwards, `grad` inwards.
+    """The dtypes between workers and servers: `param` outwards, `grad` inwards.
 
     Attributes:
         param: dtype of parameters; F32 when they are compressed.

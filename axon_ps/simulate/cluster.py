@@ -123,7 +123,7 @@ class Cluster:
         return self._units[unit].numel
 
     def _uses(self, group: Hosts, inward: bool, unit: int) -> dict[Resource, float]:
-        """What an element between each pair of a worker and a server takes."""
+        """The time of an element between each pair of a worker and a server."""
         servers, job, profile = self.servers, self.scenario.job, self.profile
         wire = job.sent if inward else job.reduced
         cost = profile.wires[wire]

@@ -14,7 +14,7 @@ from axon_ps.simulate.step import StepTimes, play
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """What a cluster would do.
+    """The forecast for a cluster.
 
     Attributes:
         servers: shard servers.
@@ -45,7 +45,7 @@ class Estimate:
         return self.per_hour / 3600 / self.useful_tokens_per_s * 1e6 if self.useful_tokens_per_s else float("inf")
 
     def hours(self, steps: int) -> float:
-        """How long so many steps take."""
+        """The time of so many steps."""
         return steps * self.step.step_s / 3600 / self.goodput.throughput if self.goodput.throughput else float("inf")
 
 

@@ -1,4 +1,4 @@
-"""What is left of the time when hosts die: a job's life in virtual time, with deaths drawn from a seed.
+"""The useful part of the time when hosts die: a job's life in virtual time, with deaths drawn from a seed.
 
 Owns: what a death costs. A step in which a worker dies or comes is made again by all. A worker that dies under local
 steps takes its own progress since the last outer steps with it. The death of a shard server is a pause where there is a
@@ -24,7 +24,7 @@ _DEATHS = 4000
 
 @dataclass(frozen=True, kw_only=True)
 class Goodput:
-    """What came of a job's time.
+    """The use of a job's time.
 
     Attributes:
         useful: steps of workers that count, over those that the workers which were there had time for.
@@ -36,7 +36,7 @@ class Goodput:
 
 
 def goodput(scenario: Scenario, step_s: float, *, horizon_s: float = 0.0, seed: int = 0) -> Goodput:
-    """What deaths leave.
+    """The useful part of the time after deaths.
 
     Args:
         scenario: what dies how often, and what then.
@@ -109,7 +109,7 @@ class _Life:
         return 1 / rate if self.scenario.failures.regular else self.random.expovariate(rate)
 
     def _train_until(self, then_s: float) -> None:
-        """What is disturbed at `then_s` is a step that is made again, unless steps are local."""
+        """A step that is disturbed at `then_s` is made again, unless steps are local."""
         begin_s, alive = max(self.now_s, self.paused_until_s), len(self.born)
         summed = then_s > self.begin_s
         if summed:

@@ -1,4 +1,4 @@
-"""How throughput and price change with the number of shard servers, as an SVG picture of two charts."""
+"""Throughput and price by the number of shard servers, as an SVG picture of two charts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What this library costs on a machine: measured there by `axon-ps doctor --measure`, read by `axon-ps simulate`.
+"""The costs of this library on a machine: measured there by `axon-ps doctor --measure`, read by `axon-ps simulate`.
 
 Owns: the profile's form as JSON, and `DEFAULT`, measured on two cores of an AMD EPYC at 2.6 GHz.
 """
@@ -36,7 +36,7 @@ class WireCost:
 
 @dataclass(frozen=True, kw_only=True)
 class Profile:
-    """What this library costs on a machine.
+    """The costs of this library on a machine.
 
     Attributes:
         cores: that it has.
@@ -96,7 +96,7 @@ class Profile:
         )
 
     def as_dict(self) -> dict[str, Any]:
-        """What `of` takes."""
+        """The arguments of `of`."""
         return asdict(self)
 
 

@@ -27,7 +27,7 @@ from axon_ps.types import DType
 
 @dataclass(frozen=True, kw_only=True)
 class Scenario:
-    """What is to be simulated: the whole file.
+    """The subject of a simulation: the whole file.
 
     Raises:
         InvalidRequest: a value cannot be.
@@ -130,7 +130,7 @@ class Scenario:
 
     @property
     def servers_optimizer(self) -> str:
-        """What the servers update with: under "local_steps" the outer SGD."""
+        """The optimizer of the servers: under "local_steps" the outer SGD."""
         return "sgd" if self.job.strategy == "local_steps" else self.job.optimizer
 
     @property
@@ -141,7 +141,7 @@ class Scenario:
 
     @property
     def gathered_as(self) -> DType:
-        """What parameters are once they have come: decompressed, as they are computed with."""
+        """The dtype of parameters once they have come: decompressed, as they are computed with."""
         return DTYPES.get(self.job.sent, DTYPES[self.job.compute])
 
     def buffered(self, group: Workers) -> bool:
@@ -158,7 +158,7 @@ class Scenario:
 
     @cached_property
     def spec(self) -> JobSpec:
-        """What workers would register."""
+        """The spec that workers would register."""
         dtype = DTYPES[self.job.compute]
         units = [
             build_unit(f"units.{i}", [(f"units.{i}.weight", (n,), dtype)]) for i, n in enumerate(self._unit_numels)

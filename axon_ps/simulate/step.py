@@ -75,7 +75,7 @@ class _Step:
 
 
 class _Job:
-    """What all workers share: gradients that came, updates, votes."""
+    """The state that all workers share: gradients that came, updates, votes."""
 
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster
@@ -361,7 +361,7 @@ class _LocalSteps(_Worker):
 
 @dataclass(frozen=True)
 class _Total:
-    """What had been when a step ended."""
+    """The counters at the end of a step."""
 
     now_s: float
     waits: tuple[float, ...]

@@ -106,7 +106,7 @@ class Job:
 
     @property
     def reduced(self) -> str:
-        """What gradients travel as."""
+        """The form in which gradients travel."""
         return self.reduce or self.sent
 
 

@@ -240,7 +240,7 @@ class LocalFileStore(FileStore):
         return LocalFileStore(self._path / _checked(name))
 
     def _entries(self) -> list[tuple[str, bool, bool]]:
-        """What is in it, by name: whether it is a file, and whether a directory; links count as what they lead to."""
+        """Its entries by name: True if it is a file, and if it is a directory; links count as what they lead to."""
         try:
             with self._directory() as directory, os.scandir(directory) as entries:
                 return sorted((e.name, *_kind(e)) for e in entries)
@@ -385,7 +385,7 @@ class FsspecStore(FileStore):
 
 
 def _s3_options(fsspec: Any) -> dict[str, Any]:
-    """How S3 is used, beside what the user's own fsspec configuration says; see Note: [S3 requests]."""
+    """The use of S3, beside the settings of the user's own fsspec configuration; see Note: [S3 requests]."""
     theirs = fsspec.config.conf.get("s3", {}).get("config_kwargs", {})
     ours = {
         "connect_timeout": _CONNECT_TIMEOUT_S,

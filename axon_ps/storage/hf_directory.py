@@ -128,7 +128,7 @@ def _write_dtype(config: dict[str, Any], dtype: str) -> None:
 
 
 def _divided(exports: Sequence[Export], max_file_bytes: int) -> dict[str, list[Export]]:
-    """Which file has which tensors, in their order."""
+    """The tensors of each file, in their order."""
     groups: list[list[Export]] = [[]]
     size = 0
     for export in exports:
@@ -152,7 +152,7 @@ def _write_index(store: FileStore, files: dict[str, list[Export]]) -> None:
 
 
 def _beside(like: FileStore) -> tuple[str, ...]:
-    """What a directory has beside its weights.
+    """The files of a directory beside its weights.
 
     Raises:
         InvalidRequest: it has no config.json.

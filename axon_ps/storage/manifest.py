@@ -150,7 +150,7 @@ class Manifest:
 
     @cached_property
     def plan(self) -> Plan:
-        """How units were divided into slices."""
+        """The division of units into slices."""
         return make_plan(self.layout, self.num_servers, self.options)
 
     @property
@@ -189,7 +189,7 @@ class Manifest:
         raise InvalidRequest(f"the checkpoint at {self.uri} {wanted}: it has {names}")
 
     def file_of(self, s: Slice) -> int:
-        """Which of `files` has a slice of the plan."""
+        """The file, of `files`, that has a slice of the plan."""
         return self.slices_in[self.plan.number_of(s)] if self.slices_in else s.server
 
 

@@ -30,7 +30,7 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ManifestKey:
-    """What manifests are signed with. Make it with `derive`, or `read`."""
+    """The key that signs manifests. Make it with `derive`, or `read`."""
 
     key: bytes = field(repr=False)
 
@@ -85,7 +85,7 @@ def use_key(key: ManifestKey | None, trusted: Sequence[str] = ()) -> None:
 
 
 def key_in_use() -> ManifestKey | None:
-    """What this process signs with; None = nothing."""
+    """The key with which this process signs; None = it does not."""
     return _key
 
 

@@ -384,7 +384,7 @@ class LocalCluster:
             raise AxonError(f"{process.name} had not been drained after {timeout_s:g} s:\n{process.output}")
 
     def status(self) -> Status:
-        """What the coordinator says of the job.
+        """The coordinator's status of the job.
 
         Raises:
             AxonError: it does not answer.
@@ -495,6 +495,6 @@ def _end_services(services: Sequence[Child], drained: Collection[Child]) -> list
 
 
 def _on_a_thread(call: Coroutine[Any, Any, T]) -> T:
-    """What a coroutine returns, on a loop of its own: in a notebook, the caller's thread has one that runs."""
+    """The result of a coroutine, on a loop of its own: in a notebook, the caller's thread has one that runs."""
     with concurrent.futures.ThreadPoolExecutor(1) as thread:
         return thread.submit(asyncio.run, call).result()

@@ -63,7 +63,7 @@ class LocalEtcd:
 
     @property
     def address(self) -> str:
-        """What `--state etcd:` is followed by."""
+        """The text after `--state etcd:`."""
         return ",".join(self.endpoints)
 
     def __enter__(self) -> LocalEtcd:

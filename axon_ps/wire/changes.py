@@ -21,7 +21,7 @@ _BITS: Final = {2: np.uint16, 4: np.uint32}
 
 
 def encode_changes(old: Array, new: Array) -> bytes | None:
-    """What makes `new` of `old`; None where that is no smaller than `new` itself.
+    """The change that makes `new` of `old`; None where that is no smaller than `new` itself.
 
     Args:
         old: wire[n], contiguous.

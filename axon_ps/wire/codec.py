@@ -219,7 +219,7 @@ def membership_from_proto(message: membership_pb2.MembershipEvent) -> Membership
 
 
 def placement_to_proto(placement: Placement) -> placement_pb2.Placement:
-    """Where a model's slices are, as a message."""
+    """The placement of a model's slices, as a message."""
     made = {h: placement_pb2.SliceHolders(complete=h.complete, copying=h.copying) for h in placement.counts}
     return placement_pb2.Placement(
         number=placement.number,
@@ -230,7 +230,7 @@ def placement_to_proto(placement: Placement) -> placement_pb2.Placement:
 
 
 def placement_from_proto(message: placement_pb2.Placement) -> Placement:
-    """Where a model's slices are.
+    """The placement of a model's slices.
 
     Raises:
         InvalidRequest: a slice has no holder, or units are cut over no server, or over more than there may be.
@@ -501,12 +501,12 @@ def decision_from_proto(message: session_pb2.DecisionEvent) -> Decision:
 
 
 def turn_to_proto(turn: Turn) -> common_pb2.Turn:
-    """Whose step it is, as a message."""
+    """The replica and clock of a step, as a message."""
     return common_pb2.Turn(replica=turn.replica, clock=turn.clock, slowest_clock=turn.slowest_clock)
 
 
 def turn_from_proto(message: common_pb2.Turn) -> Turn:
-    """Whose step it is, from a message."""
+    """The replica and clock of a step, from a message."""
     return Turn(replica=message.replica, clock=message.clock, slowest_clock=message.slowest_clock)
 
 

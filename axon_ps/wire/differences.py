@@ -23,7 +23,7 @@ _newest: deque[tuple[Membership | None, Message, Membership]] = deque(maxlen=4)
 
 
 def difference_to_proto(before: Membership, now: Membership) -> membership_pb2.MembershipDifference | None:
-    """What has changed between two memberships of a job; None where that is more than half of it."""
+    """The changes between two memberships of a job; None where they are more than half of it."""
     workers, workers_gone = _changes(before.workers, now.workers)
     shards, shards_gone = _changes(before.shards, now.shards)
     finished, finished_gone = _ends(before.finished, now.finished)
@@ -90,7 +90,7 @@ def _changes(before: Sequence[Member], now: Sequence[Member]) -> tuple[list[Memb
 
 
 def _ends(before: Sequence[Member], now: Sequence[Member]) -> tuple[Sequence[Member], int]:
-    """What was added at the end, and how many were taken from the beginning."""
+    """The items that were added at the end, and the number of those taken from the beginning."""
     first = now[0] if now else None
     gone = next((i for i, m in enumerate(before) if m == first), len(before))
     retained = before[gone:]

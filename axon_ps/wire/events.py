@@ -47,7 +47,7 @@ class Welcome:
 
 @dataclass(frozen=True, kw_only=True)
 class JobState:
-    """What a model of the job is made of.
+    """The parts of a model of the job.
 
     Attributes:
         model: its number.
@@ -259,7 +259,7 @@ class Connectivity:
 
 @dataclass(frozen=True, kw_only=True)
 class JoinRequest:
-    """What a member sends about itself when it joins.
+    """A member's data about itself when it joins.
 
     Attributes:
         job: name of the job it wants to join.
@@ -445,7 +445,7 @@ class Registered:
 
 @dataclass(frozen=True, kw_only=True)
 class RevokeReply:
-    """What a revocation has done.
+    """The effects of a revocation.
 
     Attributes:
         names: the ids and serial numbers that are revoked.
@@ -485,7 +485,7 @@ class CheckpointReply:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelStatus:
-    """What a model of the job looks like now.
+    """The present state of a model of the job.
 
     Attributes:
         model: its number.
@@ -527,7 +527,7 @@ class JobPhase(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointStatus:
-    """What is known of a job's checkpoints. Since when: in seconds before the reply.
+    """A job's checkpoints, as far as they are known. Times are in seconds before the reply.
 
     Attributes:
         uri: the newest that was written, whoever asked for it; empty = none is known.
@@ -552,7 +552,7 @@ class CheckpointStatus:
 
 @dataclass(frozen=True, kw_only=True)
 class Status:
-    """What the job looks like now.
+    """The present state of the job.
 
     Attributes:
         job: its name.

@@ -110,7 +110,7 @@ def decode_bulk(kind: type[Bulk], data: bytes | memoryview) -> tuple[Bulk, memor
 
 
 class Target(Generic[Bulk]):
-    """Where payloads go while their messages are received: to memory that the header tells, without a copy.
+    """Destinations of payloads while their messages are received: memory that the header tells, without a copy.
 
     It is what `rpc.stream.Stream.read` takes, which may not ask: then `decode` gives the payload as it came.
 
@@ -126,7 +126,7 @@ class Target(Generic[Bulk]):
         self._header: Bulk | None = None
 
     def __call__(self, first: memoryview, size: int) -> tuple[int, memoryview] | None:
-        """Where the payload begins, and the memory for it, by the first bytes of a message of `size` bytes."""
+        """The beginning of the payload, and the memory for it, by the first bytes of a message of `size` bytes."""
         found = _split(self._kind, first, size)
         if found is None:
             return None

@@ -1,4 +1,4 @@
-"""What a training script reports of its progress, as it is in the job's store. Pure."""
+"""A training script's report of its progress, as it is in the job's store. Pure."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Report:
         return dataclasses.replace(report, steps=None) if exceeded else report
 
     def left_s(self, now: float) -> float | None:
-        """How long the rest will take, if it goes on like this, in seconds; None = that cannot be known.
+        """The time that the rest will take, if it goes on like this, in seconds; None = that cannot be known.
 
         Args:
             now: the time, in seconds since 1970.

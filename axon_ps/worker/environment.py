@@ -93,7 +93,7 @@ LAUNCHERS = (TORCHRUN, OPEN_MPI, SLURM, HYDRA)
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchInfo:
-    """Which worker of how many this process is, by its launcher's variables.
+    """The rank of this process, and the number of workers, by its launcher's variables.
 
     Attributes:
         launcher: the program that started it; None = unknown.
@@ -113,7 +113,7 @@ class LaunchInfo:
 
 
 def launch_info(env: Mapping[str, str]) -> LaunchInfo:
-    """Which worker this process is, by the first launcher whose variables are set.
+    """The rank of this process, by the first launcher whose variables are set.
 
     Raises:
         ConfigurationError: a variable is malformed, or the rank is none of that many workers.
@@ -139,7 +139,7 @@ def launch_info(env: Mapping[str, str]) -> LaunchInfo:
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerConfig:
-    """How one worker joins its job.
+    """The configuration of one worker.
 
     Attributes:
         coordinator: "host:port" of the coordinator.
@@ -212,7 +212,7 @@ def _http_port(env: Mapping[str, str], local_rank: int) -> int | None:
 
 
 def tracing_of(env: Mapping[str, str]) -> TracePolicy:
-    """Which steps are traced, and how their spans are sent. (OpenTelemetry reads its other variables itself.)
+    """The steps that are traced, and their exporter. (OpenTelemetry reads its other variables itself.)
 
     Raises:
         ConfigurationError: a variable is malformed.
@@ -285,7 +285,7 @@ def port_of(env: Mapping[str, str]) -> int:
 
 
 def shards_of(env: Mapping[str, str]) -> int:
-    """How many shard servers workers start where there are none; 0 = one per node."""
+    """The number of shard servers that workers start where there are none; 0 = one per node."""
     return _integer(env, "AXON_PS_SHARDS", 0, least=1)
 
 
@@ -312,7 +312,7 @@ def _seconds(env: Mapping[str, str], name: str, default: float) -> float:
 
 
 def _tasks_here(env: Mapping[str, str]) -> int:
-    """How many tasks of a Slurm step run on this node, of a list such as "2(x3),1"; 0 = not given."""
+    """The number of tasks of a Slurm step that run on this node, of a list such as "2(x3),1"; 0 = not given."""
     counts: list[int] = []
     for item in filter(None, env.get("SLURM_STEP_TASKS_PER_NODE", "").split(",")):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", item)

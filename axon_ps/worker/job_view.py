@@ -134,7 +134,7 @@ class JobView:
             return result[0]
 
     def waiting_for(self) -> str:
-        """What the job is waiting for, to be added to the message of a time-out; empty when it has all members."""
+        """The reasons why the job waits, to be added to the message of a time-out; empty when it has all members."""
         if self.known is None or self.known.complete:
             return ""
         return f"; the job is waiting for {self.known.waiting_for}"

@@ -226,7 +226,7 @@ class Models:
         return total
 
     def histograms(self) -> dict[str, Histogram]:
-        """How long gathers, pushes, votes and steps of all models took."""
+        """The times of gathers, pushes, votes and steps of all models."""
         with self._view.changed:
             clients = list(self._clients.values())
         total: dict[str, Histogram] = {}
@@ -236,7 +236,7 @@ class Models:
         return total
 
     def measures(self) -> dict[str, float]:
-        """What heartbeats carry: bytes from and to the servers, memory, the version that this worker is at."""
+        """The measures in heartbeats: bytes from and to the servers, memory, the version that this worker is at."""
         measures = process_measures(statistics := self.statistics())
         measures["retries"] = statistics.get("retries", 0.0)
         with self._view.changed:

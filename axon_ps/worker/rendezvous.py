@@ -1,4 +1,4 @@
-"""Where all workers of a job wait for each other, by the coordinator: also those that have just joined."""
+"""The rendezvous of all workers of a job, by the coordinator: also of those that have just joined."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ _FILE = "model.safetensors"
 
 
 class Saved(Protocol):
-    """What saves itself in a directory: a configuration or a tokenizer of transformers."""
+    """An object that saves itself in a directory: a configuration or a tokenizer of transformers."""
 
     def save_pretrained(self, save_directory: str | Path) -> object:
         """Write it there."""
@@ -157,7 +157,7 @@ class Subscription:
 
     @property
     def values(self) -> Values | None:
-        """What was pulled last, with the model's layout; None before."""
+        """The weights that were pulled last, with the model's layout; None before."""
         return self._subscriber.values
 
     def export(self, directory: str | Path, *also: Saved) -> Path:

@@ -1,4 +1,4 @@
-"""What a world is of: a worker that is a process, here, or one that is a thread (`mock_job`)."""
+"""The worker of a world: a process, here, or a thread (`mock_job`)."""
 
 from __future__ import annotations
 

@@ -225,7 +225,7 @@ class World:
 
     @property
     def num_replicas(self) -> int:
-        """How many replicas contribute gradients."""
+        """The number of replicas that contribute gradients."""
         return self.membership.num_replicas
 
     @property
@@ -253,7 +253,7 @@ class World:
 
     @property
     def lease_s(self) -> float:
-        """How long a member may be silent before it is lost, in seconds."""
+        """The time for which a member may be silent before it is lost, in seconds."""
         return self._coordinator.lease_s
 
     @property

@@ -77,7 +77,7 @@ class GroupHandle:
 
 @dataclass(frozen=True, kw_only=True)
 class Buffers:
-    """What one rank of a collective sends from and receives into. Arrays are 1-D, contiguous, of the call's dtype.
+    """The arrays that one rank of a collective sends from and receives into: 1-D, contiguous, of the call's dtype.
 
     Attributes:
         source: the array to send from.

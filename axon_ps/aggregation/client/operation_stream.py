@@ -69,7 +69,7 @@ class OperationStream:
 
     @property
     def place(self) -> str:
-        """Which RPC at which address, for errors."""
+        """The RPC and the address, for errors."""
         return self._stream.place
 
     async def _await_end(self) -> None:

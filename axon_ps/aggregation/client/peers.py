@@ -103,7 +103,7 @@ class Peers:
         return server in self._members
 
     async def stub(self, server: int, connection: int, deadline: Deadline) -> Stub:
-        """How to reach a shard server, once it is a member.
+        """The client of a shard server, once that is a member.
 
         Raises:
             Timeout: it was not in time.

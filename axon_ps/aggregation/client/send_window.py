@@ -1,4 +1,4 @@
-"""How far a rank's uploads may be ahead of its downloads. Pure arithmetic; the client does the waiting.
+"""The window of a rank: its uploads may be so far ahead of its downloads. Pure arithmetic; the client does the waiting.
 
 Note: [Send window]
     The streams of several ranks into one server do not share its network card evenly, nor are servers served evenly. A
@@ -30,7 +30,7 @@ what a rank sends does not come back there, or not evenly."""
 
 
 class SendWindow:
-    """How much one rank has sent and received on every stripe.
+    """The bytes that one rank has sent and received on every stripe.
 
     Args:
         plans: by stripe, what it sends and receives.

@@ -1,4 +1,4 @@
-"""How data flows between the participants of an operation that all ranks agreed on.
+"""The flow of data between the participants of an operation that all ranks agreed on.
 
 `Reduction` combines what ranks send; `Forwarding` and `PointToPoint` send it on as it is. All use a rank's message as
 soon as they can. Until then it is pending, and the rank's stream is not read further. Memory is bounded: one pending

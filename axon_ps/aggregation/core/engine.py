@@ -205,7 +205,7 @@ class CollectiveEngine:
         return woken
 
     def statistics(self) -> dict[str, float]:
-        """How many operations there were, memory in use, groups with anything under way, and streams in operations."""
+        """Counts of operations, memory in use, groups with anything under way, and streams in operations."""
         counters = {f"collective_{name}": float(value) for name, value in self._counters.items()}
         purposes = ("pending", "sums", "queued", "mailbox")
         memory = {f"collective_{name}_bytes": float(self.memory.bytes[name]) for name in purposes}

@@ -1,4 +1,4 @@
-"""How a collective is spread over shard servers, and in which segments its data travels. Pure; both ends compute it.
+"""The cut of a collective into stripes over shard servers, and their segments. Pure; both ends compute it.
 
     shape legend: n = ranks of the group, k = shard servers of the job, m = stripes of the operation, m <= k
 
@@ -78,7 +78,7 @@ class StripeSegment:
 
 @dataclass(frozen=True, kw_only=True)
 class StripePlan:
-    """What one rank sends and receives on one stripe of a collective.
+    """The elements that one rank sends and receives on one stripe of a collective.
 
     Attributes:
         call: what all ranks agree on.
@@ -177,7 +177,7 @@ class StripePlan:
                     yield (partition, *self._range(self.input_counts[partition]))
 
     def _range(self, count: int, partition: int = 0) -> tuple[int, int]:
-        """What this stripe has of the `count` elements of a partition."""
+        """The elements of this stripe among the `count` of a partition."""
         if self.owners:
             return 0, count if self.owners[partition] == self.stripe else 0
         return count * self.stripe // self.stripes, count * (self.stripe + 1) // self.stripes

@@ -1,1 +1,1 @@
-"""What `axon-ps run` is made of: services and workers as child processes, their lines on one terminal, restarts."""
+"""The parts of `axon-ps run`: services and workers as child processes, their lines on one terminal, restarts."""

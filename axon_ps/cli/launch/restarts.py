@@ -1,4 +1,4 @@
-"""How often and after which pause a process of `axon-ps run` is started again. Pure: time is passed in.
+"""The number of restarts of a process of `axon-ps run`, and the pause before each. Pure: time is passed in.
 
 One rule for workers and shard servers: at once the first time, then after 1, 2, 4, ... `MAX_PAUSE_S`. A process that
 has run for `STEADY_S` failed for another reason than its predecessors: the pauses begin anew.
@@ -55,6 +55,6 @@ class Restarts:
         self._began_s = now
 
     def described(self, how: str, pause_s: float) -> str:
-        """What is done, for the console: "it is started again in 2 s (restart 3 of 5)"."""
+        """The decision, for the console: "it is started again in 2 s (restart 3 of 5)"."""
         pause = f" in {pause_s:g} s" if pause_s else ""
         return f"{how}{pause} (restart {self.count} of {self.limit})"

@@ -57,7 +57,7 @@ class Workers:
         return [p.process for p in self._places if p.exhausted or not self._launch.max_restarts]
 
     def history(self, process: Process) -> str:
-        """How often it was restarted, as text; empty when it was not."""
+        """The number of its restarts, as text; empty when there were none."""
         restarts = next((p.restarts.count for p in self._places if p.process is process), 0)
         return f" after {restarts} restart{'s' * (restarts > 1)}" if restarts else ""
 

@@ -1,1 +1,1 @@
-"""What one sees in a terminal: bars of long work, `status --watch`, `top`. Knows `rich`; decides nothing."""
+"""Views in a terminal: bars of long work, `status --watch`, `top`. Knows `rich`; decides nothing."""

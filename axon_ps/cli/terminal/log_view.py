@@ -22,7 +22,7 @@ _LEVEL_COLOURS: Final = ((logging.ERROR, 31), (logging.WARNING, 33))
 
 @dataclass(frozen=True, kw_only=True)
 class Wanted:
-    """Which records are shown.
+    """The records that are shown.
 
     Attributes:
         level: the lowest, as Python's logging has it.

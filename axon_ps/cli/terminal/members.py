@@ -1,4 +1,4 @@
-"""What members measure, out of the status of a job."""
+"""The measures of members, out of the status of a job."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ASK_S: Final = 0.5
 
 
 def measures_of(counters: Mapping[str, float], role: Role) -> dict[int, dict[str, float]]:
-    """What the members of a role measure, by rank; the status has it as "role/rank/name"."""
+    """The measures of a role's members, by rank; the status has them as "role/rank/name"."""
     found: dict[int, dict[str, float]] = {}
     for key, value in counters.items():
         of_role, _, rest = key.partition("/")

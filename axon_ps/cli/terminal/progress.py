@@ -47,7 +47,7 @@ class Progress:
         self._thread: threading.Thread | None = None
 
     def line(self) -> str:
-        """How far it is, as text: what, bytes, per cent, rate and time left, as far as they are known."""
+        """Its progress as text: name, bytes, per cent, rate and time left, as far as they are known."""
         done, total = self._work.done_bytes, self._work.total_bytes
         rate = done / max(1e-9, self._clock() - self._began_s)
         fields = [f"{size(done)} of {size(total)} ({100 * done // total} %)" if total else size(done)]

@@ -50,7 +50,7 @@ def progress_line(report: Report, now: float, *, steps_per_s: float = 0.0, over:
 
 
 def checkpoint_lines(known: CheckpointStatus) -> list[str]:
-    """What is known of the job's checkpoints, as text."""
+    """The state of the job's checkpoints, as text."""
     lines = []
     if known.uri:
         took = f", written in {known.took_s:.3g} s" if known.took_s else ""

@@ -29,7 +29,7 @@ def top(*, settings: Settings) -> None:
 
 
 async def _snapshot(settings: Settings, console: Console) -> None:
-    """What there is now, once: standard output or input is no terminal."""
+    """Print the present state once: standard output or input is no terminal."""
     from axon_ps.cli.terminal.feed import followed
     from axon_ps.cli.terminal.top_view import rendered
     from axon_ps.cli.terminal.watched_job import WatchedJob

@@ -1,4 +1,4 @@
-"""What `axon-ps top` draws: as many lines as there are, the most important first."""
+"""The lines of `axon-ps top`: as many as there is space for, the most important first."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def _head(state: WatchedJob, status: status_pb2.StatusReply, address: str, width
 
 
 def _position(state: WatchedJob) -> str:
-    """How far the training script is, by its own report, and how long the rest will take."""
+    """The progress of the training script, by its own report, and the time that the rest will take."""
     report = None if state.status is None else state.as_status().progress
     if report is None or not report.steps:
         return ""

@@ -1,4 +1,4 @@
-"""What is known of a job, out of its feed: for `axon-ps top` and `status --watch`. Pure."""
+"""The known state of a job, out of its feed: for `axon-ps top` and `status --watch`. Pure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a backend is: the collectives of one group of ranks, over flat arrays.
+"""The interface of backends: the collectives of one group of ranks, over flat arrays.
 
 A `Backend` moves and reduces bytes; it knows no tensors, no shapes, no `Work` and no default deadlines. `ProcessGroup`
 is the layer above: it turns users' arrays into flat ones, numbers the calls, and runs one call of a group after the

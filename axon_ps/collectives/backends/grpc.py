@@ -167,7 +167,7 @@ class GrpcBackend(Backend):
 
 
 def _buffers(request: Request, rank: int, world_size: int) -> Buffers:
-    """Which range of which array is sent, and where received data goes."""
+    """The range of an array that is sent, and the place of received data."""
     call, data, output = request.call, request.data, request.output
     nowhere = [0] * world_size
     match call.operation:

@@ -23,7 +23,7 @@ _MARK = 0xA5
 
 
 def numel(world_size: int) -> int:
-    """How many bytes a header has."""
+    """The size of a header, in bytes."""
     return _DIGEST_BYTES + _TEXT_BYTES + 16 * world_size + 1
 
 

@@ -63,7 +63,7 @@ class Request:
     input_counts: tuple[int, ...] = ()
 
     def lengths(self, rank: int) -> tuple[int | None, int | None]:
-        """How long `data` and `output` must be on `rank`; None = it must not be there."""
+        """The lengths of `data` and `output` on `rank`; None = it must not be there."""
         call = self.call
         operation, counts = call.operation, call.counts
         if operation in _ONE_COUNT:
@@ -166,7 +166,7 @@ def check_message(data: Array, dtype: DType, peer: int, tag: int, world_size: in
 
 
 def partition_starts(counts: Sequence[int]) -> list[int]:
-    """Where partitions of these lengths begin when they lie one after the other."""
+    """The offsets of partitions of these lengths that lie one after the other."""
     return list(accumulate(counts, initial=0))[:-1]
 
 

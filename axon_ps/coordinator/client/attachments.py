@@ -1,4 +1,4 @@
-"""What this worker attaches to the job's checkpoints, and what it finds there after a restore.
+"""Attachments of this worker to the job's checkpoints, and those that it finds there after a restore.
 
 It is in the coordinator's key-value store (`coordinator.attachments`), so a worker needs no access to the checkpoint.
 """
@@ -84,7 +84,7 @@ class Attachments:
         self._loop.run(self._coordinator.kv_delete(header_key(key), self._timeout_s), self._timeout_s)
 
     def header(self, key: str) -> Header:
-        """What is known of one; without parts where there is none."""
+        """The record of one; without parts if there is none."""
         return Header.of(self._loop.run(self._coordinator.kv_get(header_key(key), self._timeout_s), self._timeout_s))
 
     def read(self, key: str) -> bytes | None:

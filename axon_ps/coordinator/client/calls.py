@@ -49,7 +49,7 @@ class Calls(ABC):
 
     @abstractmethod
     def context(self) -> common_pb2.CallContext:
-        """Who calls."""
+        """The context of a call: the caller."""
 
     @abstractmethod
     async def _connected(self, deadline: Deadline) -> Stub:

@@ -52,7 +52,7 @@ class OperatorClient(Calls):
         self._stub: Stub | None = None
 
     def context(self) -> common_pb2.CallContext:
-        """Who calls: an operator has no incarnation."""
+        """The context of a call: an operator has no incarnation."""
         return common_pb2.CallContext(job=self._job)
 
     async def close(self) -> None:
@@ -67,7 +67,7 @@ class OperatorClient(Calls):
         await self.close()
 
     async def watch(self) -> AsyncGenerator[watch_pb2.WatchEvent | AxonError, None]:
-        """What happens in the job, as it happens, until it is closed (`contextlib.aclosing`). No end by itself.
+        """The job's events as they happen, until it is closed (`contextlib.aclosing`). No end by itself.
 
         Yields:
             Events of the feed; one that `begins` makes all before it void. When the feed breaks, the error; then it is
@@ -91,7 +91,7 @@ class OperatorClient(Calls):
             await asyncio.sleep(AGAIN_S)
 
     async def logs(self, history: str = "", after: float = 0.0, wait_s: float = 0.0) -> logs_pb2.LogsReply:
-        """What the job's processes have logged, a page of it.
+        """A page of the lines that the job's processes have logged.
 
         Args:
             history: of the reply before; empty = none.

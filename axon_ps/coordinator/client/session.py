@@ -607,7 +607,7 @@ async def _events(stream: Stream) -> AsyncIterator[ServerEvent]:
 
 
 def _join_request(client: CoordinatorClient) -> JoinRequest:
-    """What a client says when it joins."""
+    """The request with which a client joins."""
     return JoinRequest(
         job=client.job,
         incarnation=client.incarnation,

@@ -1,4 +1,4 @@
-"""How a member of a live session learns that another coordinator leads: it asks the others, now and then.
+"""The search for another leader by the member of a live session: it asks the other coordinators now and then.
 
 A leader that is frozen or cut off does not end its sessions, and a connection's keepalive takes 15 s to notice. The
 next leader answers at once, and none does that while another one may lead (see `storage.state_store.base`). So if two

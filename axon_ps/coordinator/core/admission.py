@@ -1,4 +1,4 @@
-"""Which rank a joining process gets. Pure.
+"""The ranks that joining processes get. Pure.
 
 Workers: while the job assembles, ranks are those below its world size; later any number may join. A standby only takes
 a free rank below the world size, so it has none until the job has lost a worker. Shard servers: always exactly

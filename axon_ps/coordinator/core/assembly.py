@@ -54,7 +54,7 @@ ANNOUNCE_S: Final = 1e-3
 
 
 class Forming:
-    """Who has joined since the last generation; see Note: [Joining together].
+    """The members that have joined since the last generation; see Note: [Joining together].
 
     Attributes:
         joined: their sessions.
@@ -131,7 +131,7 @@ class Assembly:
 
     @property
     def needed_workers(self) -> int:
-        """How many workers it takes to make a step; a worker that has finished needs no replacement."""
+        """The number of workers that a step takes; a worker that has finished needs no replacement."""
         least = self._config.min_workers
         needed = min(least, self.world_size) if self.was_complete and least is not None else self.world_size
         return min(needed, self.world_size - self._vacant)
@@ -318,7 +318,7 @@ class Assembly:
         return records.job_record(self.state_id, self._config.job, self.world_size, self._config.num_shards)
 
     def pending(self) -> list[str]:
-        """What the job waits for, as text."""
+        """The reasons why the job waits, as text."""
         return self.stepping.pending() if self.membership.complete else [self.membership.waiting_for]
 
     # ------------------------------------------------------------------ the membership

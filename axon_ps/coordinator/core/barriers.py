@@ -145,7 +145,7 @@ class Barriers:
         return min((self._waiting.next_deadline(), *(b.fails_s for b in self._barriers.values())))
 
     def pending(self, membership: Membership) -> list[str]:
-        """What barriers wait for, as text."""
+        """The reasons why barriers wait, as text."""
         return [_waiting(key[0], self._missing(key, b, membership)) for key, b in list(self._barriers.items())[:16]]
 
     def _missing(self, key: Key, barrier: _Barrier, membership: Membership) -> str:

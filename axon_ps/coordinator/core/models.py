@@ -112,7 +112,7 @@ class Model:
         )
 
     def state(self, shards: list[Member], *, full: bool = False) -> JobState:
-        """What members get of it; the layout only when `full`."""
+        """The state that members get of it; the layout only when `full`."""
         return replace(self.registration.state(shards, self.version, full=full), committed=self.committed)
 
     @property
@@ -261,7 +261,7 @@ class Models:
         return any(m.registration.still_held_by(incarnation, m.version) for m in self)
 
     def message_prefix(self, model: Model) -> str:
-        """How a message about a model begins: with its name; empty where the job has only one."""
+        """The beginning of a message about a model: its name; empty where the job has only one."""
         return f"model {model.name!r}: " if len(self._models) > 1 else ""
 
     def find_or_create(self, name: str) -> Model:

@@ -46,7 +46,7 @@ _MessageT = TypeVar("_MessageT", bound=Message)
 
 @dataclass
 class ParameterState:
-    """Who holds a model's parameters.
+    """The holders of a model's parameters.
 
     Attributes:
         epoch: how often it was restored.
@@ -164,7 +164,7 @@ def committed_record(model: int, values: Mapping[str, str]) -> Record:
 
 
 def parameters_record(model: int, parameters: ParameterState) -> Record:
-    """Which servers hold a model's parameters."""
+    """The record of the servers that hold a model's parameters."""
     message = state_pb2.ParametersRecord(
         epoch=parameters.epoch,
         initialized=parameters.initialized,
@@ -239,7 +239,7 @@ def retained(decisions: Sequence[Decision], newest: Decision) -> list[Decision]:
 
 
 def revocations_record(reasons: Mapping[str, str]) -> Record:
-    """What is revoked, and why."""
+    """The record of revoked names, with reasons."""
     return _record("revocations", revocation_pb2.RevocationsEvent(reasons=reasons))
 
 

@@ -116,7 +116,7 @@ class Registration:
         self.place(placement)
 
     def new_placement(self, spec: JobSpec, servers: Sequence[Server], replication: int) -> Placement:
-        """Where the slices of a spec are to be, if all begins anew."""
+        """The placement of a spec's slices, if all begins anew."""
         return place(spec.plan(self.num_shards), servers, replication, self.placement_number + 1)
 
     # ------------------------------------------------------------------ where the slices are
@@ -128,7 +128,7 @@ class Registration:
 
     @property
     def placement(self) -> Placement:
-        """Where the slices are; only of a registered model."""
+        """The placement of the slices; only of a registered model."""
         assert self.parameters.placement is not None
         return self.parameters.placement
 
@@ -195,7 +195,7 @@ class Registration:
         return True
 
     def described(self, report: Corrupted, server: str) -> str:
-        """What memory failed, as text."""
+        """The memory that failed, as text."""
         assert self.spec is not None
         s = self.spec.plan(self.num_shards).numbered[report.slice]
         blocks = ", ".join(f"{array} from element {begin} to {end}" for array, begin, end in report.blocks)
@@ -427,7 +427,7 @@ class Registration:
         return next((rank for rank, holder in self.parameters.holders.items() if holder == incarnation), None)
 
     def state(self, shards: Sequence[Member], version: int, *, full: bool) -> JobState:
-        """What members get; the layout only when `full`."""
+        """The state that members get; the layout only when `full`."""
         p = self.parameters
         return JobState(
             spec=self.spec if full else None,
@@ -513,7 +513,7 @@ def covering(optimizer: OptimizerSpec, hypers: Sequence[Hyper]) -> OptimizerSpec
 
 
 def _optimizer_difference(ours: OptimizerSpec, job: OptimizerSpec, spec: JobSpec) -> str:
-    """Where two optimizers first differ, as text; empty when they are equal."""
+    """The first difference of two optimizers, as text; empty when they are equal."""
     if ours.name != job.name:
         return f"it is {ours.name} here and {job.name} in the job"
     if len(ours.groups) != len(job.groups):

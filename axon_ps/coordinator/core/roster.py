@@ -60,7 +60,7 @@ class RosterEntry:
 
     @property
     def name(self) -> str:
-        """What errors call this member: "worker 3 (node a)"."""
+        """The name of this member in errors: "worker 3 (node a)"."""
         return name_of(self.member)
 
     @property
@@ -81,12 +81,12 @@ _MAX_NAMED: Final = 4
 
 
 def name_of(member: Member) -> str:
-    """What errors call a member: "worker 3 (node a)"."""
+    """The name of a member in errors: "worker 3 (node a)"."""
     return f"{NOUN[member.role]} {member.rank} (node {member.node})"
 
 
 def names_of(members: Sequence[Member]) -> str:
-    """What errors call several; a long list is cut."""
+    """The names of several members in errors; a long list is cut."""
     named = ", ".join(name_of(member) for member in members[:_MAX_NAMED])
     return named if len(members) <= _MAX_NAMED else f"{named} and {len(members) - _MAX_NAMED} more"
 
@@ -121,7 +121,7 @@ class Roster:
         return [entry for _, entry in sorted(self._by_rank[role].items())]
 
     def count(self, role: Role) -> int:
-        """How many members of a role there are."""
+        """The number of members of a role."""
         return len(self._by_rank[role])
 
     def at(self, role: Role, rank: int) -> RosterEntry | None:

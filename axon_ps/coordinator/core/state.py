@@ -566,7 +566,7 @@ class CoordinatorState:
         return tuple((m.number, m.registration.parameters.epoch, m.version) for m in self._models)
 
     def longest_wait(self, now: float) -> tuple[float, str]:
-        """How long workers have waited for others in the current step, in seconds, and for whom, as text."""
+        """The seconds that workers have waited for others in the current step, and these others, as text."""
         return self._members.stragglers.longest_wait(now)
 
     def step_of(self, name: str) -> tuple[int, int]:

@@ -119,7 +119,7 @@ class Waiting:
         return "" if known is None else known[0]
 
     def timeout_s(self, call: int) -> float:
-        """How long a call waits."""
+        """The time for which a call waits."""
         return self._calls[call][1]
 
     def late(self, now: float) -> Iterator[int]:

@@ -1,4 +1,4 @@
-"""What a host's members connect to as if it were the coordinator."""
+"""The server to which a host's members connect as if it were the coordinator."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ class Upstream:
         self._random = random.Random()
 
     def calls(self) -> MultiplexedClient:
-        """What makes calls on the present session.
+        """The client that makes calls on the present session.
 
         Raises:
             Unreachable: there is none.

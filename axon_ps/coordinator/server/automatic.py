@@ -102,7 +102,7 @@ class AutomaticCheckpoints:
 
     @property
     def _epochs(self) -> list[tuple[int, int]]:
-        """Which models there are, and how often each was restored."""
+        """The models, and the number of restores of each."""
         return [(number, epoch) for number, epoch, _ in self._shell.state.position]
 
     @property

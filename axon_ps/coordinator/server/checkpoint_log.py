@@ -1,4 +1,4 @@
-"""What a coordinator knows of its job's checkpoints: the newest one, the newest failure, and what goes on."""
+"""A coordinator's knowledge of its job's checkpoints: the newest one, the newest failure, and those under way."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class CheckpointLog:
         self.next: Callable[[], str] = str
 
     def status(self) -> CheckpointStatus:
-        """What is known now."""
+        """The present knowledge."""
         newest, now = self._newest, self._now()
         return dataclasses.replace(
             newest,

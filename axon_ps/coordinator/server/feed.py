@@ -59,7 +59,7 @@ class Message:
 
 @dataclass(frozen=True)
 class Tick:
-    """What is new since the tick before, and everything that is known, if a reader wants it."""
+    """The news since the tick before, and everything that is known, if a reader wants it."""
 
     number: int
     increment: Message

@@ -153,7 +153,7 @@ def find_complete(uri: str, specs: Mapping[str, JobSpec], wanted: Sequence[str] 
 
 
 def begin(uri: str, specs: Mapping[str, JobSpec], name: str) -> Resume | None:
-    """What the model `name` begins with, in a job that resumes from the checkpoint at `uri`; None: its own values.
+    """The first values of the model `name` in a job that resumes from the checkpoint at `uri`; None: its own.
 
     None, with a warning, where the job has several models and the checkpoint lacks this one.
 
@@ -181,7 +181,7 @@ def _named(names: Iterable[str]) -> str:
 
 
 def info_of(manifest: Manifest) -> CheckpointReply:
-    """What a checkpoint is, from its manifest."""
+    """The description of a checkpoint, from its manifest."""
     several = len(manifest.sections) > 1
     return CheckpointReply(
         uri=manifest.uri,

@@ -1,4 +1,4 @@
-"""Which checkpoints of a directory remain: those written last; what was half-written or half-removed goes.
+"""The checkpoints of a directory that remain: those written last. Half-written and half-removed ones are removed.
 
 Blocking I/O: call it in a thread. Owns: the names of the directories that the job writes by itself, `step-N`. Refuses:
 to touch any other directory, and the files of a checkpoint that has a manifest.
@@ -25,7 +25,7 @@ Damaged = Callable[[str, AxonError], None]
 
 
 def uri_of(directory: str, version: int) -> str:
-    """Where the job writes the checkpoint of a version by itself."""
+    """The place of the checkpoint that the job writes of a version by itself."""
     return f"{directory.rstrip('/')}/{_PREFIX}{version:010d}"
 
 

@@ -127,7 +127,7 @@ class CoordinatorServicer:
 
     @property
     def audit(self) -> AuditLog:
-        """Where it is recorded who has changed the job."""
+        """The log of those who have changed the job."""
         return self._shell.audit
 
     def refused(self, path: str, credentials: auth.Credentials, peer: str, error: AxonError) -> None:
@@ -291,7 +291,7 @@ class CoordinatorServicer:
         raise InvalidRequest(f"a session's message is {kind or 'empty, or of a newer version'}; it is not understood")
 
     def _caller(self, context: common_pb2.CallContext) -> Caller:
-        """Who calls, if its credentials may be that member's.
+        """The caller, if its credentials may be that member's.
 
         Raises:
             PermissionDenied: they name the rank of another one.
@@ -478,7 +478,7 @@ class CoordinatorServicer:
         return self._shell.statistics()
 
     def histograms(self) -> dict[str, Histogram]:
-        """How long the job's steps took."""
+        """The times of the job's steps."""
         return {"step": self._shell.state.history.step_seconds}
 
     async def trace(self, request: trace_pb2.TraceRequest, context: Any) -> trace_pb2.TraceReply:
@@ -493,7 +493,7 @@ class CoordinatorServicer:
         return status_to_proto(self._shell.status())
 
     async def watch(self, context: ServerStream) -> None:
-        """What happens in the job, as it happens."""
+        """The job's events as they happen."""
         request = await _first(context, "a WatchRequest")
         if request is EOF:
             return
@@ -503,7 +503,7 @@ class CoordinatorServicer:
                 await context.write(message.encoded)
 
     async def logs(self, request: logs_pb2.LogsRequest, context: Any) -> logs_pb2.LogsReply:
-        """What the job's processes have logged, a page of it."""
+        """A page of the lines that the job's processes have logged."""
         self._shell.state.callers.check(self._caller(request.context))
         deadline_s = self._shell.now() + min(_timeout(request.wait_s), MAX_LOGS_WAIT_S)
         if self._log_readers >= MAX_READERS:
@@ -551,7 +551,7 @@ def _with_credentials(role: Role, request: JoinRequest, state: CoordinatorState)
 
 @contextlib.contextmanager
 def _refusing(sessions: Sequence[Session]) -> Iterator[None]:
-    """What is wrong with a message of some members ends their sessions."""
+    """An error in a message of some members ends their sessions."""
     try:
         yield
     except Exception as error:
@@ -595,7 +595,7 @@ def _caller(context: common_pb2.CallContext) -> Caller:
 
 
 def _timeout(timeout_s: float) -> float:
-    """How long a call waits; negative or not a number is an error, 0 is no wait at all."""
+    """The time for which a call waits; negative or not a number is an error, 0 is no wait at all."""
     if not timeout_s >= 0 or math.isnan(timeout_s):
         raise InvalidRequest(f"timeout_s is {timeout_s}; it must be 0 or more, or inf")
     return timeout_s

@@ -243,7 +243,7 @@ class Shell:
         return self.state.statistics(self.status(), self.now()) | {"audit_lost": float(self.audit.lost)}
 
     def take_logs(self) -> None:
-        """What this process has logged becomes part of the job's log.
+        """Add the lines that this process has logged to the job's log.
 
         Raises:
             Broken: the coordinator is stopping.

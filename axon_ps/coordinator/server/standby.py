@@ -1,4 +1,4 @@
-"""What a coordinator does while another one leads: it refuses calls, with the leader's address, and tries to lead."""
+"""A coordinator while another one leads: it refuses calls, with the leader's address, and tries to lead."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Switch:
         return {"leads": 0.0} if self.servicer is None else self.servicer.statistics()
 
     def histograms(self) -> dict[str, Histogram]:
-        """How long the job's steps took, while we lead."""
+        """The times of the job's steps, while we lead."""
         return {} if self.servicer is None else self.servicer.histograms()
 
     def __getattr__(self, method: str) -> Callable[..., Awaitable[Any]]:

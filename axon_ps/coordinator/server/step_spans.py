@@ -21,7 +21,7 @@ MAX_ATTEMPTS: Final = 256
 
 @dataclass
 class _Attempt:
-    """What came in about an attempt.
+    """The reports that came about an attempt.
 
     Attributes:
         events: what, and when.

@@ -1,4 +1,4 @@
-"""Where a job's curves go: TensorBoard, Weights & Biases, MLflow, or a logger of your own.
+"""Targets of a job's curves: TensorBoard, Weights & Biases, MLflow, or a logger of your own.
 
     world.log_to(lambda: TensorBoardLogger("runs/one"), hyperparams={"lr": 3e-4})
     ...

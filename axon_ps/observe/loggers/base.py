@@ -1,4 +1,4 @@
-"""What a logger is: three methods, by Lightning's names."""
+"""The interface of loggers: three methods, by Lightning's names."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ def _bound(seconds: float) -> str:
 
 
 class Exposition:
-    """What `/metrics` serves.
+    """The answer to `/metrics`.
 
     Args:
         sources: what is read, at every scrape.

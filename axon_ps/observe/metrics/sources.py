@@ -1,4 +1,4 @@
-"""Where the metrics of this process are read: a weak list of everything whose `.statistics()` are to be seen.
+"""Sources of this process's metrics: a weak list of everything whose `.statistics()` are to be seen.
 
 Registering costs a list entry; nothing is read before somebody asks. An object that is freed is seen no more.
 """

@@ -1,4 +1,4 @@
-"""What every number of a `.statistics()` is called as a metric, of which kind it is, and what it means. The one table.
+"""The one table of metrics: for every number of a `.statistics()` its name, its kind and its meaning.
 
 A statistic without a row is exported as `axon_ps_undescribed`, and fails `tests/unit/observe/test_metrics_table.py`.
 

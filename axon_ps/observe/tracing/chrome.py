@@ -23,7 +23,7 @@ _LABELS: Final = ("unit", "worker")
 
 @dataclass(frozen=True, kw_only=True)
 class MemberSpans:
-    """What a member has recorded.
+    """The spans that a member has recorded.
 
     Attributes:
         member: its name: "worker 0".

@@ -66,7 +66,7 @@ class OtlpExporter:
         self._processor.on_end(self._converted(span))
 
     def statistics(self) -> dict[str, float]:
-        """How many spans were exported, refused by the collector or lost on the way, and dropped for want of room."""
+        """Counts of spans: exported, refused by the collector or lost on the way, and dropped for want of space."""
         counted = self._counted
         return {
             "spans_exported": float(counted.exported),

@@ -102,7 +102,7 @@ class Span:
 
     @property
     def duration_ns(self) -> int:
-        """How long it took."""
+        """Its duration."""
         return max(0, self.end_ns - self.start_ns)
 
     def add(self, name: str, amount: float) -> None:

@@ -30,7 +30,7 @@ _UNTRACED: Final = nullcontext()
 
 @dataclass(frozen=True, kw_only=True)
 class TracePolicy:
-    """Which steps are traced and exported.
+    """The steps that are traced and exported.
 
     Attributes:
         every: one in so many; 0 = none.

@@ -1,4 +1,4 @@
-"""How one c10d operation is performed: in which thread, with which handle, by itself or coalesced.
+"""One c10d operation: the thread that performs it, its handle, alone or coalesced.
 
 Owns: that a blocking operation runs in its caller's thread, and an asynchronous one on the group's own. Refuses: to
 know which operation it is.

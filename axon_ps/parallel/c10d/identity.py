@@ -1,4 +1,4 @@
-"""Who a group of ours is to torch.distributed: its name, its place among its members, its devices, what it can do.
+"""A group of ours to torch.distributed: its name, its place among its members, its devices, its abilities.
 
 Owns: every question that torch asks about a group without calling a collective, in Python and in C++. Refuses: to
 communicate.
@@ -22,7 +22,7 @@ CPU = torch.device("cpu")
 
 
 class Identity:
-    """What torch asks `AxonProcessGroup` without a collective.
+    """The questions of torch to `AxonProcessGroup` that need no collective.
 
     Args:
         rank: our position.

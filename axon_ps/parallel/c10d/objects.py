@@ -101,7 +101,7 @@ def _encoded(obj: Any, group: AxonProcessGroup) -> bytes:
 
 
 def _caller() -> tuple[str, bool]:
-    """Which of torch's functions is being called, and whether it is a collective. Slow: for messages alone."""
+    """The torch function that is being called, and True if it is a collective. Slow: for messages alone."""
     frame = inspect.currentframe()
     while frame is not None:
         name = frame.f_code.co_name

@@ -75,7 +75,7 @@ class AxonProcessGroup(Identity, CoalescedCollectives, dist.ProcessGroup):  # ty
 
     @property
     def options(self) -> Any:
-        """What `split_group` passes on."""
+        """The arguments that `split_group` passes on."""
         return Backend.Options(BACKEND, timedelta(seconds=self._performer.timeout_s))
 
     def _get_sequence_number_for_group(self) -> int:

@@ -45,7 +45,7 @@ _SIGN_BIT = -(1 << 63)
 
 @dataclass(frozen=True)
 class TensorReduction:
-    """How tensors of one dtype are reduced by one operation.
+    """The reduction of tensors of one dtype by one operation.
 
     Attributes:
         op: what the group does with the buffers.
@@ -117,7 +117,7 @@ class TensorReduction:
             flat.copy_(reduced)
 
     def numel(self, numel: int) -> int:
-        """How many elements a buffer has for `numel` of the user's."""
+        """The number of elements of a buffer for `numel` of the user's."""
         if not self.results_fit or self.dtype is torch.uint64:
             return numel
         return native_numel(numel, self.dtype)

@@ -145,7 +145,7 @@ class KVStore(Store):
             self.set(key, value)
 
     def num_keys(self) -> int:
-        """How many keys this store has."""
+        """The number of keys in this store."""
         return int(self._world.kv_get(self._key(_COUNT)) or b"0")
 
     # ------------------------------------------------------------------ about it
@@ -156,7 +156,7 @@ class KVStore(Store):
 
     @property
     def timeout(self) -> timedelta:
-        """How long `get` and `wait` wait."""
+        """The time for which `get` and `wait` wait."""
         return timedelta(seconds=self._timeout_s)
 
     def has_extended_api(self) -> bool:

@@ -34,7 +34,7 @@ def nothing() -> None:
 
 @dataclass(frozen=True)
 class Buffer:
-    """Where a result goes.
+    """The tensors that a result goes to.
 
     Attributes:
         flat: T[numel]: what is to be written.
@@ -55,7 +55,7 @@ def native(flat: Tensor) -> Tensor:
 
 
 def native_numel(numel: int, dtype: torch.dtype) -> int:
-    """How many elements `native` makes of `numel` elements."""
+    """The number of elements that `native` makes of `numel` elements."""
     if dtype in NATIVE:
         return numel
     return numel * (2 if dtype.is_complex else dtype.itemsize)

@@ -100,7 +100,7 @@ class AxonWork(C10dWork):
         return self._ended.is_set() and self._error is None
 
     def exception(self) -> BaseException | None:
-        """What it failed with; None when it went well or has not ended."""
+        """The error with which it failed; None when it went well or has not ended."""
         return self._error
 
     def result(self) -> Any:
@@ -186,7 +186,7 @@ class CoalescedWork(C10dWork):
         return all(work.is_success() for work in self._works)
 
     def exception(self) -> BaseException | None:
-        """What the first that failed failed with."""
+        """The error of the first that failed."""
         return next((e for work in self._works if (e := work.exception()) is not None), None)
 
     def result(self) -> list[Tensor]:

@@ -137,7 +137,7 @@ def from_plain(tree: Any) -> Any:
 
 
 def _values(state: Mapping[str, Any]) -> dict[str, Any]:
-    """What is to be written of each object."""
+    """The values to be written of each object."""
 
     def value_of(given: Any) -> Any:
         if isinstance(given, torch.Generator):
@@ -352,7 +352,7 @@ class Section:
 
 
 class StateFile:
-    """What a worker's file has.
+    """The content of a worker's file.
 
     Args:
         tree: the JSON.

@@ -1,1 +1,1 @@
-"""How a bucket of gradients is averaged over the ranks: as it is, or compressed."""
+"""Averaging of a bucket of gradients over the ranks: as it is, or compressed."""

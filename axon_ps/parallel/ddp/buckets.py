@@ -154,7 +154,7 @@ class GradientBucket:
 def assign(
     tensors: Sequence[Tensor], order: Iterable[int], *, first_bytes: int, bucket_bytes: int
 ) -> list[tuple[int, ...]]:
-    """Which tensors are in one bucket: neighbours in `order` of one dtype and device, up to so many bytes.
+    """The tensors of each bucket: neighbours in `order` of one dtype and device, up to so many bytes.
 
     The first bucket of each kind is small so that communication begins early (Li et al., "PyTorch Distributed",
     https://arxiv.org/abs/2006.15704, section 3.2.2), and each has room for twice as much as the one before it, so

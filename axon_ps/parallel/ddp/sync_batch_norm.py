@@ -241,7 +241,7 @@ class _Normalise(torch.autograd.Function):
 
 
 def _accurate(x: torch.Tensor) -> torch.dtype:
-    """What sums of x are computed in."""
+    """The dtype in which sums of x are computed."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 

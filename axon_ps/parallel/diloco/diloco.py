@@ -350,7 +350,7 @@ class DiLoCo:
             self._end()
 
     def _gather_json(self, what: str, value: Any) -> list[Any]:
-        """What each worker says, by rank."""
+        """The report of each worker, by rank."""
         return world_of(self._group).gather_json(value, name=f"axon_ps/diloco/{self.name}/{what}")
 
     def pull(self) -> None:
@@ -439,7 +439,7 @@ class DiLoCo:
 
     @property
     def spec(self) -> JobSpec:
-        """What the model, or its first fragment, was registered with."""
+        """The spec with which the model, or its first fragment, was registered."""
         return self._fragments[0].spec
 
     @property

@@ -76,7 +76,7 @@ class Push:
 
 @dataclass(frozen=True, kw_only=True)
 class Ended:
-    """How an outer step has ended.
+    """The end of an outer step.
 
     Attributes:
         decision: the coordinator's.

@@ -1,4 +1,4 @@
-"""What a wrapped model is made of, by its strategy: first values, units, sources of parameters, the runtime.
+"""The parts of a wrapped model, by its strategy: first values, units, sources of parameters, the runtime.
 
 The one place that knows which strategy takes which source and which runtime; from then on nobody asks.
 """

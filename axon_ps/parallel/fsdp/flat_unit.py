@@ -65,7 +65,7 @@ from axon_ps.worker.steps.ticket import Ticket
 
 
 class UnitState(enum.Enum):
-    """What `flat` has, and what is under way; see Note: [States of a unit]."""
+    """The states of `flat`, and of a gather that is under way; see Note: [States of a unit]."""
 
     SHARDED = (False, False, False)
     GATHERING = (False, True, False)

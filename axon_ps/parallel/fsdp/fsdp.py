@@ -255,12 +255,12 @@ class FullyShardedDataParallel(ShardedValues):
 
     @property
     def spec(self) -> JobSpec:
-        """What the model was registered with: layout, wire dtypes, chunk sizes."""
+        """The spec with which the model was registered: layout, wire dtypes, chunk sizes."""
         return self._wrapping.spec
 
     @property
     def name(self) -> str:
-        """What the job calls the model; what it was given under NO_SHARD, where the job knows of none."""
+        """The job's name for the model; under NO_SHARD, of which the job does not know, the name that was given."""
         return self._wrapping.name
 
     @property
@@ -445,7 +445,7 @@ class FullyShardedDataParallel(ShardedValues):
         return self._runtime.statistics()
 
     def memory_estimate(self) -> FSDPMemoryStats:
-        """What this worker's memory will be at the peak of a step, by strategy; `stats` has the formulas."""
+        """The memory of this worker at the peak of a step, by strategy; `stats` has the formulas."""
         runtime, wrapping, layout = self._runtime, self._wrapping, self.spec.layout
         built, compute = wrapping.built, wrapping.precision.compute(wrapping.built)
         trainable, state_bytes = max(1, layout.trainable_numel), runtime.optimizer_bytes
@@ -472,7 +472,7 @@ class FullyShardedDataParallel(ShardedValues):
         )
 
     def memory_stats(self) -> MemoryStats:
-        """What the parameters and the gradients on their way take in this worker's memory, and took at most."""
+        """The memory of the parameters, and of gradients on their way, in this worker: now and at most."""
         s = self._runtime.statistics()
         return MemoryStats(
             peak_memory_mb=s["peak_memory_bytes"] / stats.MIB,
@@ -481,7 +481,7 @@ class FullyShardedDataParallel(ShardedValues):
 
     @property
     def runtime(self) -> Runtime:
-        """What drives it; for optimizers."""
+        """The runtime that drives it; for optimizers."""
         return self._runtime
 
 

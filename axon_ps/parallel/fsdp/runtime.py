@@ -1,4 +1,4 @@
-"""What happens when, in one wrapped model: gather before use, reshard after, push when complete, step at the end.
+"""The order of acts in one wrapped model: gather before use, reshard after, push when complete, step at the end.
 
 The hooks (`hooks.py`) call the runtime at autograd's events; the runtime decides; `FlatUnit` moves the bytes.
 

@@ -103,7 +103,7 @@ class GatheredUnit(Protocol):
 
 
 class ParameterSource(ABC):
-    """How the values of a unit come.
+    """The way in which the values of a unit come.
 
     Args:
         steps: whose version the values must have.
@@ -158,7 +158,7 @@ class ParameterSource(ABC):
 
 
 class _GatheringSource(ParameterSource):
-    """Whoever makes the steps gathers, into `flat` or into a buffer.
+    """A source that gathers by the object that makes the steps, into `flat` or into a buffer.
 
     Args:
         steps: gathers.

@@ -1,4 +1,4 @@
-"""What a wrapped model needs to make steps: implemented by `StepClient`, and by `NodeSteps` for a node's workers."""
+"""The needs of a wrapped model to make steps: implemented by `StepClient`, and by `NodeSteps` for a node's workers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Position: TypeAlias = tuple[int, int]
 
 @dataclass(frozen=True, kw_only=True)
 class Standing:
-    """What samples are dealt by; read at one moment.
+    """The facts by which samples are dealt; read at one moment.
 
     Attributes:
         generation: the members among whom they are dealt.
@@ -70,7 +70,7 @@ class JobMembers(Protocol):
 
 
 class View(Protocol):
-    """What is known of the model; see `ModelView`."""
+    """The state of the model that is known; see `ModelView`."""
 
     @property
     def job(self) -> JobMembers:
@@ -78,7 +78,7 @@ class View(Protocol):
 
     @property
     def epoch(self) -> int:
-        """How often the parameters were replaced from outside."""
+        """The number of times that the parameters were replaced from outside."""
 
     @property
     def asked_epoch(self) -> int:
@@ -103,14 +103,14 @@ def position_of(view: View, *, trainable: bool) -> Position:
 
 
 class ParameterSteps(Protocol):
-    """Where parameters come from."""
+    """The client that gathers parameters."""
 
     def gather(self, unit: int, out: Any) -> Pending:
         """Fill `out` with a unit: an array; a tensor in device memory where a node's groups are."""
 
 
 class GradientSteps(Protocol):
-    """Where gradients go."""
+    """The client that takes gradients."""
 
     def push(self, unit: int, grad: Any, ticket: Ticket, done: Callable[[], None] | None = None) -> Pending:
         """Give this worker's gradient of a unit, scaled by 1 / `ticket.num_replicas`: an array, or None; a tensor in
@@ -122,15 +122,15 @@ class Steps(Protocol):
 
     @property
     def view(self) -> View:
-        """What is known of the model."""
+        """The state of the model that is known."""
 
     @property
     def parameters(self) -> ParameterSteps:
-        """Where parameters come from."""
+        """The client that gathers parameters."""
 
     @property
     def gradients(self) -> GradientSteps:
-        """Where gradients go."""
+        """The client that takes gradients."""
 
     def register_optimizer(self, optimizer: OptimizerSpec) -> None:
         """Give the job its optimizer."""
@@ -198,4 +198,4 @@ class ServerSteps(Steps, Protocol):
 
     @property
     def parameters(self) -> ServerParameters:
-        """Where parameters come from."""
+        """The client that gathers parameters."""

@@ -12,7 +12,7 @@ from axon_ps.types import Member
 
 
 class ShardingStrategy(enum.Enum):
-    """Which parameters stay on a worker, what it moves, and where the step happens.
+    """Parameters that stay on a worker, the bytes that it moves, and the place of the step.
 
     FULL_SHARD (ZeRO-3): parameters are resharded after each use; a unit is gathered before its forward and again before
     its backward, its gradient is pushed, the step happens on the servers.
@@ -45,7 +45,7 @@ class ShardingStrategy(enum.Enum):
 
 
 class CPUOffload(enum.Enum):
-    """What is in host memory between uses.
+    """The arrays that are in host memory between uses.
 
     NONE: nothing beyond the strategy. FULL_SHARD then gathers a unit from the servers twice a step.
 
@@ -118,7 +118,7 @@ def checked_policy(policy: Policy, strategy: ShardingStrategy, offload: CPUOfflo
 
 
 def checked_node_size(size: int | None, strategy: ShardingStrategy, members: Sequence[Member]) -> int:
-    """How many workers share a unit inside a node; 1 but for HYBRID_SHARD.
+    """The number of workers that share a unit inside a node; 1 but for HYBRID_SHARD.
 
     Args:
         size: as given; None = as many as a node has.

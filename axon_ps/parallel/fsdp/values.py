@@ -105,7 +105,7 @@ class ShardedValues(ModuleWrapper):
         return (p for p in self.parameters() if p in managed)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
-        """What `to()`, `cuda()`, `half()` and their like do: to buffers and ignored parameters as of any module.
+        """The acts of `to()`, `cuda()`, `half()` and their like: on buffers and ignored parameters as of any module.
 
         Raises:
             Misuse: it would move or cast sharded parameters.
@@ -288,7 +288,7 @@ class ShardedValues(ModuleWrapper):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        """What `load_state_dict()` of a module calls in which this one is; every worker must call that."""
+        """The hook of `load_state_dict()` of a module that this one is in; every worker must call that."""
         ours = {name: state_dict.pop(name) for name in list(state_dict) if name.startswith(prefix)}
         try:
             keys = self.load_state_dict({n.removeprefix(prefix): value for n, value in ours.items()}, strict=False)

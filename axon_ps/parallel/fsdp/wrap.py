@@ -1,4 +1,4 @@
-"""How a model is wrapped, and which parameters form which unit: from a module tree to a `Layout`.
+"""Wrapping of a model: the units that its parameters form, from a module tree to a `Layout`.
 
 The unit of a parameter is the innermost module around it that is a unit; what is in none belongs to the root. A
 parameter that is reachable from two units (tied weights) belongs to the root, which is unsharded during all of forward
@@ -59,7 +59,7 @@ class WrappedUnit:
 
 @dataclass(frozen=True, kw_only=True)
 class Wrapping:
-    """How a model is wrapped.
+    """The options with which a model is wrapped.
 
     Attributes:
         group: the workers that train it.
@@ -90,7 +90,7 @@ class Wrapping:
     counters: Counters = field(default_factory=Counters)
 
     def compute_of(self, unit: Unit) -> torch.dtype:
-        """What the parameters of a unit compute in."""
+        """The dtype in which the parameters of a unit compute."""
         return self.precision.compute(TORCH_DTYPES[unit.parameters[0].dtype])
 
     @property

@@ -55,7 +55,7 @@ class Edge(NamedTuple):
 
 @dataclass(frozen=True)
 class Message:
-    """What a stage sends to a neighbour.
+    """The message of a stage to a neighbour.
 
     Attributes:
         tensors: outputs, or gradients of those outputs that need one.

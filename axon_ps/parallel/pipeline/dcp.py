@@ -24,7 +24,7 @@ from axon_ps.parallel.pipeline.pipeline import Pipeline
 
 
 class OptimizerState:
-    """What DCP calls a `Stateful`: it is given to `dcp.save` and `dcp.load` in a dict, like a module.
+    """A `Stateful` by DCP's protocol: it is given to `dcp.save` and `dcp.load` in a dict, like a module.
 
     An optimizer that is to be loaded must have its state: take a step with zero gradients first.
 

@@ -1,4 +1,4 @@
-"""What all ranks of a pipeline exchange at once: arguments, statuses, outputs, timelines.
+"""Exchanges of all ranks of a pipeline at once: arguments, statuses, outputs, timelines.
 
 Owns: small values as headers of fixed size, and the collectives over them. Refuses: messages between two stages, which
 are `channel`'s. Every function is collective over the group it is given.
@@ -44,7 +44,7 @@ def pack(value: Any) -> np.ndarray[Any, np.dtype[np.uint8]]:
 
 
 def unpack(header: np.ndarray[Any, np.dtype[np.uint8]]) -> Any:
-    """What `pack` was given."""
+    """The value that `pack` was given."""
     return value_of_json(header.tobytes().rstrip(b"\0"), "a header")
 
 

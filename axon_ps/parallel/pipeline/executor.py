@@ -21,7 +21,7 @@ from axon_ps.parallel.pipeline.timeline import Span
 
 @dataclass(kw_only=True)
 class Step:
-    """What a step works on and what comes of it, on one rank.
+    """The data and the results of a step, on one rank.
 
     Attributes:
         table: the rank's actions.
@@ -159,14 +159,14 @@ class Executor:
 
 
 def _arriving(action: Action) -> Edge | None:
-    """Where an action's message comes from: over boundary -1 the microbatches, over the last nothing (the loss)."""
+    """The source of an action's message: over boundary -1 the microbatches, over the last nothing (the loss)."""
     if action.kind is Kind.FORWARD:
         return Edge(False, action.stage - 1)
     return None if action.kind is Kind.BACKWARD_WEIGHT else Edge(True, action.stage)
 
 
 def _leaving(action: Action) -> Edge | None:
-    """Where what an action computed goes."""
+    """The target of an action's result."""
     if action.kind is Kind.FORWARD:
         return Edge(False, action.stage)
     return None if action.kind is Kind.BACKWARD_WEIGHT else Edge(True, action.stage - 1)

@@ -1,4 +1,4 @@
-"""How many microbatches' activations a rank holds at once: formulas, and what was measured.
+"""The number of microbatches whose activations a rank holds at once: formulas, and measurements.
 
 Unit: one microbatch at one stage, from the begin of its forward to the end of its backward.
 """

@@ -259,7 +259,7 @@ class Pipeline(nn.Module):
         return single(output) if output else None
 
     def memory_stats(self) -> PipelineMemoryStats:
-        """How many microbatches this rank had in memory at once in the last `step` (or inference).
+        """The number of microbatches that this rank had in memory at once in the last `step` (or inference).
 
         Raises:
             Misuse: there was no step.
@@ -269,7 +269,7 @@ class Pipeline(nn.Module):
         return PipelineMemoryStats(peak_activations=step.peak, peak_by_stage=step.peak_by_stage, expected=expected)
 
     def timeline(self) -> Timeline:
-        """Who computed what when in the last `step` (or inference), of all ranks, on every rank. Collective.
+        """The computations of the last `step` (or inference) with their times, of all ranks, on every rank. Collective.
 
         Ranks on one host share a clock. Clocks of different hosts are compared by when a barrier returns, which is as
         exact as a message is fast.

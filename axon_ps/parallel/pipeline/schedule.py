@@ -49,7 +49,7 @@ class PipelineSchedule(StrEnum):
 
 
 class Kind(StrEnum):
-    """What an action computes."""
+    """The computation of an action."""
 
     FORWARD = "F"
     BACKWARD = "B"
@@ -112,7 +112,7 @@ def check(schedule: PipelineSchedule, ranks: int, microbatches: int) -> None:
 def actions(
     schedule: PipelineSchedule, owner: Sequence[int], rank: int, microbatches: int, *, training: bool = True
 ) -> tuple[Action, ...]:
-    """What a rank computes, in order.
+    """The computations of a rank, in order.
 
     Args:
         schedule: which.
@@ -181,7 +181,7 @@ def _looped(local: Sequence[int], rank: int, ranks: int, microbatches: int, *, s
 
 
 def needs(action: Action, stages: int) -> tuple[tuple[Kind, int], ...]:
-    """What must be done for the same microbatch before: kind (any backward counts as B) and stage."""
+    """The actions for the same microbatch that must come before: kind (any backward counts as B) and stage."""
     kind, stage, _ = action
     if kind is Kind.FORWARD:
         return ((Kind.FORWARD, stage - 1),) if stage else ()
@@ -192,6 +192,6 @@ def needs(action: Action, stages: int) -> tuple[tuple[Kind, int], ...]:
 
 
 def gives(action: Action) -> tuple[Kind, int]:
-    """What others may wait for once it is done, in the terms of `needs`."""
+    """The events that it completes for others, in the terms of `needs`."""
     kind = Kind.BACKWARD if action.kind is Kind.BACKWARD_INPUT else action.kind
     return kind, action.stage

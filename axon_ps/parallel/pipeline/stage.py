@@ -69,7 +69,7 @@ class PipelineStage:
 
     @property
     def live(self) -> int:
-        """How many microbatches are in memory."""
+        """The number of microbatches in memory."""
         return len(self._live)
 
     def clear(self) -> None:
@@ -191,7 +191,7 @@ class Chain(nn.Sequential):
     """
 
     def forward(self, *inputs: Any) -> Any:
-        """What the last module returns."""
+        """The outputs of the last module."""
         output: Any = inputs
         for module in self:
             output = module(*output) if isinstance(output, tuple) else module(output)
@@ -221,7 +221,7 @@ def torch_version() -> tuple[int, int]:
 
 
 def as_tuple(output: Any, what: str = "a stage's output") -> Tensors:
-    """What a stage returned, or was given, as a tuple.
+    """The outputs of a stage, or its inputs, as a tuple.
 
     Raises:
         InvalidRequest: it is neither a tensor nor a tuple or list of tensors.

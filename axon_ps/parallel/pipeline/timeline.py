@@ -1,4 +1,4 @@
-"""Who computed what when: `Timeline`, as it was recorded, or as a table of actions would run.
+"""The computations of a step with their times: `Timeline`, as recorded, or as a table of actions would run.
 
 Owns: the bubble fraction, pictures in text, the simulation. Refuses: to measure; the executor does.
 
@@ -75,7 +75,7 @@ class Timeline:
         return [s for s in self.spans if s.rank == rank]
 
     def busy_s(self, rank: int) -> float:
-        """How long a rank computed."""
+        """The time for which a rank computed."""
         return sum(s.end_s - s.begin_s for s in self.of(rank))
 
     @property

@@ -111,7 +111,7 @@ def clip_grad_norm(
 
 
 def _term(grad: torch.Tensor, norm_type: float) -> torch.Tensor:
-    """What a gradient adds: its norm to the power, or its largest element. f32[]."""
+    """The part of a gradient in the norm: its norm to the power, or its largest element. f32[]."""
     if grad.numel() == 0:
         return torch.zeros((), dtype=torch.float32, device=grad.device)
     norm: torch.Tensor = torch.linalg.vector_norm(grad.detach(), norm_type, dtype=torch.float32)

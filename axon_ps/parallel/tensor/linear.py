@@ -42,7 +42,7 @@ L = TypeVar("L", bound="ParallelLinear")
 
 
 class ParallelLinear(TensorParallelModule):
-    """What the two layers have in common: parameters, first values, conversion.
+    """The common part of the two layers: parameters, first values, conversion.
 
     Attributes:
         in_features, out_features: of the full layer.

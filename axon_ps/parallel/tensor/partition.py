@@ -1,4 +1,4 @@
-"""How a dimension of a parameter is sharded among the ranks of a group, and drawing a shard of a full matrix.
+"""Sharding of a dimension of a parameter among the ranks of a group, and drawing a shard of a full matrix.
 
 Invariants:
 - Shards are those of `torch.chunk`, which are DTensor's too: all but the last ranks have ceil(size / n), the last ones
@@ -38,17 +38,17 @@ class Partition:
 
     @property
     def counts(self) -> tuple[int, ...]:
-        """How much each rank has."""
+        """The size of each rank's shard."""
         return counts_of(self.size, self.num_shards)
 
     @property
     def begin(self) -> int:
-        """Where this rank's shard begins."""
+        """The beginning of this rank's shard."""
         return sum(self.counts[: self.index])
 
     @property
     def length(self) -> int:
-        """How much this rank has."""
+        """The size of this rank's shard."""
         return self.counts[self.index]
 
     def shard_of(self, full: torch.Tensor) -> torch.Tensor:

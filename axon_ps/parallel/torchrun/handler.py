@@ -83,7 +83,7 @@ class CoordinatorBackend(RendezvousBackend):
 
     @property
     def name(self) -> str:
-        """What torchrun calls it."""
+        """The name by which torchrun calls it."""
         return NAME
 
     def get_state(self) -> tuple[bytes, Token] | None:
@@ -187,7 +187,7 @@ def _await_coordinator(keys: OperatorKeys, address: str) -> None:
 
 
 def _calling(call: Callable[[], T]) -> T:
-    """What a call returns; our errors as torch's."""
+    """The result of a call; our errors as torch's."""
     try:
         return call()
     except AxonError as error:

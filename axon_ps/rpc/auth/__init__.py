@@ -1,4 +1,4 @@
-"""Who calls: identities and roles, tokens, the job's authority and its certificates, and what a server makes of them.
+"""Callers: identities and roles, tokens, the job's authority and its certificates, and a server's checks of them.
 
 identity      roles, and SPIFFE IDs
 tokens        the job's secret, and the tokens of roles that are made from it

@@ -37,7 +37,7 @@ SPIRE_FILES: Final = {"ca_file": "bundle.pem", "cert_file": "svid.pem", "key_fil
 
 @dataclass(frozen=True)
 class Chain:
-    """What a process proves itself by, and whom it trusts: PEM. Equal ones are the same object.
+    """The proof of a process's identity, and the authorities that it trusts: PEM. Equal ones are the same object.
 
     Attributes:
         roots: the authorities it trusts; empty = it asks nobody for a certificate.
@@ -51,7 +51,7 @@ class Chain:
 
 
 class ChainSource(Protocol):
-    """Where a process has its certificate from."""
+    """The source of a process's certificate."""
 
     def current(self) -> Chain:
         """The one to use now."""
@@ -144,7 +144,7 @@ class FileSource:
 
 @dataclass(frozen=True)
 class PeerCertificate:
-    """What the certificate of a peer says.
+    """The claims of a peer's certificate.
 
     Attributes:
         identity: whose it is; None = it has no SPIFFE ID.
@@ -163,7 +163,7 @@ class PeerCertificate:
 
 @lru_cache(maxsize=4096)
 def peer_certificate(pem: bytes, pattern: str = "") -> PeerCertificate:
-    """What a peer's certificate says; the handshake has verified that an authority we trust has signed it.
+    """The claims of a peer's certificate; the handshake has verified that an authority we trust has signed it.
 
     Args:
         pem: the certificate.
@@ -214,6 +214,6 @@ def files_in(directory: str) -> dict[str, str]:
 
 
 def _own_hosts() -> list[str]:
-    """What this machine is called by who knows no role names: browsers, Prometheus."""
+    """The names of this machine for those who know no role names: browsers, Prometheus."""
     name = socket.gethostname()
     return [*([name] if name.isascii() and name else []), "localhost", "127.0.0.1", "::1"]

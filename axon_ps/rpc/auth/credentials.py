@@ -1,4 +1,4 @@
-"""What a server makes of a caller: who it is by certificate and token, whether that holds, and what it may call.
+"""A server's account of a caller: its identity by certificate and token, their validity, and the calls it may make.
 
 A caller's role is taken from its certificate, where that has a SPIFFE ID, and from its token. If both are there, both
 must allow a call. Without any, it may call only what needs nothing (`access`).
@@ -46,7 +46,7 @@ _WRONG_TOKEN: Final = "the token is none of this server's; is it the token of th
 
 @dataclass(frozen=True)
 class Credentials:
-    """Who calls.
+    """The caller.
 
     Attributes:
         roles: the roles that it may act in.
@@ -96,7 +96,7 @@ _calling: ContextVar[Credentials] = ContextVar("axon_ps_calling", default=EVERYB
 
 
 def calling() -> Credentials:
-    """Who makes the call that is being served; in a servicer."""
+    """The caller of the call that is being served; in a servicer."""
     return _calling.get()
 
 
@@ -125,7 +125,7 @@ class StreamEnd:
             self._expires_s = max(self._expires_s, newer.expires_s)
 
     def error(self) -> Ended:
-        """What its caller is told."""
+        """The text for its caller."""
         return Ended(
             f"the credentials that this stream was opened with ({self._text}) are over; open it with newer ones"
         )
@@ -226,7 +226,7 @@ OnRefused = Callable[[str, Credentials, str, PermissionDenied], None]
 
 
 class Guard:
-    """Who may do what at one server.
+    """The rules of one server: callers, and what they may do.
 
     Args:
         security: the server's.
@@ -256,7 +256,7 @@ class Guard:
         self.asks = bool(tokens) or security.spiffe
 
     def admit(self, path: str, authorization: bytes, certificate: bytes = b"", peer: str = "") -> Credentials:
-        """Whoever makes a call to `path`, if it may.
+        """The caller of `path`, if it may make the call.
 
         Args:
             path: the RPC, or "METHOD PATH" of HTTP, as in `access`.
@@ -276,7 +276,7 @@ class Guard:
         return credentials
 
     def credentials(self, authorization: bytes, certificate: bytes) -> Credentials:
-        """Who a caller is.
+        """The identity of a caller.
 
         Raises:
             Unknown: nobody that we know: no, wrong, expired or revoked credentials, or another job's.
@@ -343,7 +343,7 @@ def _names_of(certificate: PeerCertificate) -> tuple[str, ...]:
 
 
 def _both(one: Credentials | None, other: Credentials | None) -> Credentials | None:
-    """What both allow."""
+    """The calls that both allow."""
     if one is None or other is None:
         return one or other
     ranks = {rank for rank in (one.rank, other.rank) if rank is not None}

@@ -1,4 +1,4 @@
-"""Who a process is: its role in a job, as a SPIFFE ID in its certificate, or as the claims of its token.
+"""The identity of a process: its role in a job, as a SPIFFE ID in its certificate, or as the claims of its token.
 
     spiffe://axon-ps/job/JOB/ROLE              spiffe://axon-ps/job/JOB/worker/rank/3
 

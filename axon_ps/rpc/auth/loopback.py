@@ -1,4 +1,4 @@
-"""Which addresses only this machine can reach, and only processes that know the job's token."""
+"""Addresses that only this machine can reach, and only processes that know the job's token."""
 
 from __future__ import annotations
 

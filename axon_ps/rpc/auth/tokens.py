@@ -35,7 +35,7 @@ _REQUIRED: Final = ("sub", "aud", "exp", "jti")
 
 @dataclass(frozen=True)
 class Claims:
-    """What a token of a role says.
+    """The claims of a role's token.
 
     Attributes:
         identity: whose it is.
@@ -109,7 +109,7 @@ def mint(secret: str, identity: Identity, lifetime_s: float) -> str:
 
 
 def verified(token: str, known_secrets: Sequence[str], job: str) -> Claims:
-    """What a token says, if it is one of this job and holds.
+    """The claims of a token, if it is one of this job and holds.
 
     Args:
         token: the token.
@@ -128,7 +128,7 @@ def verified(token: str, known_secrets: Sequence[str], job: str) -> Claims:
 
 
 def read_unverified(token: str) -> Claims:
-    """What a token says, whoever signed it.
+    """The claims of a token, whoever signed it.
 
     Raises:
         PermissionDenied: it says not what a token must say.

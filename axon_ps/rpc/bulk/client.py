@@ -149,7 +149,7 @@ class BulkCall:
         return self._ended().details
 
     async def trailing_metadata(self) -> tuple[tuple[str, bytes], ...]:
-        """What came with the status; of a call that has ended."""
+        """The metadata that came with the status; of a call that has ended."""
         return self._ended().trailing
 
     # ------------------------------------------------------------------ inside
@@ -190,7 +190,7 @@ class BulkCall:
 
 
 class Caller(Protocol):
-    """What opens calls of `BULK`: a `service.Stub`.
+    """An opener of calls of `BULK`: a `service.Stub`.
 
     Attributes:
         peer: what errors call the other end.
@@ -202,7 +202,7 @@ class Caller(Protocol):
         """Open a streaming call."""
 
     def credentials(self) -> object:
-        """What stands for the credentials that the next call shows."""
+        """A value that stands for the credentials that the next call shows."""
 
 
 class _Granted:
@@ -281,7 +281,7 @@ class BulkClient:
         await asyncio.gather(*self._following, return_exceptions=True)
 
     async def _ask(self) -> _Granted | None:
-        """What the server grants; None = nothing."""
+        """The server's grant; None = nothing."""
         asking = self._asking
         if asking is not None and asking.done():
             granted = asking.result()
@@ -375,7 +375,7 @@ async def _connected(host: str, port: int) -> socket.socket:
 
 
 def bulk_client(caller: Caller, address: str, security: Security, to: Principal | None) -> BulkClient | None:
-    """What opens the bulk calls to a server; None if it is of this process.
+    """The client that opens the bulk calls to a server; None if it is of this process.
 
     Args:
         caller: its calls of gRPC.

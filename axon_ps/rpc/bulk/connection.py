@@ -389,7 +389,7 @@ class Connection:
 
 
 class _Reading:
-    """What is to be read.
+    """The memory that is to be read into.
 
     Args:
         view: where to.

@@ -1,4 +1,4 @@
-"""Which sockets were closed by their peers: found also behind data that nobody has read yet.
+"""Sockets that were closed by their peers: found also behind data that is not read yet.
 
 A read finds the end of a connection only after all that was sent before it, and a task that waits for something else
 reads nothing. The kernel knows at once (EPOLLRDHUP), so one epoll for each event loop asks it.

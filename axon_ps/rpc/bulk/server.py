@@ -284,5 +284,5 @@ async def _hello(connection: Connection) -> bulk_pb2.BulkHello:
 
 
 def _hash(capability: bytes) -> bytes:
-    """What capabilities are looked up by: how long that takes says nothing of a capability."""
+    """The key by which capabilities are looked up: the time that it takes says nothing of a capability."""
     return hashlib.sha256(capability).digest()

@@ -1,4 +1,4 @@
-"""How a bulk call ended: what gRPC tells of a call, as a value and as the last frame."""
+"""The end of a bulk call: gRPC's account of a call, as a value and as the last frame."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who makes a call of a stream of many: as the caller's end has verified it, which holds the job's secret."""
+"""The caller of a stream of many: as the caller's end has verified it, which holds the job's secret."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What waits to be written to a stream of many calls."""
+"""Frames that wait to be written to a stream of many calls."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Outbox:
         self._wake(lazy=False)
 
     async def take(self) -> Iterator[multiplex_pb2.Frames]:
-        """What is to be written now, as soon as there is something."""
+        """The frames to be written now, as soon as there are some."""
         await self._due.wait()
         self._due.clear()
         if self._timer is not None:

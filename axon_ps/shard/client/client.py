@@ -185,7 +185,7 @@ class ShardGroup:
         return spec, [s for s in plan.slices[unit] if s.begin < end and s.end > begin], transfer
 
     def _context(self, context: MakeContext, span: Span | None) -> common_pb2.CallContext:
-        """Who calls, in which span, and by which placement: a server that is behind catches up before it answers."""
+        """The context of a call: caller, span, and placement; a server that is behind catches up before it answers."""
         made = context()
         if span is not None:
             made.traceparent = span.context.traceparent
@@ -288,7 +288,7 @@ class ShardGroup:
 
     @property
     def in_flight_bytes(self) -> int:
-        """How much should be under way beyond what is needed now, so that a long line is busy; see `line`."""
+        """The bytes that should be under way beyond what is needed now, so that a long line is busy; see `line`."""
         return self._transfers.rate.in_flight_bytes(self._peers.longest_rtt_s)
 
     def _turn(self, direction: int, size_bytes: int) -> AbstractAsyncContextManager[Turn]:
@@ -312,7 +312,7 @@ class ShardGroup:
         return calls
 
     def _opened(self, spec: JobSpec, unit: int) -> Received | None:
-        """What has come of a unit whose parameters travel as differences; else None."""
+        """The received state of a unit whose parameters travel as differences; else None."""
         if not spec.precision.differs:
             return None
         self._received.open(unit, spec.layout.units[unit].numel)
@@ -540,7 +540,7 @@ class ShardGroup:
         return dict(reply.values)
 
     def statistics(self) -> dict[str, float]:
-        """What was done, payload bytes and chunks in each direction, retries, digests that did not fit, and memory.
+        """Counters: payload bytes and chunks in each direction, retries, digests that did not fit, and memory.
 
         Memory is that of residuals, and of what differences are added to.
         """

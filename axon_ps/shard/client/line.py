@@ -36,12 +36,12 @@ QUEUE_S = 0.05
 
 
 def filling_s(rtt_s: float) -> float:
-    """What should be under way on a line with this round trip, in seconds of its rate."""
+    """The amount that should be under way on a line with this round trip, in seconds of its rate."""
     return rtt_s + max(rtt_s / 2, min(rtt_s, QUEUE_S))
 
 
 class Rate:
-    """How fast gathers come. One thread; `in_flight_bytes` may be called by others."""
+    """The speed at which gathers come. One thread; `in_flight_bytes` may be called by others."""
 
     def __init__(self) -> None:
         self._rates: deque[float] = deque(maxlen=_WINDOWS)  # bytes a second
@@ -67,7 +67,7 @@ class Rate:
             self._begin_s, self._bytes = now_s, 0
 
     def in_flight_bytes(self, rtt_s: float) -> int:
-        """What should be under way beyond what is needed now, for lines with this round trip in seconds."""
+        """The bytes that should be under way beyond what is needed now, for lines with this round trip in seconds."""
         return round(self._rate * filling_s(rtt_s)) if rtt_s > SHORT_RTT_S else 0
 
 

@@ -1,4 +1,4 @@
-"""What this worker has of parameters that travel as differences: what the next differences are added to. Pure.
+"""Parameters of this worker that travel as differences: the values that the next differences are added to. Pure.
 
     shape legend: unit_numel = elements of a unit, c = numel of one chunk
 
@@ -153,7 +153,7 @@ class Received:
         return self._arrays[unit][begin:end]
 
     def find(self, unit: int, begin: int, end: int) -> _Chunk | None:
-        """What is known of a chunk."""
+        """The known state of a chunk."""
         chunk = self._chunks[unit].get(begin)
         return chunk if chunk is not None and chunk.end == end else None
 

@@ -189,7 +189,7 @@ class ModelSubscriber:
         return isinstance(error, (PermissionDenied, Misuse)) and not isinstance(error, Closed)
 
     async def _incomplete(self, attempt: Assembly | None, error: BaseException) -> _Incomplete:
-        """What to raise when an attempt failed: the next begins with a look at where the slices are."""
+        """The error to raise when an attempt failed: the next begins with a look at where the slices are."""
         self._model = None
         if attempt is None:  # a server may wait yet for a version
             await self.close()

@@ -71,7 +71,7 @@ COUNTERS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transfer:
-    """What one call transfers: elements [begin, end) of a unit, from or to `array`.
+    """One call's transfer: elements [begin, end) of a unit, from or to `array`.
 
     Attributes:
         begin: first element.

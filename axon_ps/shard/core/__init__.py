@@ -1,1 +1,1 @@
-"""What a shard server holds and decides, as a deterministic state machine: no threads, sockets or clocks."""
+"""The state and the decisions of a shard server, as a deterministic state machine: no threads, sockets or clocks."""

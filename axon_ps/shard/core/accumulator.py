@@ -1,4 +1,4 @@
-"""Where a gradient is summed for one slice: its memory, and which replicas each chunk has. Pure.
+"""The sum of a gradient for one slice: its memory, and the replicas that each chunk has. Pure.
 
 A slice has one accumulator where all replicas step together, and one per replica where they step asynchronously. The
 engine decides who may add what and when.

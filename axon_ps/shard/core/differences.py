@@ -1,4 +1,4 @@
-"""What workers have of a slice whose parameters travel as differences, and frames that bring it up to date. Pure.
+"""Parameters as differences: the workers' state of a slice, and frames that bring it up to date. Pure.
 
     shape legend: n = slice_numel, c = numel of one chunk
 
@@ -41,7 +41,7 @@ SENT = "sent"
 
 
 class SentValues:
-    """What a worker that has the newest version of a slice has. See Note: [Parameters as differences].
+    """The state of a worker that has the newest version of a slice. See Note: [Parameters as differences].
 
     Args:
         chunks: of the slice.

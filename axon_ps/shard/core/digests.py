@@ -1,4 +1,4 @@
-"""What the arrays of a slice are known to hold: a digest of each block, and which blocks hold something else. Pure.
+"""Digests of the arrays of a slice, one of each block, and the blocks that hold something else. Pure.
 
 Note: [Memory that fails]
     A bit of a server's memory may change by itself. So each block's digest is kept when it is written, and compared

@@ -1,4 +1,4 @@
-"""What a shard server holds and decides: a deterministic state machine without threads, sockets or clocks.
+"""The state and the decisions of a shard server: a deterministic state machine without threads, sockets or clocks.
 
 Events in: the job's spec and optimizer, first values, membership, gradient chunks, decisions. Out: whether a chunk was
 summed, is a duplicate or must wait, when the step is ready, which chunks must be applied, and frames to serve. The
@@ -85,7 +85,7 @@ class ShardEngine:
         return self.spec is not None
 
     def unit_name(self, unit: int) -> str:
-        """What the layout calls a unit."""
+        """The layout's name of a unit."""
         return f"unit {unit}" if self.spec is None else self.spec.layout.name_of(unit)
 
     def make(self, spec: JobSpec, placement: Placement, server: int) -> list[OwnedSlice]:

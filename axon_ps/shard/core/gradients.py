@@ -34,7 +34,7 @@ PushedAt = tuple[int, int, int, int]
 
 
 class Push(enum.Enum):
-    """What became of a gradient chunk."""
+    """The fate of a gradient chunk."""
 
     SUMMED = "summed"
     QUEUED = "queued"  # it will be summed when its turn comes; acknowledge it

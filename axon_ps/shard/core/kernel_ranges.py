@@ -1,4 +1,4 @@
-"""Where parameter groups and update counts change inside a unit. Pure.
+"""Ranges of a unit with the same parameter group and update count. Pure.
 
 One kernel call updates one range of elements that share a parameter group and an update count. Parameters, slices and
 chunks are cut independently of each other, so a range may be a part of one parameter or span several; every optimizer

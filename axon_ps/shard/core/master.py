@@ -24,7 +24,7 @@ from axon_ps.types import Array, DType, Hyper
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """What the optimizer does in a step.
+    """The optimizer's work in a step.
 
     Attributes:
         kernels: its compiled loops.
@@ -265,7 +265,7 @@ class Master:
                 cast.encode(values[within], copy, self._wire_dtype)
 
     def check(self, first: int, last: int, *, moments: bool = True) -> list[Corruption]:
-        """What of chunks [first, last) does not hold what was written."""
+        """The blocks of chunks [first, last) that do not hold what was written."""
         arrays = self.arrays() if moments else {PARAM: self.values}
         return self.digests.check(arrays, self._chunks.blocks_of(first, last))
 

@@ -145,7 +145,7 @@ class ServedParameters:
         return frames if last - first == len(frames) else frames[first:last]
 
     def since(self, unit: int, begin: int, end: int, version: int | None) -> tuple[bytes, ...]:
-        """Where parameters travel as differences, the messages that lead from a version to that of a slice.
+        """The messages that lead from a version to that of a slice, where parameters travel as differences.
 
         Args:
             unit: which unit.

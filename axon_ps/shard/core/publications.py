@@ -154,7 +154,7 @@ def _elements(payload: memoryview, dtype: DType) -> Array:
 
 @dataclass(frozen=True, kw_only=True)
 class Wish:
-    """What versions a subscriber wants.
+    """The versions that a subscriber wants.
 
     Attributes:
         dtype: in which element type.
@@ -176,7 +176,7 @@ class Wish:
 
 
 class Subscriber:
-    """What is retained for one subscriber.
+    """The versions that are retained for one subscriber.
 
     Attributes:
         wish: what it reserves; None when it reserves nothing.
@@ -263,7 +263,7 @@ class Publications:
         self._prune()
 
     def choose(self, subscriber: Subscriber, epoch: int, version: int, present: tuple[int, int]) -> Publication | None:
-        """What a subscriber has chosen of its reserved versions, the others are given up; None = it is to come.
+        """The version that a subscriber has chosen of its reserved ones, the others are given up; None = it is to come.
 
         Args:
             subscriber: who.

@@ -281,7 +281,7 @@ class OwnedSlice:
         return self.wire.encode_as(dtype, index, self.changed, self.master.values[self.chunks.ranges[index]])
 
     def full_frame(self, first: int, last: int, *, absent: bool) -> bytes:
-        """Where parameters travel as differences, a message for chunks [first, last) that is none: see `WireCopy`.
+        """An empty message for chunks [first, last), where parameters travel as differences: see `WireCopy`.
 
         Raises:
             SliceMoved: its values are corrupt.
@@ -423,7 +423,7 @@ class OwnedSlice:
         return not sums.spoiled
 
     def take_corruptions(self) -> list[Corruption]:
-        """What was found since the last time; if it is in values or moments, they are lost."""
+        """The corruptions found since the last time; if one is in values or moments, they are lost."""
         found, self.corruptions = self.corruptions, []
         if any(c.array != GRADIENT for c in found):
             self.lose_values()

@@ -1,4 +1,4 @@
-"""What an undecided step will make of a slice, should it commit as expected. Pure.
+"""The values that an undecided step will make of a slice, should it commit as expected. Pure.
 
 Note: [Speculative update]
     A worker may ask for the result of a step before the step is decided, naming the hyperparameters it expects. Each

@@ -73,7 +73,7 @@ class Updater:
     def update(
         self, hypers: Sequence[Hyper], scale: float, masters: Iterable[Master], untouched: Collection[int] = ()
     ) -> Update:
-        """What a step that commits does.
+        """The update of a step that commits.
 
         Args:
             hypers: per parameter group; empty = as before.
@@ -99,7 +99,7 @@ class Updater:
         return Update(self._kernels, self._hypers, scale, frozenset(untouched))
 
     def expected(self, hypers: Sequence[Hyper]) -> Update:
-        """What a step will do that commits with these hyperparameters, unclipped.
+        """The update of a step that commits with these hyperparameters, unclipped.
 
         Raises:
             InvalidRequest: one is unknown or out of range, or there are not as many as groups.

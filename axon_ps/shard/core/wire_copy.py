@@ -105,7 +105,7 @@ class WireCopy:
 
     @property
     def feedback(self) -> dict[str, Array]:
-        """What compression has to remember from one version to the next, f32[n], by name: at most one array."""
+        """The state of compression from one version to the next, f32[n], by name: at most one array."""
         if self.sent is not None:
             return {SENT: self.sent.values}
         return {} if self.residual is None else {"residual": self.residual}
@@ -155,7 +155,7 @@ class WireCopy:
         return self.frames[first:last] if sent is not None and version is not None and sent.base == version else ()
 
     def full_frame(self, first: int, last: int, version: int, values: Array, *, absent: bool = False) -> bytes:
-        """Where parameters travel as differences, a message for chunks [first, last) that is none.
+        """An empty message for chunks [first, last), where parameters travel as differences.
 
         Args:
             first: number of the first chunk.
@@ -248,7 +248,7 @@ class WireCopy:
         return self._next.count(b"")
 
     def cast_target(self, first: int, last: int, scratch: Array) -> Array | None:
-        """Where an update of chunks [first, last) casts the new values to, wire[m]; None where it casts none.
+        """The array to which an update of chunks [first, last) casts the new values, wire[m]; None where it casts none.
 
         Args:
             first: number of the first chunk.

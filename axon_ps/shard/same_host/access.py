@@ -1,4 +1,4 @@
-"""Which workers and shard servers of one host pass each other shared memory, so that no chunk goes through a socket.
+"""Shared memory between workers and shard servers of one host, so that no chunk goes through a socket.
 
 Owns: the handshake, on both sides (`SameHostServers` in a worker or another server, `SameHostCallers` in a server).
 Refuses: to decide what is leased; transfers and the servicer do. What is passed is `host.host_peer`'s.
@@ -140,7 +140,7 @@ class SameHostCallers:
         self._nonces = {nonce: member for nonce, member in self._nonces.items() if member in there}
 
     def handshake(self, caller: str) -> shard_pb2.HandshakeReply:
-        """Where a caller connects to, and its nonce; those it got before are worth nothing any more."""
+        """The address and the nonce for a caller; those that it got before are worth nothing any more."""
         self._accept()
         try:
             listener = self._listener = self._listener or Listener()

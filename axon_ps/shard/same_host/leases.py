@@ -48,7 +48,7 @@ class Leased:
 
 
 def view(peer: HostPeer, lease: lease_pb2.Lease) -> Leased:
-    """What was leased.
+    """The leased memory.
 
     Raises:
         InvalidRequest: the lease is not of bytes in the segment, or what the peer passed is refused.

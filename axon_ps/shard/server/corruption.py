@@ -1,4 +1,4 @@
-"""What a server does about memory that does not hold what was written: it looks, stops serving it, and reports it.
+"""A server's acts on memory that does not hold what was written: it looks, stops serving it, and reports it.
 
 Note: [What is looked at]
     Each update looks at everything that it reads. What is read otherwise is looked at first: values that are encoded

@@ -1,4 +1,4 @@
-"""How a shard server goes that was asked to: others take what it holds, step by step, and no step is aborted.
+"""The departure of a shard server: others take the slices that it holds, step by step, and no step is aborted.
 
 It is `axon-ps drain` of itself. Where that cannot be (it is the last server, nobody trains, the coordinator does not
 answer, time is up) it leaves with what it holds, of which others have the copies.
@@ -23,7 +23,7 @@ AWAY_S: Final = 30.0
 
 
 class Drains(Protocol):
-    """What is needed of the session with the coordinator."""
+    """The needed part of the session with the coordinator."""
 
     @property
     def rank(self) -> int:

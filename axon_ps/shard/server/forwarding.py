@@ -149,7 +149,7 @@ class Forwarding:
             follower.task.cancel()
 
     def _complete(self, numbers: Set[int]) -> Iterator[_Sum]:
-        """What is summed of those slices that are still here."""
+        """The complete sums of those slices that are still here."""
         gradients = self._engine.gradients
         for number, attempt in enumerate(gradients.attempts):
             for owned in map(self._engine.slices.__getitem__, sorted(numbers & self._engine.slices.keys())):

@@ -47,7 +47,7 @@ class Links:
         self._same_host.set_members(membership, me)
 
     def context(self, model: int, placement: int = 0) -> CallContext:
-        """Who calls, about which model, and by which placement of it."""
+        """The context of a call: caller, model, and its placement."""
         return CallContext(
             job=self._job,
             generation=self._generation,
@@ -58,7 +58,7 @@ class Links:
         )
 
     async def stub(self, rank: int) -> Stub:
-        """How to reach a server, once it is a member; whoever waits is cancelled when the generation ends."""
+        """The client of a server, once it is a member; callers that wait are cancelled when the generation ends."""
         return await self._peers.stub(rank, 0, Deadline(None))
 
     @property

@@ -376,7 +376,7 @@ class ModelShell:
         return SnapshotFile(name=entry.name, sha256=entry.sha256, bytes=entry.bytes, model=self.number)
 
     def works(self) -> Iterator[Work]:
-        """What first values and copies of slices there are to come."""
+        """The first values and copies of slices that are still to come."""
         yield from self.values.works()
         if self._copying is not None:
             yield from self._copying.works()

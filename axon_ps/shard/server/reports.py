@@ -1,4 +1,4 @@
-"""What the shell of a model needs of the server that it is in."""
+"""The interface of a server to the shell of a model that it holds."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 class Reports(Protocol):
-    """What a shard server reports to the coordinator; `coordinator.client.session.CoordinatorClient` is one.
+    """The reports of a shard server to the coordinator; `coordinator.client.session.CoordinatorClient` is one.
 
     Attributes:
         rank: our number among the shard servers.
@@ -50,7 +50,7 @@ class Reports(Protocol):
 
 
 class ServerShell(Protocol):
-    """What a model's shell needs of its server's; see `shard.server.shell.ShardShell`.
+    """The needs of a model's shell of its server's; see `shard.server.shell.ShardShell`.
 
     Attributes:
         reports: the way to the coordinator.

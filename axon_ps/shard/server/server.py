@@ -45,7 +45,7 @@ _SERVICE = shard_pb2.DESCRIPTOR.services_by_name["Shard"]
 
 @dataclass(frozen=True, kw_only=True)
 class ShardConfig:
-    """How a shard server runs.
+    """The settings of a shard server.
 
     Attributes:
         coordinator: "host:port" of the coordinator.
@@ -189,7 +189,7 @@ async def _report_health(server: Server | InProcessServer, watch: JobWatch) -> N
 
 
 def _known_names(host: str) -> KnownNames | None:
-    """What this process can make; not listed beside a worker, whose program may register more at any time."""
+    """The kinds that this process can make; not listed beside a worker, whose program may register more at any time."""
     if is_in_process(host):
         return None
     return KnownNames(optimizers=frozenset(optimizers.names()), compressors=frozenset(compressors.names()))

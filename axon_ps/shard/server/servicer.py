@@ -41,7 +41,7 @@ from axon_ps.wire.v1 import common_pb2, lease_pb2, shard_pb2
 
 
 class ShardServicer:
-    """What `rpc.service.service_handler` calls."""
+    """The methods that `rpc.service.service_handler` calls."""
 
     def __init__(self, shell: ShardShell) -> None:
         self._shell = shell
@@ -294,7 +294,7 @@ class ShardServicer:
         await subscriptions.serve(self._shell, self._idle, context)
 
     async def handshake(self, request: shard_pb2.HandshakeRequest, context: Any) -> shard_pb2.HandshakeReply:
-        """Where a worker or server of this host connects to, so that memory can be shared."""
+        """The address for a worker or server of this host, so that memory can be shared."""
         member = await self._shell.fence_member(request.context)
         return self._shell.same_host.handshake(member.id)
 
@@ -395,7 +395,7 @@ def _to_proto(lease: ReadLease) -> lease_pb2.Lease:
 
 
 def _range_of(engine: ShardEngine, header: common_pb2.Chunk) -> tuple[int, int]:
-    """What a push or an upload is of: first element, and one past the last."""
+    """The range of a push or an upload: first element, and one past the last."""
     owned = engine.slices.of(header.unit, header.offset).chunks
     owned.index_of(header.offset)
     if not header.offset < header.end <= owned.end:

@@ -179,7 +179,7 @@ class ShardShell:
             self._works.remove(work)
 
     def measures(self) -> dict[str, float]:
-        """What heartbeats carry: bytes, memory, how far this server is, and the long work it is at."""
+        """The measures in heartbeats: bytes, memory, the progress of this server, and the long work it is at."""
         statistics = self.statistics()
         measures = {name: statistics[name] for name in _MEASURED if name in statistics}
         measures["slice_bytes"] = sum(v for name, v in statistics.items() if name in _MEMORY)

@@ -47,7 +47,7 @@ _LOOK_S = 0.002
 
 @dataclass(frozen=True, kw_only=True)
 class SubscriberLimits:
-    """What subscribers get of a shard server.
+    """The limits of subscribers of a shard server.
 
     Attributes:
         rate_bytes_s: bytes per second that all of them get together.
@@ -96,7 +96,7 @@ class Pacer:
 
 
 class PublishedModel(Protocol):
-    """What subscriptions need of the model that they are to.
+    """The needs of subscriptions of their model.
 
     Attributes:
         engine: its slices.
@@ -246,7 +246,7 @@ class Subscriptions:
 
 
 class ObservedServer(Protocol):
-    """What `serve` needs of the server.
+    """The needs of `serve` of the server.
 
     Attributes:
         pacer: decides when chunks are written.

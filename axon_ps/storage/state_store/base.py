@@ -1,4 +1,4 @@
-"""What a state store does, and the stores by name.
+"""The interface of state stores, and the stores by name.
 
 A store does not interpret the records; `coordinator.core.records` does. One coordinator owns a store at a time: either
 nobody else can open it (`StateStore`), or one of those that have opened it leads (`SharedStateStore`).

@@ -219,7 +219,7 @@ class EtcdStateStore(SharedStateStore):
             self._write([delete(self._commit), delete(self._pending.encode(), _end(self._pending))])
 
     def _operations(self, key: str, value: bytes | None) -> list[Operation]:
-        """What a record becomes."""
+        """The operation that stores a record."""
         place, chunks = self._records + key, _chunks(value)
         operations = [put(_chunk_key(place, i), chunk) for i, chunk in enumerate(chunks)] or [delete(place.encode())]
         if self._chunks.get(key, 0) > len(operations):

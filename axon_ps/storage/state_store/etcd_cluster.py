@@ -42,7 +42,7 @@ _TOO_MUCH: Final = ("request is too large", "too many operations", "duplicate ke
 
 @dataclass(frozen=True)
 class EtcdAddress:
-    """Where a store is: "HOST:PORT[,HOST:PORT...][/PREFIX][?ttl=SECONDS&ca=FILE&cert=FILE&key=FILE]".
+    """The address of a store: "HOST:PORT[,HOST:PORT...][/PREFIX][?ttl=SECONDS&ca=FILE&cert=FILE&key=FILE]".
 
     Attributes:
         endpoints: host and port of each member of the cluster.
@@ -229,7 +229,7 @@ class Found:
 
 
 def found(response: Any) -> list[Found]:
-    """What a `read` of a transaction gave."""
+    """The results of a `read` of a transaction."""
     return [
         Found(
             key=base64.b64decode(kv["key"]),
@@ -250,7 +250,7 @@ def _text(error: Exception) -> str:
 
 
 def _final(error: Exception) -> AxonError | None:
-    """What another member would say, too; None if another may do better."""
+    """The error that another member would give, too; None if another may do better."""
     text = _text(error)
     if GONE in text:
         return Broken("our lease in etcd is over")

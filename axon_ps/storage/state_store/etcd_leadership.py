@@ -1,4 +1,4 @@
-"""Which of the coordinators leads: the one that created the key PREFIX/leader, as long as its lease is renewed.
+"""The leader among the coordinators: the one that created the key PREFIX/leader, as long as its lease is renewed.
 
     PREFIX/leader            who leads, as JSON: its id and address; created by a transaction, under its lease
     PREFIX/candidates/ID     each coordinator that leads or stands by: whether members have just asked it; likewise

@@ -68,7 +68,7 @@ END_THE_COORDINATOR: Final = (Kind.KILL_TOGETHER, Kind.FAILING_DISK, Kind.OLDER_
 
 @dataclass(frozen=True, kw_only=True)
 class KindOptions:
-    """How often a kind happens, and how.
+    """The frequency of a kind of fault, and its parameters.
 
     Attributes:
         weight: how often, beside the others.
@@ -137,7 +137,7 @@ class Job:
 
 @dataclass(frozen=True, kw_only=True)
 class Campaign:
-    """What a campaign file holds.
+    """The content of a campaign file.
 
     Attributes:
         seed: of everything that is chosen.

@@ -463,7 +463,7 @@ class EmbeddedJob:
         return self.events
 
     def samples(self) -> Samples:
-        """What became of the samples of the committed steps."""
+        """The use of the samples of the committed steps."""
         options = self._options
         return samples(self.events, options.batch, right_samples(options.samples, options.batch, training.SEED))
 

@@ -1,4 +1,4 @@
-"""What the observed events of a campaign amount to: detection, commits, steps and samples lost, memory. Pure."""
+"""Figures of the observed events of a campaign: detection, commits, steps and samples lost, memory. Pure."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ class Events:
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What came of a fault.
+    """The outcome of a fault.
 
     Attributes:
         dealt: it.
@@ -182,7 +182,7 @@ def _rolled_back(commits: Iterable[Commit]) -> list[tuple[float, int]]:
 
 @dataclass(frozen=True, kw_only=True)
 class Samples:
-    """What became of the samples of all committed steps.
+    """The use of the samples of all committed steps.
 
     Attributes:
         steps: how many were committed.

@@ -1,4 +1,4 @@
-"""What a job tells of itself: the coordinator's feed, followed in a thread of its own, and its status when asked."""
+"""A job's account of itself: the coordinator's feed, followed in a thread of its own, and its status when asked."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ class Fault:
 
     @property
     def name(self) -> str:
-        """What it is, in words."""
+        """The fault, in words."""
         lasting = f" for {self.seconds:g} s" if self.seconds else ""
         amount = {Kind.CLOCK_JUMP: f" by {self.amount:+g} s", Kind.SLOW_LINK: f" of {self.amount / 1e6:g} MB/s"}
         at = f" at {self.moment}" if self.moment else ""

@@ -51,7 +51,7 @@ class Struck(Protocol):
 
 @dataclass(kw_only=True)
 class Result:
-    """What came of a campaign.
+    """The outcome of a campaign.
 
     Attributes:
         campaign: it.

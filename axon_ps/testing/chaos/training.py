@@ -1,4 +1,4 @@
-"""What the workers of a campaign's own job do: train a small model on samples that are dealt by committed step.
+"""The workers of a campaign's own job: they train a small model on samples that are dealt by committed step.
 
 A worker writes down what it is given before it computes with it, and what has committed: a sample was used if its
 attempt has committed, whatever became of the worker.
@@ -42,7 +42,7 @@ _SEEDED = threading.Lock()
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """What is trained.
+    """The model that is trained.
 
     Attributes:
         width: of the model's layers.

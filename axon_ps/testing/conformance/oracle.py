@@ -108,7 +108,7 @@ def reduced(dtype: DType, op: ReduceOp, data: Sequence[Array]) -> Array:
 
 
 def tolerance(dtype: DType, op: ReduceOp, data: Sequence[Array]) -> Array | None:
-    """How far a reduction in another order may be from `reduced`, by element; None = not at all."""
+    """The distance that a reduction in another order may have from `reduced`, by element; None = none at all."""
     if dtype is DType.INT8_BLOCK:
         largest = sum(np.abs(widen(d, dtype)).max(axis=1, initial=0.0) for d in data).astype(np.float64)
         quanta = largest / 127 / (len(data) if op is ReduceOp.AVERAGE else 1)
@@ -126,7 +126,7 @@ def tolerance(dtype: DType, op: ReduceOp, data: Sequence[Array]) -> Array | None
 
 
 def difference(got: Array, want: Array, dtype: DType, allowed: Array | None = None) -> str:
-    """What is wrong with `got`, as text; empty if it has the same bits (any NaN for a NaN) or is `allowed`."""
+    """The fault of `got`, as text; empty if it has the same bits (any NaN for a NaN) or is `allowed`."""
     if got.dtype != want.dtype or got.shape != want.shape:
         return f"{got.dtype}{list(got.shape)} instead of {want.dtype}{list(want.shape)}"
     given, wanted = widen(got, dtype), widen(want, dtype)

@@ -210,7 +210,7 @@ class FaultyCluster(LocalCluster):
 
     @property
     def operator_address(self) -> str:
-        """Where the coordinator listens, without its proxy: an operator has another network."""
+        """The coordinator's address, without its proxy: an operator has another network."""
         host, port = self._to_coordinator.upstream or ("127.0.0.1", 1)
         return f"{host}:{port}"
 

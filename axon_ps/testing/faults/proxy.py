@@ -110,7 +110,7 @@ class _Rule:
         return read_at
 
     def pause_s(self, count: int) -> float:
-        """How long so many bytes take."""
+        """The time that so many bytes take."""
         if self.what.kind is not Kind.SLOW:
             return 0.0
         return min(count / self.what.bytes_per_s, max(0.0, self.began + self.what.seconds - time.monotonic()))
@@ -265,7 +265,7 @@ class TcpProxy:
         return due
 
     def pause_s(self, connection: _Connection, count: int) -> float:
-        """How long a connection is busy with so many bytes."""
+        """The time for which a connection is busy with so many bytes."""
         return max((r.pause_s(count) for r in self._rules if _matches(r.clients, connection)), default=0.0)
 
     async def _disturb(self, what: Disturbance, clients: _Clients | None) -> None:
@@ -414,7 +414,7 @@ def _sockets() -> Iterator[list[str]]:
 
 
 def _files_of(pid: int) -> Iterator[str]:
-    """What the open files of a process are."""
+    """The open files of a process, by their names."""
     with contextlib.suppress(OSError):
         for fd in os.listdir(f"/proc/{pid}/fd"):
             with contextlib.suppress(OSError):

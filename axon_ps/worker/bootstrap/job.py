@@ -60,7 +60,7 @@ _logger = logging.getLogger(__name__)
 
 @dataclass
 class FormedJob:
-    """How a worker joins the job, and the services that it has started for it.
+    """The configuration of a worker, and the services that it has started for the job.
 
     Attributes:
         config: how to join.
@@ -191,7 +191,7 @@ def _form_first(
 def _config(
     access: private.Access, env: Mapping[str, str], rank: int, world_size: int, job: str, *, several_hosts: bool
 ) -> WorkerConfig:
-    """How a worker joins, by what rank 0 has let it know and by its own environment."""
+    """The configuration of a worker, by what rank 0 has published and by its own environment."""
     given = {"AXON_PS_COORDINATOR": access.coordinator}
     if not several_hosts:
         given |= {"AXON_PS_TOKEN": access.token, "AXON_PS_TOKEN_FILE": ""}

@@ -1,4 +1,4 @@
-"""What only the workers of a job may learn when they form it: the coordinator's address and the job's secret.
+"""Secrets of the workers that form a job: the coordinator's address and the job's secret.
 
 Note: [Nothing secret is in the store]
     torch's store listens on all interfaces and asks nobody who reads or writes it. So it has nothing that anybody could
@@ -39,14 +39,14 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Access:
-    """How a worker reaches the coordinator: its address, and by which token."""
+    """The way to the coordinator: its address, and the token for it."""
 
     coordinator: str
     token: str
 
 
 def secured(given: Security, *, several_hosts: bool) -> Security:
-    """How the services of a job are secured that its workers start: given what their environment says.
+    """The security of the services that a job's workers start: given what their environment says.
 
     Raises:
         ConfigurationError: the workers are on several hosts, and their environment has no secret that all know.
@@ -74,7 +74,7 @@ def serve(access: Access, incarnation: str, timeout_s: float) -> LocalStore:
 
 
 def receive(incarnation: str, deadline: Deadline) -> Access:
-    """What the worker of rank 0, which has this incarnation, serves on this host.
+    """The address and secret that the worker of rank 0, which has this incarnation, serves on this host.
 
     Raises:
         Unreachable: nobody does until the deadline.
@@ -92,7 +92,7 @@ def receive(incarnation: str, deadline: Deadline) -> Access:
 
 
 def own(security: Security, coordinator: str) -> Access:
-    """What a worker on another host makes of the address in the store, with the secret of its own environment.
+    """The address in the store, as a worker on another host reads it, with the secret of its own environment.
 
     Raises:
         ConfigurationError: it has none.

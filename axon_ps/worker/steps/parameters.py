@@ -158,7 +158,7 @@ class Parameters:
 
     @property
     def in_flight_bytes(self) -> int:
-        """How much should be gathered, and pushed, beyond what is needed now, so that a long line is busy."""
+        """The amounts that should be gathered, and pushed, beyond what is needed now, so that a long line is busy."""
         return self._shards.in_flight_bytes
 
     def is_near(self, unit: int, begin: int = 0, end: int | None = None) -> bool:

@@ -115,7 +115,7 @@ class StepTrace:
         self._tracer.end(span)
 
     def call(self, name: str, unit: int, **attributes: Value) -> UnitCall:
-        """What a call to the servers about a unit, which begins now or soon, is traced as.
+        """The trace context of a call to the servers about a unit, which begins now or soon.
 
         Args:
             name: "gather" or "push".

@@ -1,4 +1,4 @@
-"""How a worker's steps follow each other: together with the other replicas, or asynchronously. Pure.
+"""The order of a worker's steps: together with the other replicas, or asynchronously. Pure.
 
     SynchronousSteps    a step takes the gradients of all replicas; its decision is on everybody's step
     AsynchronousSteps   each replica's gradient is a step of its own; others commit while this worker computes
@@ -38,7 +38,7 @@ class SynchronousSteps:
 
     @property
     def attempt(self) -> int:
-        """What a ticket would name the current step by: its number, or our clock."""
+        """The name of the current step in a ticket: its number, or our clock."""
         return self._step
 
     @property
@@ -95,7 +95,7 @@ class SynchronousSteps:
         return True
 
     def why_waiting(self) -> str:
-        """What `may_proceed` waits for, for an error."""
+        """The reasons why `may_proceed` waits, for an error."""
         return ""
 
     def statistics(self) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""What this worker knows of one model: its version, epoch and members, and the decisions on its steps.
+"""This worker's knowledge of one model: its version, epoch and members, and the decisions on its steps.
 
 Owns the waits for changes of these. Refuses: data, messages. The members of the job, and the lock, are in the `JobView`
 that all models share.
@@ -105,7 +105,7 @@ class ModelView:
 
     @property
     def epoch(self) -> int:
-        """How often the model was restored from a checkpoint; a change makes every copy of its parameters stale."""
+        """The number of times that the model was restored; a change makes every copy of its parameters stale."""
         return self._state.epoch if self._state else 0
 
     @property

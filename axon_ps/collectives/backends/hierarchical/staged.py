@@ -1,4 +1,4 @@
-"""How a collective of several nodes is made of collectives inside nodes and in rails.
+"""Collectives of several nodes, made of collectives inside nodes and in rails.
 
 An all-reduce is a reduce-scatter inside each node, an all-reduce across nodes in each rail (one rank of every node,
 each with its stripe of the data), and an all-gather inside each node; the other operations likewise. Nodes may have
@@ -60,12 +60,12 @@ class StagedCalls:
     # ------------------------------------------------------------------ reductions
 
     def _stripe_counts(self, numel: int) -> list[int]:
-        """How many of `numel` elements each rank of the node takes through its rail."""
+        """The number of elements, of `numel`, that each rank of the node takes through its rail."""
         rails = self._topology.num_rails
         return [numel // rails + (i < numel % rails) if i < rails else 0 for i in range(len(self._node_ranks))]
 
     def _rail_reduction(self, call: Call) -> tuple[ReduceOp, Callable[[Array], object] | None]:
-        """How a rail reduces the nodes' partial results, and what is done to each stripe before.
+        """The reduction of the nodes' partial results in a rail, and the step before it for each stripe.
 
         An average of averages is right if nodes are equal; else each node is weighted by its number of ranks.
         """

@@ -1,4 +1,4 @@
-"""Which ranks of a group share a node, and the rails between nodes. Pure.
+"""The ranks of a group that share a node, and the rails between nodes. Pure.
 
     node         the ranks (positions in the group) on one host, in the group's order
     local rank   a rank's position in its node
@@ -24,7 +24,7 @@ Key = TypeVar("Key", bound=Hashable)
 
 @dataclass(frozen=True)
 class Topology:
-    """Where the ranks of a group are.
+    """The nodes of a group's ranks.
 
     Attributes:
         nodes: positions by node.

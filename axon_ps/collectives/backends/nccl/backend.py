@@ -180,7 +180,7 @@ class NcclBackend(Backend):
 
     @staticmethod
     def device_count() -> int:
-        """How many GPUs this process sees.
+        """The number of GPUs that this process sees.
 
         Raises:
             NcclError: there is no GPU or no cupy.

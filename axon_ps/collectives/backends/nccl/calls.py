@@ -209,5 +209,5 @@ def _is_nan(data: Array, dtype: DType) -> Array:
 
 
 def address(array: Any) -> int:
-    """Where an array begins in device memory."""
+    """The address of an array in device memory."""
     return int(array.data.ptr)

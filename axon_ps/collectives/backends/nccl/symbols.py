@@ -55,7 +55,7 @@ class NcclUniqueId:
             raise InvalidRequest(f"a unique id of NCCL has {UNIQUE_ID_BYTES} bytes; given were {len(self.value)}")
 
     def as_of(self, cupy: str) -> bytes | tuple[int, ...]:
-        """What that version of cupy takes: bytes since 14.0, before that C's signed characters."""
+        """The unique id as that version of cupy takes it: bytes since 14.0, before that C's signed characters."""
         if int(cupy.split(".")[0]) >= 14:
             return self.value
         return tuple(int(c) for c in np.frombuffer(self.value, np.int8))

@@ -1,4 +1,4 @@
-"""How the ranks of one host read each other's arrays in a large collective.
+"""Reading of each other's arrays by the ranks of one host, in a large collective.
 
 Owns: the two ways, and which one a call uses. Refuses: to know what is done with the bytes.
 
@@ -59,7 +59,7 @@ assert _DESCRIPTOR.size <= DESCRIPTOR_BYTES
 
 
 class Descriptor(NamedTuple):
-    """Where one rank's source is, as published in its header."""
+    """The location of one rank's source, as published in its header."""
 
     kind: int
     segment: int
@@ -303,7 +303,7 @@ class Exchange:
             yield lo, min(lo + step, self._longest)
 
     def _in_slot(self, rank: int, partition: int, lo: int, hi: int) -> Array:
-        """Where [lo, hi) of a partition of a rank's source is in its slots; it lies in one window."""
+        """The part of a rank's slots that has [lo, hi) of a partition of its source; it lies in one window."""
         window, at = divmod(lo, self._window)
         at += partition * self._window
         return self._slots[window & 1][rank][at : at + hi - lo]

@@ -31,7 +31,7 @@ _STREAM_BYTES = 8 << 20  # larger results are written past the caches, since the
 
 
 def _copy_for(size_bytes: int) -> Copy:
-    """How to copy into a result of this size."""
+    """The way to copy into a result of this size."""
     if size_bytes < _STREAM_BYTES:
         return np.copyto
     from axon_ps.kernels import stream_copy  # loading numba takes a while, and small groups need none

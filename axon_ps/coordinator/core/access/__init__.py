@@ -1,1 +1,1 @@
-"""Who calls, and whose credentials hold no more."""
+"""Callers, and credentials that hold no more."""

@@ -12,7 +12,7 @@ from axon_ps.types import Role
 
 @dataclass(frozen=True, kw_only=True)
 class Caller:
-    """Who makes a unary call: a member by its incarnation, or an operator without one."""
+    """The caller of a unary call: a member by its incarnation, or an operator without one."""
 
     job: str
     incarnation: str = ""

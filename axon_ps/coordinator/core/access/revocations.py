@@ -1,4 +1,4 @@
-"""What is revoked, and the members that had it: they are lost at once. Pure.
+"""Revoked credentials, and the members that had them: they are lost at once. Pure.
 
 Every member learns what is revoked, since every process with a server refuses it; see `rpc.auth.credentials`.
 """
@@ -29,7 +29,7 @@ _NAME: Final = re.compile(r"[0-9A-Za-z._-]{4,128}")
 
 
 class RevocationList:
-    """What is revoked in one job.
+    """The revoked credentials of one job.
 
     Args:
         assembly: knows the members.
@@ -44,7 +44,7 @@ class RevocationList:
 
     @property
     def reasons(self) -> Mapping[str, str]:
-        """What is revoked, by name, and why."""
+        """The names that are revoked, with reasons."""
         return self._assembly.revoked
 
     def revoke(self, call: int, target: str, reason: str, now: float) -> list[Action]:

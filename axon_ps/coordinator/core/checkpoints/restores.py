@@ -234,7 +234,7 @@ class Restores:
             self._call = -1
 
     def pending(self) -> Sequence[str]:
-        """What restores wait for, as text."""
+        """The reasons why restores wait, as text."""
         orders = [(self._models.message_prefix(m), m.registration.parameters.restore) for m in self._models]
         no_room = [m.registration.no_room_reason for m in self._models if m.registration.no_room]
         return [*(prefix + _pending(order) for prefix, order in orders if order is not None), *no_room]
@@ -275,7 +275,7 @@ def _reason(resume: Resume) -> str:
 
 
 def _resume(model: Model) -> Resume:
-    """What a model without values waits for."""
+    """The reason why a model without values waits."""
     order = model.registration.parameters.restore
     if order is None:
         return Resume(uri=FIRST_VALUES, version=model.version, model=model.name)

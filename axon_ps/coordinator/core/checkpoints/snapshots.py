@@ -158,7 +158,7 @@ class Snapshots:
         return self._save is not None
 
     def pending(self) -> list[str]:
-        """What a checkpoint waits for, as text."""
+        """The reasons why a checkpoint waits, as text."""
         if self._save is None:
             return []
         return [f"the checkpoint at {self._save.order.uri} waits for shard server {format_ranks(self._save.waits_for)}"]

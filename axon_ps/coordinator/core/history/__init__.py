@@ -1,1 +1,1 @@
-"""What happened in the job since this coordinator leads, in bounded memory: for the page and `axon-ps top`. Pure."""
+"""The history of the job since this coordinator leads, in bounded memory: for the page and `axon-ps top`. Pure."""

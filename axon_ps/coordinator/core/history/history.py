@@ -55,7 +55,7 @@ class _Event:
 
 
 class History:
-    """What happened since `now`.
+    """The events since `now`.
 
     Args:
         now: the time.
@@ -156,7 +156,7 @@ class History:
         return with_phase(status, stepped=self.stepped, step_s=self.step_s, since_s=now - self._active_s)
 
     def take_new(self, now: float) -> watch_pb2.WatchEvent:
-        """What is new since the last call of this."""
+        """The news since the last call of this."""
         self._score()
         new = watch_pb2.WatchEvent(
             at_s=self._at(now),
@@ -284,7 +284,7 @@ class History:
             self._again("copied", "", copied, lambda counts: _more_slices(counts, "a backup"), now)
 
     def _count_slices(self) -> None:
-        """How many slices each shard server has."""
+        """The number of slices of each shard server."""
         if self._membership is None:
             return
         counts: dict[str, Counter[int]] = {

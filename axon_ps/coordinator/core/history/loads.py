@@ -1,4 +1,4 @@
-"""What each member does: bytes, memory and CPU as it reports them, lag and slices as the coordinator sees them. Pure.
+"""The load of each member: bytes, memory and CPU as it reports them, lag and slices as the coordinator sees them. Pure.
 
 A member's heartbeat may have metrics. Those named below are understood; rates are taken of the totals.
 
@@ -42,7 +42,7 @@ Place = tuple[Role, int]
 
 @dataclass
 class Load:
-    """What is known of a member.
+    """The figures that are known of a member.
 
     Attributes:
         message: for readers.

@@ -1,4 +1,4 @@
-"""What the processes of the job have logged, in bounded memory, whoever logs how much. Pure.
+"""The log of the job's processes, in bounded memory, however much one of them logs. Pure.
 
 Where there is no more room, the oldest records of that process give way that has the most of it: one that logs without
 end pushes out its own records, and not the others'. A process that is gone is still in the log.

@@ -1,4 +1,4 @@
-"""Who completed a step when: for whom the others waited, for how long, and who makes a habit of it. Pure.
+"""The times at which members completed steps: the last one, the others' wait for it, and the habitual last. Pure.
 
 A step's time has three phases: until the first worker has computed and pushed everything, from then until the last
 one has, and from then until the servers have every sum. The last worker's *marginal* time is how much earlier the

@@ -1,1 +1,1 @@
-"""Which shard servers hold which slices: what is to move, when it may, and servers that come and go."""
+"""Placement of slices on shard servers: the moves, their times, and servers that come and go."""

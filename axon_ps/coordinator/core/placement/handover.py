@@ -49,7 +49,7 @@ class Handover:
         self._patience_s = min(max(LEAST_PATIENCE_S, STEPS_OF_PATIENCE * step_s), MOST_PATIENCE_S)
 
     def __len__(self) -> int:
-        """How many generations it takes to let all of them come and go."""
+        """The number of generations that it takes to let all of them come and go."""
         return len(self.joining) + len(self.leaving)
 
     def waiting(self, incarnation: str) -> list[int]:
@@ -66,7 +66,7 @@ class Handover:
         return min(since, default=math.inf) + self._patience_s
 
     def pending(self) -> list[str]:
-        """What is waited for, as text."""
+        """The reasons for waiting, as text."""
         found = [f"shard server {rank} is empty and leaves after this step" for rank in sorted(self.leaving)]
         addresses = [joining.request.address for joining in self.joining.values()]
         return [*found, *(f"the shard server at {address} joins after this step" for address in addresses)]

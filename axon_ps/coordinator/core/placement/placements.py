@@ -148,7 +148,7 @@ class Placements:
         return [e for e in (a.shard(rank) for rank in sorted(a.draining - held)) if e is not None]
 
     def pending(self) -> list[str]:
-        """What is being done, as text."""
+        """The work under way, as text."""
         found = []
         for model in self._models.registered:
             lacking = model.registration.placement.lacking(self._wanted)

@@ -1,4 +1,4 @@
-"""Which copies of slices are made, swapped and dropped, so that every slice has enough and all servers as much. Pure.
+"""The moves of copies (made, swapped, dropped) that give every slice enough and all servers as much. Pure.
 
 `plan_moves` looks at the placement as it is and returns what to do now; the caller does it and asks again after every
 change. Nothing is remembered between two calls: a copy that was begun is in the placement, and one slice too many is
@@ -87,7 +87,7 @@ def plan_moves(
     budget_numel: int,
     full: frozenset[int] = frozenset(),
 ) -> list[Move]:
-    """What to do now: at most one move a slice, all possible together. Equal arguments give equal moves.
+    """The moves for now: at most one a slice, all possible together. Equal arguments give equal moves.
 
     In this order: slices with too few holders are copied, those in the greatest danger first; draining servers and
     those with more than wanted give slices up; primaries are evened out; and when nothing of this is left or under

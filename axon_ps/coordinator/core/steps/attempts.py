@@ -164,7 +164,7 @@ class Attempts:
 
     @property
     def come(self) -> int:
-        """How many workers have voted or arrived, where all replicas step together."""
+        """The number of workers that have voted or arrived, where all replicas step together."""
         tally = self._tallies[0]
         return len(tally.votes) + sum(rank not in tally.votes for rank in tally.arrived)
 
@@ -173,7 +173,7 @@ class Attempts:
         return self._tallies[0].has_come(rank)
 
     def pending(self, owners: Iterable[int]) -> list[str]:
-        """What the attempts wait for, as text; nothing before the first vote or report."""
+        """The reasons why the attempts wait, as text; nothing before the first vote or report."""
         owners = tuple(owners)
         if not self.asynchronous:
             return self._tallies[0].pending(self._workers[0], owners)

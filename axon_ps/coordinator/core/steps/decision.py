@@ -1,4 +1,4 @@
-"""How a step is decided: votes of workers and sums of shard servers in, one decision out. Pure.
+"""The decision on a step: votes of workers and sums of shard servers in, one decision out. Pure.
 
 Note: [One decider]
     A step commits if and only if the coordinator has written a decision that says so. Workers push nothing else when
@@ -123,7 +123,7 @@ class Tally:
         return worker in self.votes or worker in self.arrived
 
     def pending(self, workers: Sequence[int], owners: Iterable[int]) -> list[str]:
-        """What the step waits for, as text; nothing before the first vote or report."""
+        """The reasons why the step waits, as text; nothing before the first vote or report."""
         if not self.votes and not self.sums and not self.arrived:
             return []
         silent = self.missing(workers) or [w for w in workers if w not in self.votes]
@@ -233,7 +233,7 @@ def _mixed(votes: Iterable[int], pushing: Iterable[int]) -> str:
 
 
 def _disagreement(votes: Mapping[int, Vote]) -> str:
-    """Where the votes differ, as text; empty when they agree."""
+    """The first difference between the votes, as text; empty when they agree."""
     first = next(iter(votes.values()))
     if all(_agreed(vote) == _agreed(first) for vote in votes.values()):
         return ""

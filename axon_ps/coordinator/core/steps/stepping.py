@@ -138,7 +138,7 @@ class Stepping:
         return {rank for model in self._models if model.open for rank in model.attempts.voted()}
 
     def pending(self) -> list[str]:
-        """What steps wait for, as text."""
+        """The reasons why steps wait, as text."""
         return [
             self._models.message_prefix(model) + text
             for model in self._models
@@ -230,7 +230,7 @@ class Stepping:
         return "" if ours.is_cut_like(theirs) else ours.cut_difference(theirs)
 
     def _count_staleness(self, decision: Decision, read: int) -> None:
-        """How many steps were applied since the version that a gradient was computed from."""
+        """The number of steps that were applied since the version that a gradient was computed from."""
         stale = max(0, decision.version - 1 - read)
         self.counters["staleness_sum"] += stale
         self.counters["staleness_max"] = max(self.counters["staleness_max"], stale)

@@ -79,7 +79,7 @@ class Stragglers:
         return min((self._deadline(model) for model in self._waiting()), default=math.inf)
 
     def longest_wait(self, now: float) -> tuple[float, str]:
-        """How long the others have waited, in seconds, and for whom, as text; (0, "") when they do not."""
+        """The seconds that the others have waited, and for whom, as text; (0, "") when they do not."""
         longest = self._longest()
         missing = () if longest is None else longest.attempts.missing()
         if longest is None or not missing:

@@ -1,4 +1,4 @@
-"""What the page asks of the coordinator over HTTP: its files, the feed, and what an operator may do.
+"""The page's requests to the coordinator over HTTP: its files, the feed, and the acts of an operator.
 
 Files need no token, for there is nothing of the job in them. The page sends the token it was given as a header, never
 as a cookie, so no other site's page can act for it; see `rpc.http`.

@@ -1,4 +1,4 @@
-"""What the workers of a node do together, in one order: collectives inside it, and what ends them."""
+"""Acts of the workers of a node together, in one order: collectives inside it, and their end."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class NodeCalls:
         return self.within(lambda: self.groups.control.all_gather(mine))
 
     def within(self, call: Callable[[], T]) -> T | None:
-        """What a collective of the node gives; None, and from then on at once, if a worker of the node was lost."""
+        """The result of a collective of the node; None, and from then on at once, if a worker of the node was lost."""
         if self.group_error is not None:
             return None
         try:

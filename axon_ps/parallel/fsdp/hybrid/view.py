@@ -1,4 +1,4 @@
-"""What the workers of a node know of the model: what they have agreed on, since each is notified at another moment."""
+"""The view that the workers of a node share of the model: agreed on, since each is notified at another moment."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class NodeView:
 
     @property
     def epoch(self) -> int:
-        """How often the parameters were replaced, as the node's workers agreed."""
+        """The number of times that the parameters were replaced, as the node's workers agreed."""
         return self.agreed[0] if self._calls.group_error is None else self._own.epoch
 
     @property

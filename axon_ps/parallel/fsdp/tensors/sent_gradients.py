@@ -28,7 +28,7 @@ _CALL = "call model.clip_grad_norm_(max_norm)"
 
 @dataclass(frozen=True, eq=False)
 class Home:
-    """Where a parameter belongs.
+    """The model and unit of a parameter.
 
     Attributes:
         model: the wrapper; how an optimizer finds it.
@@ -44,7 +44,7 @@ class Home:
 
 
 class SentGradients:
-    """Which gradients of a model have left this worker for the step under way, and what they are to be clipped to.
+    """Gradients of a model that have left this worker for the step under way, and their norm after clipping.
 
     Torch leaves a gradient in `param.grad` after the step, and adds the next one to it unless `zero_grad()` is called.
     The servers cannot add it to one that they have applied, so it counts as retained until then.
@@ -159,7 +159,7 @@ class SentGradients:
             del self._scaled[max_norm]
 
     def checked_max_norm(self) -> float:
-        """What the step under way clips to.
+        """The norm to which the step under way clips.
 
         Raises:
             Misuse: some gradients were clipped, and others not.

@@ -1,4 +1,4 @@
-"""What a sharded parameter is in the user's hands, and what torch's functions may do to it.
+"""The sharded parameter in the user's hands, and the acts of torch's functions on it.
 
 Owns: the two classes that a parameter alternates between, and what `param.grad` is once the gradient was sent.
 Refuses: to know when a unit is gathered (`flat`, `runtime`).

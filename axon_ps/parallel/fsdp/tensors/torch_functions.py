@@ -76,7 +76,7 @@ DESCRIBES = _described()
 
 
 def function_name(func: Any) -> str:
-    """What a user calls one of torch's functions."""
+    """The name by which a user calls one of torch's functions."""
     owner: Any = getattr(func, "__self__", None)
     if getattr(func, "__name__", "") in ("__get__", "__set__", "__delete__") and hasattr(owner, "__name__"):
         return f"Tensor.{owner.__name__}"
