@@ -153,6 +153,7 @@ lint: $(INSTALLED) proto-drift ## format, style, types, layers, generated code
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache --no-logo
 	@$(BIN)/python tests/supply_chain.py
+	@$(BIN)/python tests/house.py --subjects
 
 audit: $(INSTALLED) ## what the images hold: known vulnerabilities, where the service answers, and a bill of materials in build/sbom/
 	@$(BIN)/python tests/supply_chain.py

@@ -22,8 +22,59 @@ def package() -> dict[str, house.Module]:
     return house.modules()
 
 
-def test_no_module_imports_itself_in_a_circle(package: Mapping[str, house.Module]) -> None:
-    assert house.circles(house.imports(package)) == []
+@pytest.fixture(scope="module")
+def debts(package: Mapping[str, house.Module]) -> dict[str, list[str]]:
+    return house.debts(package)
+
+
+@pytest.mark.parametrize("debt", house.DEBTS)
+def test_a_debt_is_what_it_was_or_less(debt: str, debts: Mapping[str, list[str]]) -> None:
+    found, known = debts[debt], house.DEBTS[debt]
+    assert len(found) <= known, f"{len(found) - known} more than DEBTS says; see `python tests/house.py --debts {debt}`"
+    assert len(found) == known, f"there are fewer: let DEBTS[{debt!r}] in tests/house.py be {len(found)}"
+
+
+@pytest.mark.parametrize(
+    ("debt", "room", "text"),
+    [
+        ("circles", "b", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from axon_ps.a import one"),
+        ("cores", "b", "def f():\n    from axon_ps.a.core import two"),
+        ("classes", "b", "class Long:\n" + "    # why\n" * house.MAX_CLASS + "    x = 1"),
+        ("names", "b", "class Thing: ..."),
+        ("docstrings", "b", 'def f():\n    """Whose file it is."""'),
+        ("docstrings", "b", '"""`Who` is asked."""'),
+        ("phrases", "b", "# nobody reads it\nx = 1"),
+        ("words", "b", "class Place: ..."),
+    ],
+)
+def test_a_planted_fault_is_found(debt: str, room: str, text: str, tmp_path: Path) -> None:
+    for path, content in {
+        "a/__init__.py": "",
+        "a/one.py": "from axon_ps.b import three\nclass Thing: ...\n",
+        "a/core/__init__.py": "",
+        "a/core/two.py": "",
+        "b/__init__.py": "",
+        f"{room}/three.py": text,
+    }.items():
+        (tmp_path / "axon_ps" / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "axon_ps" / path).write_text(content)
+    assert {name: len(places) for name, places in house.debts(house.modules(tmp_path)).items() if places} == {debt: 1}
+
+
+def test_a_long_subject_is_found_until_it_is_on_main(tmp_path: Path) -> None:
+    def git(*words: str) -> None:
+        who = ["-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false"]
+        subprocess.run(["git", *who, *words], cwd=tmp_path, check=True, capture_output=True)
+
+    git("init", "-q")
+    git("commit", "-q", "--allow-empty", "-m", "Begin")
+    assert house.long_subjects(tmp_path) == [], "there is no main to compare with"
+    git("update-ref", "refs/remotes/origin/main", "HEAD")
+    git("commit", "-q", "--allow-empty", "-m", "a" * house.MAX_SUBJECT)
+    git("commit", "-q", "--allow-empty", "-m", "b" * (house.MAX_SUBJECT + 1))
+    assert house.long_subjects(tmp_path) == ["b" * (house.MAX_SUBJECT + 1)]
+    git("update-ref", "refs/remotes/origin/main", "HEAD")
+    assert house.long_subjects(tmp_path) == []
 
 
 def test_a_circle_is_found() -> None:
@@ -36,7 +87,7 @@ def test_a_folder_can_be_read_at_once(package: Mapping[str, house.Module]) -> No
 
 
 def test_a_class_is_one_idea(package: Mapping[str, house.Module]) -> None:
-    assert {k: n for k, (n, _) in house.class_sizes(package).items() if n > house.MAX_CLASS} == {}
+    assert {k: n for k, (n, _) in house.class_sizes(package).items() if n > house.MAX_CLASS_CODE} == {}
 
 
 def test_a_module_is_one_job(package: Mapping[str, house.Module]) -> None:
@@ -47,6 +98,13 @@ def test_a_walk_is_short() -> None:
     walks = house.ROOT / "tests" / "walks.py"
     done = subprocess.run([sys.executable, str(walks)], capture_output=True, text=True, timeout=WHOLE_S, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_a_detour_of_a_gradient_is_seen() -> None:
+    walks = [sys.executable, str(house.ROOT / "tests" / "walks.py"), "--detour"]
+    done = subprocess.run(walks, capture_output=True, text=True, timeout=WHOLE_S, check=False)
+    gradient = done.stdout.partition("a vote, ")[0]
+    assert "shard/core/detour.py around" in gradient, done.stdout + done.stderr
 
 
 def test_names_use_the_words_of_the_field(package: Mapping[str, house.Module]) -> None:
