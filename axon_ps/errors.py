@@ -13,7 +13,7 @@ to gRPC statuses and back. Blame is in the class:
     │       └── Drained                      a shard server was taken out of the job, as was asked for
     ├── PermissionDenied (PermissionError)   wrong or missing token, job name or certificate
     ├── Broken (ConnectionError)             the peer's fault: it died or the network did
-    │   ├── Unreachable                      nobody answers at the address
+    │   ├── Unreachable                      no answer at the address
     │   ├── NotLeader                        this coordinator stands by; another one leads
     │   ├── MemberLost                       a worker or shard server of the job has gone
     │   └── NcclError                        NCCL failed, or is not there
@@ -80,7 +80,7 @@ class Broken(AxonError, ConnectionError):
 
 
 class Unreachable(Broken):
-    """Nobody answered at the address."""
+    """There was no answer at the address."""
 
 
 class NotLeader(Broken):
@@ -120,7 +120,7 @@ class SliceMoved(AxonError):
 
 
 class StepAborted(AxonError):
-    """The step did not commit: the parameters are those of before, the gradients of this step are dropped."""
+    """The step did not commit: the parameters are as they were, the gradients of this step are dropped."""
 
 
 class CheckpointError(AxonError):

@@ -1,6 +1,6 @@
 """The commands `auth init | issue | token | show | revoke | table`: secrets, certificates and tokens of a job.
 
-All but `revoke` work on files alone: whoever holds the job's secret has its authority, and no service is asked. Secrets
+All but `revoke` work on files alone: the holder of the job's secret has its authority, and no service is asked. Secrets
 and private keys are written to files that only this user can read, and never printed; a token of a role is printed,
 unless a file is named for it.
 """
@@ -54,7 +54,7 @@ def init(
         typer.Option(help="Write the certificate of the job's authority here, for browsers and Prometheus."),
     ] = None,
 ) -> None:
-    """Make the secret of a job: whoever has the file holds every role, and makes certificates and tokens from it."""
+    """Make the secret of a job: the holder of the file has every role, and makes certificates and tokens from it."""
     from axon_ps.rpc.auth.authority import JobAuthority
     from axon_ps.rpc.auth.tokens import new_secret
 
@@ -260,7 +260,7 @@ def _write_private(path: Path, text: str, *, replace: bool) -> None:
 
 
 def _replace(path: Path, text: str, mode: int) -> None:
-    """Write aside, then rename: whoever reads it again sees one or the other."""
+    """Write aside, then rename: a reader sees one or the other."""
     aside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         fd = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)

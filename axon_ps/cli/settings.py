@@ -42,7 +42,7 @@ class Settings(BaseSettings):
     Attributes:
         coordinator: "host:port" of the coordinator; of several, of which one leads, with commas between them.
         job: name of the job.
-        token: the job's secret, or a token of a role; whoever holds the secret may do everything.
+        token: the job's secret, or a token of a role; the holder of the secret may do everything.
         token_file: a file that holds it, when `token` is empty; of several lines the first is sent, each is accepted.
         observer_token: services: a second token, whose holder may only read.
         observer_token_file: a file that holds it, when `observer_token` is empty.

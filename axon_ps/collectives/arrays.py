@@ -1,7 +1,7 @@
 """Users' arrays as the flat arrays that backends take, without a copy if possible: numpy, torch and cupy, and all
 others that give their host memory by the buffer protocol (`array.array`, `memoryview`) or by DLPack (JAX).
 
-torch is never imported here: whoever passes a tensor has done so. A bf16 array becomes a `uint16` one, whether it is
+torch is never imported here: a caller with a tensor has done so. A bf16 array becomes a `uint16` one, whether it is
 torch's bfloat16 or ml_dtypes'; blocks of int8 are numpy arrays of `DType.INT8_BLOCK.numpy`. Device memory becomes a
 flat cupy array (see `collectives.cuda.flat_view`).
 """

@@ -76,7 +76,7 @@ def world_size(group: ProcessGroup | JobWorld | None = None) -> int:
 
 
 def is_main_process(group: ProcessGroup | JobWorld | None = None) -> bool:
-    """Whether this is the first rank: the one that logs and saves."""
+    """Whether this is the first rank: it logs and saves."""
     return current_group(group).rank == 0
 
 

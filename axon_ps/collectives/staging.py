@@ -50,7 +50,7 @@ class Staging:
         return array
 
     def free(self, host: Array) -> None:
-        """Return a buffer to the pool; nobody may use it any more."""
+        """Return a buffer to the pool; it must not be used any more."""
         if not host.nbytes:
             return
         with self._lock:

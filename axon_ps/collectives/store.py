@@ -46,7 +46,7 @@ class MemoryStore:
         """The value of a key as soon as there is one.
 
         Raises:
-            Timeout: nobody stored it in time.
+            Timeout: it was not stored in time.
         """
         with self._changed:
             if not self._changed.wait_for(lambda: key in self._values, timeout_s):
@@ -95,7 +95,7 @@ class AbortableStore:
         """The value of a key as soon as there is one.
 
         Raises:
-            Timeout: nobody stored it in time.
+            Timeout: it was not stored in time.
             AxonError: the error given to `abort`.
         """
         deadline = time.monotonic() + timeout_s

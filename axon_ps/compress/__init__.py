@@ -1,6 +1,6 @@
 """Compressors: numbers made smaller for the wire. The import of a compressor's module here registers it.
 
-This package stays light on purpose: `cast` and `int8_block` need numba, so whoever needs them imports them.
+This package stays light on purpose: `cast` and `int8_block` need numba, so the modules that need them import them.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ Invariants:
   Everything else has the same bits as torch's `.to(torch.bfloat16)` and `.to(torch.float16)`.
 - A result depends neither on the machine's vector width nor on how a slice was cut into ranges; only
   `sum_of_squares` depends on where its array begins.
-- Every loop runs on one thread with the GIL released. Whoever wants two cores cuts the slice in two.
+- Every loop runs on one thread with the GIL released. For two cores, cut the slice in two.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def accumulate(
         dtype: what `chunk` holds: F32, BF16 or F16.
         first: whether this is the first replica: then `acc` is overwritten, whatever it held.
         digests: u64[2, blocks of acc]: to the first row is added what was read of `acc`, which is nothing for the first
-            replica, and to the second one what was written; see `kernels.digest`. None = nobody wants them.
+            replica, and to the second one what was written; see `kernels.digest`. None = they are not wanted.
         block_numel: elements of a block, a multiple of TILE_NUMEL; the last one may have fewer.
 
     Raises:

@@ -4,7 +4,7 @@ Owns how one is stored there: compressed, cut into values that the store takes, 
 what their content hashes to. Two *slots* are used in turn, and the header is written last, so a reader has the old or
 the new content, and nothing half-written. Pure.
 
-A checkpoint has what is there when it is ordered, whoever orders it, but for what begins with `UNSAVED`; see `core.kv`
+A checkpoint has what is there when it is ordered, but for what begins with `UNSAVED`; see `core.kv`
 for what the store bounds.
 """
 
@@ -202,7 +202,7 @@ def restored(
 
 
 def _present(store: Store, key: str) -> Header:
-    """The header that is about to be replaced; one that is damaged has no content to preserve."""
+    """The header that is about to be replaced; a damaged one has no content to preserve."""
     try:
         return Header.of(store.peek(header_key(key)))
     except InvalidRequest:

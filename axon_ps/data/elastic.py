@@ -1,4 +1,4 @@
-"""Samples of each step, and those of each worker, whoever is there. Pure: knows no framework and no world.
+"""Samples of each step, and those of each worker, whichever members are there. Pure: knows no framework and no world.
 
 An epoch is an order of all samples (see `Permutation`); a step takes the next `batch_size` of it, by all workers
 together. They are cut into micro-batches of nearly equal size, at least one for each replica, and dealt to the replicas

@@ -6,7 +6,7 @@ Note: [Memory order]
     Counters in shared memory are aligned integers of 4 or 8 bytes with one writer each, read and written through
     memoryviews, which compile to single loads and stores. Two more things are needed:
 
-    - *Publish*: data written before a counter is seen by whoever sees the counter. x86 orders stores, and loads, so
+    - *Publish*: data written before a counter is seen by all who see the counter. x86 orders stores, and loads, so
       nothing is needed there; elsewhere the writer calls `fence()` before it stores the counter, and the reader
       `fence()` after it loaded it (`settle()` is that: nothing on x86).
     - *Sleep*: when two processes each store their own counter and then load the other's, at least one sees the other's

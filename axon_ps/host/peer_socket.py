@@ -91,7 +91,7 @@ class PeerSocket:
         """Connect to a `Listener` of that name.
 
         Raises:
-            Unreachable: it is not in this network namespace, or another user's, or nobody accepts.
+            Unreachable: it is not in this network namespace, or another user's, or is not accepted.
             InvalidRequest: it is no name of a `Listener`.
             Misuse: this process is a fork of a worker.
         """
@@ -198,11 +198,11 @@ class Listener:
         while True:
             try:
                 accepted, _ = self._socket.accept()
-            except OSError:  # nobody, or no room for another descriptor: then they wait
+            except OSError:  # there is none, or no space for another descriptor: then they wait
                 return None
             with contextlib.suppress(Unreachable):
                 return PeerSocket(_register(accepted))
 
     def close(self) -> None:
-        """Accept nobody any more; who waits is hung up on. Harmless when repeated."""
+        """Accept no connection any more; those that wait are closed. Harmless when repeated."""
         self._socket.close()

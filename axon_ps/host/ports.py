@@ -12,7 +12,7 @@ _attempts = itertools.count()
 
 
 def free_ports(count: int = 1) -> int:
-    """The first of `count` ports in a row that nobody has on any address of this machine.
+    """The first of `count` ports in a row that are free on all addresses of this machine.
 
     They are below those that the kernel gives to connections and to servers that ask for any, so that nobody takes one
     before the program does. Each call gives others, and processes that ask at the same time begin at different ones.

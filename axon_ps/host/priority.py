@@ -1,4 +1,4 @@
-"""Work that nobody waits for gives way to work that somebody waits for: by priority, and by resting."""
+"""Background work gives way to work that is waited for: by priority, and by resting."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The memory of a service, which holds parameters and the job's secret, is for nobody but root, as that of ssh-agent.
+"""The memory of a service, which holds parameters and the job's secret, is for root alone, as that of ssh-agent.
 
 Other processes of the same user could read it with a debugger, and a crash would write it to a file. Where that is
 wanted (gdb, py-spy, core dumps), services are started with `--debuggable`.

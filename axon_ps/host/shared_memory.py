@@ -5,8 +5,8 @@ and how they come to the other process; that is `host.peer_socket`'s.
 
 Invariants:
 - A segment never has a name: it is an anonymous file (memfd) that lives as long as a process has it open or mapped, so
-  nothing remains when processes are killed, however many at once. Nobody finds it who was not given its descriptor.
-- All of its pages are allocated when `create` returns, and it is sealed: nobody can make it shorter. So touching it
+  nothing remains when processes are killed, however many at once. Only processes with its descriptor find it.
+- All of its pages are allocated when `create` returns, and it is sealed: no process can make it shorter. So touching it
   never ends in SIGBUS, in no process. What comes from others is refused if that does not hold.
 - A segment that others only read is sealed against their writing, whatever they do with the descriptor.
 
@@ -84,7 +84,7 @@ class Segment:
         Segment.open += 1
 
     def close(self) -> None:
-        """Give it to nobody any more. Harmless when repeated."""
+        """Give it to no process any more. Harmless when repeated."""
         if self.fd >= 0:
             fd, self.fd = self.fd, -1
             _free(self.size_bytes, os.close, fd)
@@ -246,7 +246,7 @@ def discard_writes(memory: Array) -> None:
 def move_mapping(base: int, old: Segment) -> Segment:
     """Replace the segment behind the memory at `base` by a new one; the contents are copied.
 
-    Whoever still writes to the old segment changes nothing here. Nobody else may write at `base` meanwhile.
+    A process that still writes to the old segment changes nothing here. No other may write at `base` meanwhile.
 
     Args:
         base: where the old segment begins in this process.

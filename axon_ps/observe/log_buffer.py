@@ -1,4 +1,4 @@
-"""The newest log records of this process, for whoever sends them on: a session, to the job's log.
+"""The newest log records of this process, to be sent on: by a session, to the job's log.
 
 What axon_ps logs, at the levels at which this process logs it; and how a training script failed. Not what a script
 prints, or logs by its own loggers: a child of "axon_ps", such as "axon_ps.train", makes a record part of the job's log.

@@ -162,7 +162,7 @@ class UpdateRule(ABC):
             update: number of this update, counted from 1 (torch's `step` after it was incremented).
             grad_scale: factor for the gradient.
             digests: u64[2, 2 + len(state)]: what was read of (param, *state, grad) is added to the first row, what was
-                written of (param, *state) to the second one; see `kernels.digest`. None = nobody wants them.
+                written of (param, *state) to the second one; see `kernels.digest`. None = they are not wanted.
 
         Raises:
             InvalidRequest: an array has another element type, length or layout than above, a state array that these

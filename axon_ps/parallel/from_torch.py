@@ -96,7 +96,7 @@ class MovedOptimizer(ServerOptimizer):
     def step(  # type: ignore[override]
         self, closure: Callable[[], float] | None = None, *, commit: Mapping[str, Any] | None = None
     ) -> StepResult:
-        """As `ServerOptimizer.step`; an abort is an error here, since nobody would see it.
+        """As `ServerOptimizer.step`; an abort is an error here, since it would not be seen.
 
         Where no worker has a gradient nothing happens, as in torch. If those of the step before were not dropped, torch
         would apply them again; a warning says so.

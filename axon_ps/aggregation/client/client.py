@@ -189,7 +189,7 @@ class CollectiveClient:
     async def _give_up(self, group: GroupHandle, call: Call, buffers: Buffers, deadline: Deadline) -> None:
         """Tell all stripes that we broke off: other ranks may wait where no stream of ours has come to.
 
-        Until it is done or nobody waits any more; nobody waits for us.
+        Until it is done or no caller waits any more; no caller waits for us.
         """
 
         async def report(plan: StripePlan, server: int) -> None:
@@ -243,7 +243,7 @@ class CollectiveClient:
 
         Raises:
             Disagreement: the receiver expects another size or dtype.
-            Timeout: nobody received it.
+            Timeout: it was not received.
             MemberLost: a member has left the job.
             Broken: the receiver broke off, or a connection broke.
         """

@@ -54,7 +54,7 @@ class Peers:
         Args:
             report: gets what is found.
             context: returns who calls.
-            everybody: whether each server is asked once, also if nobody waits for it.
+            everybody: whether each server is asked once, also if no call waits for it.
         """
         me = context().incarnation
         self._probes = Probes(report, self._waits, partial(self._echo, context), me, everybody=everybody)
@@ -64,7 +64,7 @@ class Peers:
         return self._waits.begin()
 
     def set_members(self, membership: Membership) -> None:
-        """Set the current shard servers; one that is none any more, or has a new address, loses its connections."""
+        """Set the current shard servers; a server that has left, or has a new address, loses its connections."""
         self._members = {m.rank: m for m in membership.shards}
         if membership.complete:
             self._ranks = tuple(sorted(self._members))

@@ -3,7 +3,7 @@
 A wait may last long for good reasons: others are slow, or a unit is large. Nothing about a call says whether the
 network still carries it, and a connection on which small packets pass looks well. So a server that something has waited
 for as long as `PATIENCE` of a lease is sent `ECHO_BYTES`, more than any packet holds, over a new connection of the kind
-that carries bulk data. One that does not send them back is reported (`ConnectivityReport`), and asked again until it
+that carries bulk data. If they do not come back, it is reported (`ConnectivityReport`), and asked again until it
 does. A server that refuses has answered.
 """
 
@@ -42,7 +42,7 @@ class Waits:
         self._since: defaultdict[int, dict[Wait, float]] = defaultdict(dict)
 
     def begin(self) -> Wait:
-        """A call, which waits for nobody yet; use it as a context."""
+        """A call, which does not wait for a server yet; use it as a context."""
         return Wait(self._since)
 
     def longest_s(self, rank: int) -> float:
@@ -74,7 +74,7 @@ class Wait:
             self._since[rank][self] = time.monotonic()
 
     def end(self) -> None:
-        """It waits for nobody."""
+        """It waits for no server."""
         if self._rank >= 0:
             del self._since[self._rank][self]
             self._rank = -1
@@ -88,7 +88,7 @@ class Probes:
         waits: what waits for whom.
         echo: has the shard server of a rank send `ECHO_BYTES` back.
         me: our incarnation: we do not ask ourselves.
-        everybody: whether every server is asked when it becomes a member, whoever waits for it.
+        everybody: whether every server is asked when it becomes a member, also if no call waits for it.
     """
 
     def __init__(
@@ -126,7 +126,7 @@ class Probes:
             self._watching = asyncio.get_running_loop().create_task(self._watch())
 
     async def close(self) -> None:
-        """Ask nobody any more."""
+        """Ask no server any more."""
         tasks = [*self._asking.values(), *filter(None, [self._watching])]
         for task in tasks:
             task.cancel()

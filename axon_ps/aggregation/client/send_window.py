@@ -11,7 +11,7 @@ Note: [Send window]
     the window stops a rank whose data is read fast from sending more (0.91 s and 0.87; the card alone takes 0.84).
 
 Invariants:
-- Nobody waits for ever. Take the upload that is furthest behind, of all ranks and stripes: once everything under way
+- No wait is without end. Take the upload that is furthest behind, of all ranks and stripes: once everything under way
   has come, its rank's downloads are at least as far, so this upload may go on. Progress is counted in fractions of
   a stripe, so that this holds for ranks with less to send, too.
 """

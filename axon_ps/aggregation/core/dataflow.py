@@ -7,7 +7,7 @@ message for each rank, `MAX_PARTIAL_SUMS` unfinished results, `MAX_QUEUED_SEGMEN
 Invariants:
 - Contributions to a segment are combined in rank order, whatever the order of arrival.
 - A result is encoded once and sent to everybody as the same bytes; a message that is forwarded is not encoded again.
-- A slow reader stops those that send to it, and nobody's stream is read further than its window.
+- A slow reader stops those that send to it, and no stream is read further than its window.
 """
 
 from __future__ import annotations

@@ -247,7 +247,7 @@ class CollectiveEngine:
     ) -> None:
         try:
             self.receive(participant, message, header, payload)
-        except InvalidRequest:  # nobody will close a stream that was never opened
+        except InvalidRequest:  # a stream that was never opened is not closed by its caller
             self.leave(participant, now_s)
             raise
 

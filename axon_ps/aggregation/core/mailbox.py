@@ -95,7 +95,7 @@ class Mailbox:
 
     @property
     def over(self) -> bool:
-        """Whether no message waits, and nobody waits for one."""
+        """Whether no message waits, and no receiver waits for one."""
         return not self._sends and not self._participants and not self._suspects
 
     def enqueue(self, envelope: Envelope, data: Array | None, timeout_s: float, now_s: float) -> Participant:

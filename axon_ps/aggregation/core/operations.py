@@ -63,7 +63,7 @@ class PendingOperation:
 
     @property
     def over(self) -> bool:
-        """Whether nobody needs it any more."""
+        """Whether it is not needed any more."""
         if self._dataflow is None and self._error is None:
             return not self._participants and not self._suspects
         return len(self._left) == len(self._ranks)

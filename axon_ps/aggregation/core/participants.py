@@ -26,7 +26,7 @@ class MemoryAccounting:
     Attributes:
         bytes: what is in use now. "pending": messages that cannot be used yet; "sums": partial results; "queued":
             messages to send, counted for every rank that gets them though they are the same bytes; "mailbox": messages
-            between two ranks that nobody has received yet.
+            between two ranks that were not received yet.
         peak_bytes: the most that was in use at once.
     """
 

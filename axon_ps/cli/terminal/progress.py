@@ -22,7 +22,7 @@ _REDRAW_S: Final = 0.2
 
 
 class Progress:
-    """Shows `work` while the context lasts; a thread of its own draws, so whoever works is not slowed down.
+    """Shows `work` while the context lasts; a thread of its own draws, so the work is not slowed down.
 
     Args:
         what: what is done: "verifying".

@@ -46,7 +46,7 @@ class Store(Protocol):
         """The value of a key as soon as there is one.
 
         Raises:
-            Timeout: nobody stored it in time.
+            Timeout: it was not stored in time.
         """
 
     def delete(self, key: str) -> None:

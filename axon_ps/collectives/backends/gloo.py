@@ -384,7 +384,7 @@ class GlooBackend(Backend):
             return works
         except RuntimeError as error:
             work = None
-            works.clear()  # or whoever holds the error would keep the connections open
+            works.clear()  # or the holder of the error would keep the connections open
             raise self._cause(error, what, missing, deadline) from error.with_traceback(None)
 
     def _cause(self, error: RuntimeError, what: str, missing: Callable[[], str], deadline: float) -> AxonError:

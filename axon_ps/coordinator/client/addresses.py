@@ -74,13 +74,13 @@ class Addresses:
         """Return when a channel of `connect` can be used; at once where there is no other place to try.
 
         Raises:
-            Unreachable: nobody answers there.
+            Unreachable: there is no answer.
         """
         if len(self) > 1:
             await until_connected(channel, self._connect_s)
 
     def found(self) -> None:
-        """A coordinator leads at the present place: whoever loses it begins a new round."""
+        """A coordinator leads at the present address: a member that loses it begins a new round."""
         self._tried, self._connect_s = 0, CONNECT_S
 
     async def next(self, known: Place | None = None) -> bool:

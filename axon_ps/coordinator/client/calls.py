@@ -145,7 +145,7 @@ class Calls(ABC):
             GenerationChanged: `ranks` is empty, and who "all workers" are has changed while we waited.
 
         After an error: others may have passed. Where it was the connection to the coordinator that broke, the
-        call is retried; if the barrier had just opened, nobody else comes and this ends with `Timeout`.
+        call is retried; if the barrier had just opened, no other worker comes and this ends with `Timeout`.
         """
         deadline = Deadline(timeout_s)
 
@@ -171,7 +171,7 @@ class Calls(ABC):
         """The value of a key as soon as there is one.
 
         Raises:
-            Timeout: nobody stored it in time.
+            Timeout: it was not stored in time.
         """
         return bytes((await self._kv(coordinator_pb2.KV_OP_WAIT, key, timeout_s, waits=True)).value)
 
@@ -228,7 +228,7 @@ class Calls(ABC):
             extra_json: what the caller wants back on restore, a JSON object.
             timeout_s: how long it may take, in seconds.
             states: files of workers' own state, which are there already.
-            background: nobody waits for it: it takes longer, and steps less so.
+            background: it is not waited for: it takes longer, and steps less so.
 
         Raises:
             CheckpointError: it could not be written.
@@ -290,7 +290,7 @@ class Calls(ABC):
 
         Args:
             target: the id of a token, the serial number of a certificate, or a member: "worker/3".
-            reason: what whoever is refused is told.
+            reason: the text for refused callers.
             timeout_s: seconds it may take.
 
         Raises:

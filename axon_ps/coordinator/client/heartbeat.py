@@ -31,7 +31,7 @@ def heartbeat(
     """
     try:
         measured = dict(measure())
-    except Exception as error:  # a number that is missing costs nobody the membership
+    except Exception as error:  # a missing number does not cost the membership
         _logger.debug("measuring for a heartbeat failed: %r", error)
         measured = {}
     records, dropped = ([], 0) if log is None else log.take()

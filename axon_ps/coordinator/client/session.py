@@ -244,7 +244,7 @@ class CoordinatorClient(Calls):
         """Join; returns when rank, membership and job state are known.
 
         Raises:
-            Unreachable: nobody answered in time.
+            Unreachable: there was no answer in time.
             Busy: no rank became free in time.
             PermissionDenied: wrong job name or token.
             InvalidRequest: the rank is taken, or the join request is invalid.

@@ -58,7 +58,7 @@ class Forming:
 
     Attributes:
         joined: their sessions.
-        due: when the next generation begins; inf while nobody waits.
+        due: when the next generation begins; inf while no member waits.
     """
 
     def __init__(self) -> None:

@@ -254,7 +254,7 @@ class Members:
         """Memory of a slice failed: another holder goes on with it, and the server gets it again.
 
         If it was the primary, workers may be using what it sent, and have summed there: the step under way is over. If
-        nobody else has the slice, the parameters must be restored.
+        no other server has the slice, the parameters must be restored.
         """
         model = self._models.get(report.model)
         if model is None or not model.registration.is_holding(entry.member, report):

@@ -257,7 +257,7 @@ class Models:
         return next((rank for rank in ranks if rank is not None), None)
 
     def still_held_by(self, incarnation: str) -> bool:
-        """Whether a shard server that was lost holds slices that nobody has gone on without."""
+        """Whether a shard server that was lost holds slices that the others have not gone on without."""
         return any(m.registration.still_held_by(incarnation, m.version) for m in self)
 
     def message_prefix(self, model: Model) -> str:

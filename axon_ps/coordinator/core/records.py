@@ -60,7 +60,7 @@ class ParameterState:
         replaced: whether its values were ever others than a worker's first ones and what steps made of those.
         lost: by incarnation of a lost shard server, the slices that it held.
         lost_version: the version that they are of.
-        corrupt: by slice that nobody else has, the incarnation of the shard server whose memory failed.
+        corrupt: by slice that no other server has, the incarnation of the shard server whose memory failed.
         run_began: the version that the present run of the workers began with, or that was restored in it.
     """
 

@@ -187,7 +187,7 @@ class Registration:
         )
 
     def corrupted(self, rank: int, index: int) -> bool:
-        """A server has lost a slice, and gets it again; False if nobody else has it. One who was lost may be back."""
+        """A server has lost a slice, and gets it again; False if no other has it. A lost one may be back."""
         if len(self.placement.holders[index].complete) == 1:
             self.parameters.corrupt[index] = self.parameters.holders[rank]
             return False
@@ -324,7 +324,7 @@ class Registration:
         return p.placement is not None and not p.initialized and not p.failure
 
     def missing(self, shards: Sequence[Member]) -> list[int]:
-        """Ranks of the shard servers without which no step can be made: they hold slices that nobody else has."""
+        """Ranks of the shard servers without which no step can be made: they hold slices that no other server has."""
         placement, here = self.parameters.placement, {s.rank for s in shards}
         if placement is None:
             return []
@@ -333,7 +333,7 @@ class Registration:
         return sorted({h.primary for h in placement.counts if here.isdisjoint(h.complete)})
 
     def lost_with_parameters(self, shards: Sequence[Member]) -> list[int]:
-        """Ranks whose shard server is lost with slices that nobody else has: it came back empty, or others came."""
+        """Ranks whose shard server is lost with slices that no other server has: it came back empty, or others came."""
         placement = self.parameters.placement
         if not self.parameters.initialized or placement is None:
             return []

@@ -103,7 +103,7 @@ class Registrations:
         self.settle()
 
     def settle(self) -> None:
-        """Answer the calls that wait for nobody any more."""
+        """Answer the calls that need not wait any more."""
         for call, waiting in list(self._calls.items()):
             if not self._first(*waiting):
                 self.cancel(call)

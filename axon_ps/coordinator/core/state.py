@@ -608,7 +608,7 @@ class CoordinatorState:
         return self._assembly.state_id
 
     def describe(self, caller: Caller, name: str) -> tuple[JobState, Membership]:
-        """A model and the members, for whoever gathers it.
+        """A model and the members, for a process that gathers it.
 
         Args:
             caller: who asks; it need not be a member.

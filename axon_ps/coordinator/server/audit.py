@@ -8,8 +8,8 @@ Calls that change a job (registrations, releases, checkpoints, drains, revocatio
 them, also when they are refused; changes of the members have what happened. Reads are not in it, nor what a stranger
 tries, who could fill it.
 
-Note: [It stops nobody]
-    Lines are written by a thread, so that a disk that hangs holds nobody up. What cannot be written is lost: that is
+Note: [It does not block]
+    Lines are written by a thread, so that a disk that hangs delays no call. What cannot be written is lost: that is
     logged once, counted, and said by a line of its own as soon as lines can be written again.
 """
 

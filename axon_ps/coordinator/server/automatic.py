@@ -1,4 +1,4 @@
-"""Checkpoints that need nobody: written when they are due, verified, removed when they are old, restored after a loss.
+"""Automatic checkpoints: written when they are due, verified, removed when they are old, restored after a loss.
 
 Owns: doing so, one thing after the other, and saying so in the log. Refuses: to decide when one is due
 (`coordinator.checkpoint_schedule`), which ones remain (`retention`) and what a restore does to the job
@@ -44,7 +44,7 @@ Save = Callable[[str, str], Awaitable[CheckpointReply]]
 
 
 class AutomaticCheckpoints:
-    """The checkpoints of one job that nobody asks for.
+    """The checkpoints of one job that are not asked for.
 
     Args:
         shell: the coordinator.
@@ -136,7 +136,7 @@ class AutomaticCheckpoints:
             await self._in_background(retention.remove_old, self._policy)
 
     async def _in_background(self, work: Callable[[_ArgumentT], None], argument: _ArgumentT) -> None:
-        """Do what nobody waits for in a thread that gives way to all others."""
+        """Do what is not waited for in a thread that gives way to all others."""
         await asyncio.get_running_loop().run_in_executor(self._background, work, argument)
 
     async def _restore(self, why: str) -> None:

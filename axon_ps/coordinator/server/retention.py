@@ -56,7 +56,7 @@ def newest(directory: str, damaged: Damaged = _unsaid) -> Manifest | None:
 
 
 def verify(uri: str) -> None:
-    """Read a checkpoint that was just written; one that is damaged is no checkpoint any more.
+    """Read a checkpoint that was just written; a damaged one is removed from the list.
 
     Raises:
         CheckpointError: it is damaged.

@@ -103,7 +103,7 @@ class CoordinatorServicer:
     Args:
         shell: what performs it.
         feed: the history of the job, for `watch`.
-        revocations: what the servers of this process refuse: gets what the job has revoked; None = nobody is refused.
+        revocations: what the servers of this process refuse: gets what the job has revoked; None = no caller is.
 
     Attributes:
         feed: the same.
@@ -245,7 +245,7 @@ class CoordinatorServicer:
         if message is None:
             return
         state, numbers = self._shell.state, [session.number for session in sessions]
-        if len(sessions) > 1 and not all(map(state.is_worker, numbers)):  # one that may not vote harms nobody else
+        if len(sessions) > 1 and not all(map(state.is_worker, numbers)):  # an error of one harms no other
             for session in sessions:
                 self._vote, self._voters = message, [session]
                 self._pass_votes_on()

@@ -311,7 +311,7 @@ class Shell:
             await asyncio.wait([self._writer])
         self._executor.shutdown()
         if not self._failed.cancel() and not self._failed.cancelled():
-            self._failed.exception()  # retrieved, for nobody may have waited for it
+            self._failed.exception()  # retrieved, for it may not have been waited for
 
     # ------------------------------------------------------------------ events in
 

@@ -143,7 +143,7 @@ class TraceCalls:
         self._answered.set()
 
     def close(self) -> None:
-        """The coordinator stops: whoever waits gets what there is."""
+        """The coordinator stops: callers that wait get what there is."""
         self._waited_for = {}
         self._answered.set()
 

@@ -11,7 +11,7 @@ from axon_ps.errors import ConfigurationError
 
 @runtime_checkable
 class Logger(Protocol):
-    """Takes metrics. Its methods are called on one thread, which nobody in training waits for.
+    """Takes metrics. Its methods are called on one thread, for which training does not wait.
 
     What it raises is logged as a warning, and training goes on.
     """

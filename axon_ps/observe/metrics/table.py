@@ -276,7 +276,7 @@ _MEMBERS: Final = ("worker", "shard")
 
 
 def described(source: str, statistic: str) -> tuple[Metric, dict[str, str]] | None:
-    """The metric of a statistic, and the labels that its name has; None when nobody described it.
+    """The metric of a statistic, and the labels that its name has; None when it is not described.
 
     Args:
         source: a key of `TABLE`.

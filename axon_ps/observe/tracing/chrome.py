@@ -57,7 +57,7 @@ def chrome_trace(members: Sequence[MemberSpans], notes: Mapping[str, Any] | None
 
     Args:
         members: in the order in which they are to be shown.
-        notes: further values for whoever reads the file.
+        notes: further values for readers of the file.
     """
     began_ns = min((span.start_ns for member in members for span in member.spans), default=0)
     at: dict[int, tuple[int, int, Span]] = {}  # by id, with process and row

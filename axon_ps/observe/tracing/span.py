@@ -1,13 +1,13 @@
 """`Span`: something that took a while; `SpanContext`: its name in other processes; `TraceOrder`: who wants some. Pure.
 
 Note: [One trace a step]
-    All workers make a step at the same time and none begins it, so nobody is there to draw the trace's id first. It is
+    All workers make a step at the same time and none begins it, so none can draw the trace's id first. It is
     a hash of what all of them know: the id of the job's state, the model, the generation and the step attempt. So is
     the id of the trace's root, which the coordinator records when it decides the attempt: workers name it as their
     parent before anybody has made it.
     From there on spans travel with what they cause, as W3C Trace Context writes them. Not in gRPC's metadata: that is
     of a call, and a call here is a pooled stream or a session, on which step follows step. They are a field of the
-    request, vote or decision itself; so whoever gets one knows that the step is traced, and needs no setting.
+    request, vote or decision itself; so its receiver knows that the step is traced, and needs no setting.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ class TraceOrder:
         model: whose steps.
         first: the first attempt.
         last: the last attempt.
-        timeout_s: after so long nobody wants them any more.
+        timeout_s: after so long they are not wanted any more.
     """
 
     id: int

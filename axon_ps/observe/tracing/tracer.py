@@ -52,7 +52,7 @@ class Collection:
     Attributes:
         order: the order.
         done: called once, when the last step and its spans are over, on the thread that ended it.
-        expires_s: when nobody wants them any more, by `time.monotonic`.
+        expires_s: when they are not wanted any more, by `time.monotonic`.
         spans: those that have ended.
         dropped: how many there was no room for.
         over: whether the last step is decided.
@@ -179,7 +179,7 @@ class Tracer:
             self._take()
 
     def serving(self, name: str, traceparent: str) -> AbstractContextManager[Span | None]:
-        """A span of what a peer has asked for; None where it is not traced, or nobody here wants its spans."""
+        """A span of what a peer has asked for; None where it is not traced, or its spans are not wanted here."""
         parent = SpanContext.parse(traceparent) if traceparent and self.active else None
         return _UNTRACED if parent is None else self._serving(name, parent)
 

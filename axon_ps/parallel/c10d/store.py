@@ -62,7 +62,7 @@ class KVStore(Store):
         """The value of a key, once there is one.
 
         Raises:
-            Timeout: nobody stored it in time.
+            Timeout: it was not stored in time.
         """
         return self._wait(key, self._timeout_s)
 

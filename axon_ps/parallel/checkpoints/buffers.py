@@ -13,7 +13,7 @@ Note: [Between a worker and a checkpoint]
     it begins; a worker compares that with the epoch which it computes with.
 
     The worker that gives a model its first values attaches its buffers before them, so others find them when the model
-    has values. Those that are not persistent are attached where no checkpoint has them. In a job that resumes nobody
+    has values. Those that are not persistent are attached where no checkpoint has them. In a job that resumes no worker
     gives first values, so the worker of lowest rank attaches them before it registers the model: the others register
     later. A worker that joins takes what is there.
 """

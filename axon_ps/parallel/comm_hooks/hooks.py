@@ -49,7 +49,7 @@ class CommunicationHook(ABC):
     feedback: Residuals | None = None
 
     def attach(self, group: ProcessGroup) -> None:
-        """Set the group whose ranks it averages over; nobody else makes calls on it. Called once, before all else."""
+        """Set the group whose ranks it averages over; no other caller uses it. Called once, before all else."""
         self.group = group
         self._in_turns = (group, group.named_group("in_turns", range(group.size)))
 

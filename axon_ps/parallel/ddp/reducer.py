@@ -94,7 +94,7 @@ class Reducer:
         self._plan = self._planned()
         self._buckets, self._views = buckets.build(self.params, self._plan, self._group)
         for param in self.params:
-            if (before := _own_hook(param)) is not None:  # whoever wrapped it last reduces it
+            if (before := _own_hook(param)) is not None:  # the wrapper that came last reduces it
                 del param._post_accumulate_grad_hooks[before]
         self._put_hooks_last()
 

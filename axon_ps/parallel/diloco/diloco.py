@@ -22,7 +22,7 @@ Note: [Streaming]
     is after its first inner step, and the others wait for nothing else of it.
 
 Owns: when a fragment makes its outer step. Refuses to touch the inner optimizer's state, which is this worker's own,
-and buffers (running statistics), which nobody averages.
+and buffers (running statistics), which are not averaged.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The parts of a wrapped model, by its strategy: first values, units, sources of parameters, the runtime.
 
-The one place that knows which strategy takes which source and which runtime; from then on nobody asks.
+The one place that knows which strategy takes which source and which runtime; no other code asks.
 """
 
 from __future__ import annotations

@@ -301,14 +301,14 @@ class FlatUnit:
 
     @property
     def is_readable(self) -> bool:
-        """Whether the parameters have current values, for whoever reads them."""
+        """Whether the parameters have current values, for readers."""
         return bool(self._readable) and self.is_current
 
     def check_unchanged(self) -> None:
         """Refuse what somebody has written to the parameters: the values are the servers', and it would be lost.
 
         Raises:
-            Misuse: one was changed in place. The memory is given back, so that nobody reads it.
+            Misuse: one was changed in place. The memory is given back, so that it is not read.
         """
         versions = [p._version for p in self.params]
         if versions == self._versions or not (self._readable and self.sharded):

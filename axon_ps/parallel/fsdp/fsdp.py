@@ -69,7 +69,7 @@ class FullyShardedDataParallel(ShardedValues):
         unit_types: module classes that become units, or one class.
         auto_wrap_policy: whether a module becomes a unit; instead of `unit_types`. Torch's `ModuleWrapPolicy` and
             `transformer_auto_wrap_policy` are taken, too.
-        ignored_parameters: parameters that stay what they are: each worker's own, averaged by nobody.
+        ignored_parameters: parameters that stay what they are: each worker's own, not averaged.
         intra_node_size: HYBRID_SHARD: the workers of a node, G; None = as many as this node has.
         prefetch: gather the next units before they are needed; else only `prefetch_forward_params()` does.
         param_init_fn: gives a submodule on the meta device its values; None = its own `reset_parameters()`.
@@ -292,7 +292,7 @@ class FullyShardedDataParallel(ShardedValues):
 
         Returns:
             Whether it committed, as of `optimizer.step()`. When it did not (a worker left or joined) the values are
-            those of before; go on as after a step that did not commit.
+            as they were; go on as after a step that did not commit.
 
         Raises:
             InvalidRequest: the weight is out of range, the other has another layout, or one of the two is asynchronous.

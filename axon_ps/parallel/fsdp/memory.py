@@ -112,7 +112,7 @@ class BufferPool:
         return memory[:size_bytes].view(dtype)
 
     def give(self, buffer: torch.Tensor) -> None:
-        """Return a buffer that nobody uses any more."""
+        """Return a buffer that is not used any more."""
         if buffer.nbytes == 0:
             return
         with self._changed:

@@ -20,7 +20,7 @@ Note: [Barriers]
     ranks than cores a rank sleeps once per barrier and uses no processor time.
 
 Note: [Doorbells]
-    A doorbell is a futex word. Waking its sleepers is a system call, and mostly nobody sleeps. So a sleeper sets a flag
+    A doorbell is a futex word. Waking its sleepers is a system call, and mostly there are none. A sleeper sets a flag
     in its record, fences, and checks once more what it waits for; a rank that rings writes what is waited for, fences,
     and checks the flags. By the two fences at least one of them sees the other.
 """
@@ -172,7 +172,7 @@ class Control:
 
         Raises:
             Timeout: some did not come by `deadline` (of `time.monotonic`).
-            MemberLost: one that did not come has died.
+            MemberLost: a rank that did not come has died.
             AxonError: the group was aborted.
         """
         self.arrive()
@@ -251,7 +251,7 @@ class Control:
                 return
 
     def _sleep_until(self, doorbell: int, missing: Callable[[], list[int]], deadline: float) -> None:
-        """Sleep on a doorbell until nobody is missing."""
+        """Sleep on a doorbell until no rank is missing."""
         sleeps = (self.layout.record(self.rank) + SLEEPS) // 4
         self.u32[sleeps] = 1
         try:

@@ -4,7 +4,7 @@
 
 The headers say where the arrays lie. In a reduction each rank reduces its partition of all ranks' arrays in blocks that
 stay in a cache, into its own array, and publishes its progress window by window; the others follow and copy the
-windows. A last barrier makes sure that nobody changes an array that somebody still reads.
+windows. A last barrier makes sure that no rank changes an array that another one still reads.
 """
 
 from __future__ import annotations

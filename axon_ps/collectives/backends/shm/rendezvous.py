@@ -141,7 +141,7 @@ def _collect_reports(context: GroupContext, offer: dict[str, str], deadline: flo
 
 
 def _accepted(listener: Listener, nonce: bytes, expected: range) -> Sockets:
-    """The ranks that have connected and presented the nonce; whoever else has is hung up on."""
+    """The ranks that have connected and presented the nonce; other connections are closed."""
     found: Sockets = {}
     while (connected := listener.next_peer()) is not None:
         with contextlib.suppress(AxonError, struct.error):

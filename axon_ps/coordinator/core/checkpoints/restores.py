@@ -3,7 +3,7 @@
 A restore makes a new generation, since every copy of a parameter is stale from then on. Several models are restored by
 one event, so all change together. If one of them cannot be loaded, the job waits for another restore.
 
-Note: [Values that nobody has yet]
+Note: [Values that do not exist yet]
     Until every shard server of a placement has its values, none of them has anything that others have, too. So if one
     is lost then, and enough others are there, the values are ordered once more, for those that are: from the
     checkpoint, or from a worker.
@@ -148,7 +148,7 @@ class Restores:
         self._kv.put_own(values)
 
     def _order_again(self, now: float) -> None:
-        """The members have changed. See Note: [Values that nobody has yet]."""
+        """The members have changed. See Note: [Values that do not exist yet]."""
         here = {shard.rank for shard in self._assembly.shards()}
         models = [m for m in self._models.registered if m.registration.awaits_values]
         gone = any(not m.registration.placement.servers <= here for m in models)
@@ -262,7 +262,7 @@ class Restores:
 
 
 def _reason(resume: Resume) -> str:
-    """Why steps under way are aborted, in the words of whoever called for it."""
+    """Why steps under way are aborted, in the words of the caller."""
     if resume.uri == FIRST_VALUES:
         return "the job begins again"
     if resume.uri == UPLOADED:

@@ -94,7 +94,7 @@ class Snapshots:
     def begin(
         self, call: int, uri: str, ranks: Sequence[int], models: Sequence[SavedModel], *, background: bool
     ) -> SnapshotOrder:
-        """The order for a new checkpoint of `models`; in the `background` if nobody waits for it."""
+        """The order for a new checkpoint of `models`; in the `background` if it is not waited for."""
         self.last_id += 1
         version = next((m.version for m in models if m.number == 0), 0)
         others = [ModelProgress(model=m.number, step=0, version=m.version) for m in models if m.number]

@@ -163,7 +163,7 @@ class Reachability:
     # ------------------------------------------------------------------ who goes
 
     def to_go(self, now: float) -> tuple[RosterEntry, str] | None:
-        """The member that goes now, and why; None = nobody does. See Note: [Who goes]."""
+        """The member that goes now, and why; None = no member does. See Note: [Who goes]."""
         cuts = list(self._cuts())
         late = [cut for cut in cuts if cut.due <= now]
         for cut in late:

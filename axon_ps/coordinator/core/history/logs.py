@@ -91,7 +91,7 @@ class Logs:
         return self._records[begin:end], end < len(self._records)
 
     def _make_room(self) -> None:
-        """Drop the oldest records of whoever has most, until a tenth of the room is free."""
+        """Drop the oldest records of the process that has most, until a tenth of the space is free."""
         dropped = set()
         while self._total > 0.9 * MAX_BYTES:
             process = max(self._bytes, key=self._bytes.__getitem__)

@@ -49,7 +49,7 @@ class Timing:
                 arrivals.setdefault(rank, now)
 
     def decided(self, model: int, step: int, began: float, now: float, *, commits: bool) -> Phases:
-        """The phases of a step that was decided; those of one that does not commit score nobody."""
+        """The phases of a step that was decided; those of a step that does not commit count for no member."""
         present, arrivals = self._arrivals.pop(model, (-1, {}))
         if present != step or not arrivals:
             return Phases()

@@ -94,7 +94,7 @@ class Placements:
 
         Args:
             now: the time.
-            ending: the model whose step has been decided, while nobody knows: primaries are swapped in its placement
+            ending: the model whose step has been decided, while no member knows: primaries are swapped in its placement
                 alone, and no copy is begun, since the step does not wait for it.
         """
         if not self._assembly.membership.complete:
@@ -112,7 +112,7 @@ class Placements:
             if not moves:
                 self._settled[model.number] = due
             before, after = r.placement.holders, {}
-            if not self._under_way():  # those of before may have been given up
+            if not self._under_way():  # earlier ones may have been given up
                 self._began = math.inf
             for move in moves:
                 h = before[move.index]

@@ -93,7 +93,7 @@ def plan_moves(
     those with more than wanted give slices up; primaries are evened out; and when nothing of this is left or under
     way, slices move to other nodes and then to less loaded servers.
 
-    A slice whose primary is not live (nobody else has it) gets no move.
+    A slice whose primary is not live (no other server has it) gets no move.
 
     Args:
         placement: the holders of every slice.

@@ -67,7 +67,7 @@ class Comeback:
         return -self._until if self._until == _OVER else self._until
 
     def tick(self, now: float) -> None:
-        """Let those in that have waited, in the order in which they came, if nobody is missing or time is over."""
+        """Let those in that have waited, in the order in which they came, if no member is missing or time is over."""
         taken = {request.address for _, request in self._waiting.values()}  # who had it is dead
         missing = (member for member in self.away() if member.role is Role.SHARD and member.address not in taken)
         if now < self._until and any(missing):

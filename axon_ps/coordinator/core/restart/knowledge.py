@@ -5,9 +5,9 @@ Note: [An older state]
     its end. Everything that it had announced since is known to its members. So whoever comes back says how far its
     knowledge goes (`Position`). If that is further than the state, a worker waits for a shard server, and a shard
     server is asked for what it knows (`Knowledge`) before it is let in. That is written (`learned`), and the job goes
-    on from it, in a generation that nobody has seen: what was under way is aborted, what was committed is not lost.
+    on from it, in a generation that no member has seen: what was under way is aborted, what was committed is not lost.
 
-    Only shard servers are believed: they hold the parameters, which the facts are about. What nobody was told is lost:
+    Only shard servers are believed: they hold the parameters, which the facts are about. What no member knows is lost:
     values of the key-value store, and that a server was being drained.
 """
 
@@ -140,7 +140,7 @@ def learned(stored: Mapping[str, bytes], known: Knowledge) -> list[Record]:
 
 
 def _membership(durable: records.Durable, known: Knowledge) -> Membership:
-    """A generation that nobody has seen, with the members of both; of a rank the one that the shard server knows."""
+    """A generation that no member has seen, with the members of both; of a rank the one that the shard server knows."""
     theirs, ours = known.membership, durable.membership
     workers, replicas = numbered(_union(theirs.workers, ours.workers), theirs.by_node)
     step, version = _progress(durable, 0)

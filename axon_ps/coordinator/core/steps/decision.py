@@ -176,7 +176,7 @@ class Tally:
                 copy=vote.copy,
                 commit=vote.commit,
             )
-        norm = _norm(chain.from_iterable(self.sums.values()))  # exactly rounded, whoever has which slice
+        norm = _norm(chain.from_iterable(self.sums.values()))  # exactly rounded, wherever slices are
         trainable = {n for n, group in enumerate(optimizer.group_of) if group >= 0} if optimizer is not None else set()
         untouched = trainable.intersection(*(v.untouched for v in self.votes.values()))
         if untouched and untouched == trainable:

@@ -1,7 +1,7 @@
 """Steps of local steps that are due: enough workers have voted, and the others are asked to come with what they have.
 
 Where replicas make local steps they need not have made all of them: a worker's progress has the weight of what it has
-trained. So nobody waits for a slow worker longer than for one of its local steps, and none of its work is lost. The
+trained. So no worker waits for a slow one longer than for one of its local steps, and none of its work is lost. The
 quorum and the grace window are those of Decoupled DiLoCo (https://arxiv.org/abs/2604.21428), which goes on without the
 others' progress. A worker that does not come although it is asked is a straggler (`stragglers`). Pure.
 """

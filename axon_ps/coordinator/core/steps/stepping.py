@@ -2,7 +2,7 @@
 
 Note: [Copies]
     A step may take another model's values instead of gradients (`CopyFrom`). Every worker votes for it as for any step,
-    so nobody reads what changes. Shard servers do not report on it: it is decided when all workers have voted, and
+    so what changes is not read. Shard servers do not report on it: it is decided when all workers have voted, and
     takes the version that the other model has at that moment. Servers apply decisions in this order, so all of them
     copy the same version.
 

@@ -53,7 +53,7 @@ def page_routes(switch: Switch) -> list[Route]:
                 first = await anext(messages)
             except AxonError as error:
                 raise web.HTTPServiceUnavailable(text=f"{error}\n") from None
-            with contextlib.suppress(AxonError, ConnectionError):  # it leads no more, or nobody reads; it asks again
+            with contextlib.suppress(AxonError, ConnectionError):  # it leads no more, or the reader is gone
                 await response.prepare(request)
                 async with taken(request):
                     await response.write(first.sse)

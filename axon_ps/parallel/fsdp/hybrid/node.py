@@ -119,7 +119,7 @@ class NodeSteps:
             that has come has none, and gathering is what all of them do together.
 
         Raises:
-            MemberLost: nobody came, and the job goes on without this node.
+            MemberLost: no worker came, and the job goes on without this node.
 
         After an error: the workers of the node do not agree; build the model again.
         """
@@ -187,7 +187,7 @@ class NodeSteps:
         """As `StepClient.vote`, once all workers of the node are found to have done the same.
 
         Raises:
-            Disagreement: they have not; nobody has voted, and the step will not commit.
+            Disagreement: they have not; no worker has voted, and the step will not commit.
         """
         assert isinstance(ticket, NodeTicket)
         decision = None

@@ -61,7 +61,7 @@ class WorldNodeGroups:
             MemberLost: a worker of the node does not come back, and the job is complete without it: this node cannot
                 go on, so the worker should end and the node be started again.
             Timeout: the job is not complete, and the message names what it waits for.
-            AxonError: `error`, when nobody of the node was lost: it has another cause, which would come back.
+            AxonError: `error`, when no worker of the node was lost: it has another cause, which would come back.
         """
         if error is not None:
             self._wait_for_a_loss(error)
