@@ -122,6 +122,8 @@ class ShardShell:
         self.collectives.close()
         if self.failure.done():
             self.failure.exception()
+        for model in self._models.values():
+            model.order.stop()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

@@ -89,9 +89,17 @@ class EventOrder(Generic[E]):
         self._under_way = 0
         self._long = 0  # of these, long works
         self._working = asyncio.Lock()
+        self._stopped = False
+
+    def stop(self) -> None:
+        """Take nothing any more: the server ends, and the model is not touched by events that waited for work."""
+        self._stopped = True
+        self._waiting.clear()
 
     def on_event(self, event: E) -> None:
         """Take an event when everything that came before it has been taken and it need not wait."""
+        if self._stopped:
+            return
         if self._waiting or self._long or self._must_wait(event):
             self._waiting.append(event)
         else:
@@ -99,6 +107,8 @@ class EventOrder(Generic[E]):
 
     def call(self, call: Callable[[], None]) -> None:
         """Call something when everything that came before it has been taken."""
+        if self._stopped:
+            return
         if self._waiting or self._long:
             self._waiting.append(call)
         else:
@@ -137,9 +147,6 @@ class EventOrder(Generic[E]):
         try:
             async with self._working:
                 yield
-        except (asyncio.CancelledError, GeneratorExit):  # the server ends: nothing is taken any more
-            self._waiting.clear()
-            raise
         finally:
             self._long -= 1
             self.end()

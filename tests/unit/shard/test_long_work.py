@@ -379,20 +379,24 @@ def test_a_call_that_is_cancelled_ends_when_the_thread_has(run: Run) -> None:
         async with job.long(WireCopy, "encode_all") as work:
             asked = asyncio.ensure_future(job.model.frames(owned.chunks.unit, 0, owned.chunks.end, 1))
             await work.began.wait()
+            job.shell.on_event(replace(job.membership, generation=2))
             for _ in range(2):
                 asked.cancel()
                 await asyncio.sleep(0)
             assert not asked.done()
             assert job.model.order.is_busy
+            assert job.model.engine.generation == 1
         with pytest.raises(asyncio.CancelledError):
             await asked
         assert not job.model.order.is_busy
         assert owned.wire.frames
+        assert job.model.engine.generation == 2, "an event that waited is not lost with the call"
 
     run(body)
 
 
-def test_what_waits_for_work_that_is_cancelled_is_not_taken() -> None:
+@pytest.mark.parametrize("ends", [False, True], ids=["a call ends", "the server ends"])
+def test_events_that_wait_for_cancelled_work_are_taken_unless_the_server_ends(ends: bool) -> None:
     async def test() -> None:
         taken: list[int] = []
         order: EventOrder[int] = EventOrder(taken.append, lambda event: False)
@@ -401,13 +405,19 @@ def test_what_waits_for_work_that_is_cancelled_is_not_taken() -> None:
             async with order.begin_work():
                 await asyncio.Event().wait()
 
-        task = asyncio.create_task(work())
+        tasks = [asyncio.create_task(work()) for _ in range(2)]
         await asyncio.sleep(0)
         order.on_event(1)
-        task.cancel()
-        await asyncio.wait([task])
+        order.call(lambda: order.on_event(2))
+        tasks[1].cancel()
+        await asyncio.wait([tasks[1]])
+        assert not taken, "the first one works on"
+        if ends:
+            order.stop()
+        tasks[0].cancel()
+        await asyncio.wait([tasks[0]])
         assert order.idle.is_set()
-        order.on_event(2)
-        assert taken == [2], "the server ends: the model is not touched by what came before"
+        order.on_event(3)
+        assert taken == ([] if ends else [1, 2, 3])
 
     asyncio.run(test())
