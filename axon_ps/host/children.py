@@ -26,7 +26,7 @@ from typing import IO
 from axon_ps.host import memory
 
 _TETHER = Path(__file__).with_name("tether.py")
-_MAX_OUTPUT_BYTES = 16 << 10
+_MAX_OUTPUT_BYTES = 64 << 10
 _PF_EXITING = 0x4  # of a process's flags (proc(5), "stat")
 
 

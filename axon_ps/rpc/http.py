@@ -16,8 +16,8 @@ a token, but none is asked for, since browsers have none. Where no token is aske
 call by another site's page (DNS rebinding, forms): a name in `Host` that is not this machine's, and a foreign `Origin`,
 are refused.
 
-aiohttp is imported when an `HttpServer` is made: a process without an endpoint does not load it, and no event loop
-waits for the import.
+aiohttp and the exposition of metrics are imported when an `HttpServer` is made: a process without an endpoint does not
+load them, and no event loop waits for the import.
 """
 
 from __future__ import annotations
@@ -90,7 +90,8 @@ class HttpServer:
 
     def __init__(self, host: str, port: int, security: Security) -> None:
         security.check_bind(host, port)
-        importlib.import_module("aiohttp.web")
+        for module in ("aiohttp.web", "axon_ps.observe.metrics.exposition"):
+            importlib.import_module(module)
         self.host = host
         self.port = port
         self._security = security

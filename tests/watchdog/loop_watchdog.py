@@ -8,6 +8,8 @@ Note: [Held, or not scheduled]
     each thread, the time that it was ready to run and did not (`/proc/self/task/TID/schedstat`): that is subtracted.
     What is left is work, and waiting in a call that blocks: for a lock, a page, or Python's global lock. The last one
     may be due to a thread that was not scheduled while it had it; so a record also has what other threads were at.
+    Python's collector of garbage runs at any moment and says nothing of the function that it interrupts. If most of a
+    hold was its work, that is named in the function's place.
 
 Note: [Whose a loop is]
     A test may do in its own task what takes long, and hold nothing but its own loop. So a record counts only if it has
@@ -19,6 +21,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import gc
 import json
 import os
 import sys
@@ -41,6 +44,7 @@ BASELINE_S: Final = 0.005
 """The greatest age of the count of what was not scheduled when a callback begins."""
 
 FRAMES: Final = 12
+COLLECTOR: Final = "gc:0 the collector of garbage"
 _HERE: Final = str(Path(__file__).parent)
 _TESTS: Final = str(Path(__file__).parents[1]) + os.sep
 _PACKAGE: Final = str(Path(__file__).parents[2] / "axon_ps") + os.sep
@@ -85,6 +89,15 @@ class Watchdog:
         self._local = threading.local()
         self._running: list[Running] = []
         self._sampling = False
+        self._collected_s = 0.0  # by the collector of garbage, in all
+        self._collects_since_s = 0.0
+        gc.callbacks.append(self._on_collection)
+
+    def _on_collection(self, phase: str, _: dict[str, int]) -> None:
+        if phase == "start":
+            self._collects_since_s = time.perf_counter()
+        else:
+            self._collected_s += time.perf_counter() - self._collects_since_s
 
     def after_fork(self) -> None:
         """A child has none of our threads, nor of our loops."""
@@ -104,6 +117,7 @@ class Watchdog:
         if began_s - running.baseline_s > BASELINE_S:
             running.baseline, running.baseline_s = running.scheduled(), began_s
         running.began_s = began_s
+        collected_s = self._collected_s
         try:
             call(handle)
         finally:
@@ -111,6 +125,8 @@ class Watchdog:
             wall_s = time.perf_counter() - began_s
             if wall_s >= BOUND_S:
                 stack = running.stack or [_callback(handle)]
+                if self._collected_s - collected_s > wall_s / 2:
+                    stack = [*stack, COLLECTOR]
                 self.was_long(stack, running.others, wall_s, running.baseline, running.scheduled())
                 running.baseline_s = 0.0
             if running.stack:
@@ -259,12 +275,14 @@ def _records(folder: Path) -> Iterator[dict[str, Any]]:
 
 
 def _where(stack: list[str]) -> str:
+    if stack[-1] == COLLECTOR:
+        return COLLECTOR.partition(" ")[2]
     ours = [line.removeprefix(_PACKAGE) for line in stack if line.startswith(_PACKAGE)]
     functions = [f"{line.partition(':')[0]} {line.rpartition(' ')[2]}" for line in ours]
     return " <- ".join(reversed(list(dict.fromkeys(functions))[-2:]))
 
 
-def report(folder: Path, rows: int = 12) -> list[str]:
+def report(folder: Path, rows: int = 20) -> list[str]:
     """The findings as lines of text: the longest holds, by name."""
     holds = found(folder)
     if not holds:

@@ -13,7 +13,7 @@ import loop_watchdog
 
 PRODUCT = Path(loop_watchdog.__file__).parents[2] / "axon_ps"
 PROGRAM = """
-    import asyncio, threading, time
+    import asyncio, gc, threading, time
 
     def spins():  # until this thread has run for a fifth of a second, however long that takes
         end_s = time.thread_time() + 0.2
@@ -25,6 +25,10 @@ PROGRAM = """
 
     async def blocked():
         threading.Event().wait(0.2)
+
+    async def collects():
+        kept = [[] for _ in range(3_000_000)]
+        gc.collect()
 
     async def main():
         await asyncio.gather({tasks})
@@ -59,6 +63,11 @@ def test_what_works_and_what_blocks_is_named(tmp_path: Path) -> None:
     lines = loop_watchdog.report(tmp_path / "records")
     assert "at 2 places" in lines[0]
     assert any("room.py spins <- room.py spinning" in line for line in lines)
+
+
+def test_the_collector_of_garbage_is_named(tmp_path: Path) -> None:
+    (hold,) = watched(tmp_path, "collects()", file=PRODUCT / "room.py")
+    assert hold.where == "the collector of garbage"
 
 
 def test_a_fork_is_watched_too(tmp_path: Path) -> None:

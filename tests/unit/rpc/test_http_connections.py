@@ -40,7 +40,7 @@ async def feed(request: web.Request) -> web.StreamResponse:
     with contextlib.suppress(ConnectionError):
         while True:
             async with taken(request):
-                await response.write(b"x" * 1000)
+                await response.write(bytes(1 << 16))
             await asyncio.sleep(0.01)
     return response
 

@@ -234,7 +234,7 @@ def test_a_process_gives_back_what_it_only_keeps() -> None:
 
 
 def test_a_process_writes_its_stacks() -> None:
-    command = [sys.executable, "-c", _WAITING]
+    command = [sys.executable, "-E", "-c", _WAITING]  # no thread beside its own (`--longest-hold`)
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         assert process.stderr is not None
