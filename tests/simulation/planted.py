@@ -212,6 +212,14 @@ PLANTS: Final = (
         "self.engine.parameters.available(unit, begin, min_version)",
         "self.engine.parameters.available(unit, begin, 0)",
     ),
+    Plant(
+        "a call that is cancelled loses the events that wait for its work",
+        "shard/server/waiters.py",
+        "        finally:\n            self._long -= 1\n",
+        "        except asyncio.CancelledError:\n            self._waiting.clear()\n            raise\n"
+        "        finally:\n            self._long -= 1\n",
+        real="a server never learned of a generation, and its worker waited for ever",
+    ),
     # ------------------------------------------------------------------ memory that fails
     Plant(
         "a corrupt slice is served",

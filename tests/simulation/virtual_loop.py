@@ -27,6 +27,12 @@ MOST_TURNS: Final = 100_000
 THREAD_S: Final = 0.003
 """How long what runs in a thread takes at most."""
 
+LONG_S: Final = 0.5
+"""How long some of what a service does in threads takes at most: as of a large model, or of a busy machine."""
+
+ONE_IN: Final = 16
+"""Of so many works one takes that long."""
+
 process: ContextVar[str] = ContextVar("process", default="")
 """The process that a task belongs to; "" = the simulation itself."""
 
@@ -152,6 +158,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         self._killed: list[asyncio.Task[Any]] = []
         self._count = 0
         self._turns = 0
+        self._busy_until: weakref.WeakKeyDictionary[Any, float] = weakref.WeakKeyDictionary()
         self._timers: list[tuple[float, int, asyncio.TimerHandle]] = []
         self._tasks_of: dict[str, weakref.WeakSet[asyncio.Task[Any]]] = {}
         super().__init__()
@@ -249,7 +256,12 @@ class VirtualLoop(asyncio.BaseEventLoop):
                 if not future.done():
                     future.set_result(result)
 
-        self.later(THREAD_S, lambda: self.in_thread(run))
+        name, took_s = process.get(), self.rng.uniform(0.0, LONG_S if self.rng.randrange(ONE_IN) == 0 else THREAD_S)
+        busy_until_s = 0.0 if executor is None else self._busy_until.get(executor, 0.0)
+        ends_s = max(self.now_s, busy_until_s) + took_s
+        if executor is not None:  # of one thread, as all of a service that matter
+            self._busy_until[executor] = ends_s
+        self.call_at(ends_s, lambda: self.in_thread(run) if self.lives(name) else None)
         return future
 
     def in_thread(self, run: Callable[[], object]) -> None:
