@@ -147,6 +147,9 @@ class EventOrder(Generic[E]):
         try:
             async with self._working:
                 yield
+        except GeneratorExit:  # the loop has ended, and with it all that would take an event
+            self.stop()
+            raise
         finally:
             self._long -= 1
             self.end()
