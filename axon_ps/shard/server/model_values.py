@@ -62,6 +62,7 @@ class ModelValues:
         self._server = server
         self._waiters = waiters
         self._order = order
+        self._one_at_a_time = asyncio.Lock()
         self._on_replaced = replaced
 
     def begin(self, order: RestoreOrder) -> None:
@@ -69,13 +70,21 @@ class ModelValues:
         uploaded = order.uri in (UPLOADED, FIRST_VALUES)
         self._engine.parameters.begin_restore(uploaded=uploaded)
         self._ordered = order.epoch
-        self._server.start(self._make_room(order) if uploaded else self._load(order))
+        self._server.start(self._replace(order, uploaded=uploaded))
+
+    async def _replace(self, order: RestoreOrder, *, uploaded: bool) -> None:
+        """Carry orders out one after the other: of two that wait for the model to be idle, either could go on first."""
+        async with self._one_at_a_time:
+            await self._order.idle.wait()
+            if uploaded:
+                self._make_room(order)
+            else:
+                await self._load(order)
 
     async def _load(self, order: RestoreOrder) -> None:
         """Replace the values by those of a checkpoint. They are withdrawn when all of it has been read and checked."""
         engine, reports = self._engine, self._server.reports
         assert reports is not None
-        await self._order.idle.wait()
         try:
             with self._server.working("restore") as work:
                 prepare = partial(
@@ -97,9 +106,8 @@ class ModelValues:
             self._on_replaced()
         self._waiters.wake_all()
 
-    async def _make_room(self, order: RestoreOrder) -> None:
+    def _make_room(self, order: RestoreOrder) -> None:
         """Withdraw the values: a worker is about to upload others."""
-        await self._order.idle.wait()
         self._engine.parameters.withdraw()
         self._withdrawn = order.epoch
         self._waiters.wake_all()

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from axon_ps.errors import GenerationChanged
+from axon_ps.errors import AxonError, CheckpointError, GenerationChanged
 from axon_ps.host import shared_memory
 from axon_ps.rpc.security import Security
 from axon_ps.rpc.stream import EOF
@@ -20,13 +20,13 @@ from axon_ps.shard.core.digests import SliceDigests
 from axon_ps.shard.core.master import Master
 from axon_ps.shard.core.slices import OwnedSlice
 from axon_ps.shard.core.wire_copy import WireCopy
-from axon_ps.shard.server import copying, model_shell
+from axon_ps.shard.server import copying, model_shell, model_values
 from axon_ps.shard.server.links import Links
 from axon_ps.shard.server.shell import ShardShell
 from axon_ps.shard.server.waiters import EventOrder
 from axon_ps.sharding.placement import Placement, Server, place
 from axon_ps.types import Decision, DType, Member, Membership, Outcome, Role
-from axon_ps.wire.events import JobState, Ready
+from axon_ps.wire.events import JobState, Ready, RestoreOrder
 from axon_ps.wire.v1.common_pb2 import CallContext
 from engine_driver import job_of, layout_of, one_group
 
@@ -51,6 +51,9 @@ class Reports:
         self.initialized_at.append((model, version))
 
     def copied(self, copied: Any) -> None:
+        pass
+
+    def restore_report(self, epoch: int, error: AxonError, *, model: int = 0) -> None:
         pass
 
 
@@ -391,6 +394,32 @@ def test_a_call_that_is_cancelled_ends_when_the_thread_has(run: Run) -> None:
         assert not job.model.order.is_busy
         assert owned.wire.frames
         assert job.model.engine.generation == 2, "an event that waited is not lost with the call"
+
+    run(body)
+
+
+def test_restores_are_made_in_the_order_in_which_they_came(run: Run) -> None:
+    """The first waits for the model to be idle when the second one comes, at the moment at which it is."""
+
+    async def body(job: Job) -> None:
+        await job.configured()
+        order, made = job.model.order, list[int]()
+
+        def prepare(_: object, uri: str, version: int, *rest: object, **more: object) -> None:
+            made.append(version)
+            raise CheckpointError(f"{uri} is none")
+
+        with job.patch.context() as patch:
+            patch.setattr(model_values.snapshot, "prepare", prepare)
+            async with order.begin_work():
+                job.shell.on_event(RestoreOrder(epoch=1, uri="u", version=5))
+            async with order.begin_work():
+                job.shell.on_event(RestoreOrder(epoch=2, uri="u", version=1))
+                await asyncio.sleep(0)
+            while job.shell._tasks:
+                await asyncio.sleep(0)
+        assert made == [5, 1]
+        assert job.model.values.served == 2
 
     run(body)
 
