@@ -379,7 +379,8 @@ def test_two_launchers_are_two_nodes_of_one_job(script: Callable[..., str], unus
         done = axon_ps(*arguments, "0", script(MEET))
         rest, _ = other.communicate(timeout=WHOLE_S)
     assert (done.returncode, done.stdout) == (0, "[worker 0] everybody: [0, 1]\n")
-    assert (other.returncode, rest.splitlines()[-1]) == (0, "[worker 1] everybody: [0, 1]")
+    assert other.returncode == 0, rest
+    assert "[worker 1] everybody: [0, 1]" in rest.splitlines(), "a shard server may say more"
 
 
 def test_status_and_health_of_a_cluster(script: Callable[..., str]) -> None:
