@@ -76,6 +76,7 @@ class ModelValues:
         """Carry orders out one after the other: of two that wait for the model to be idle, either could go on first."""
         async with self._one_at_a_time:
             await self._order.idle.wait()
+            self._engine.parameters.begin_restore(uploaded=uploaded)  # the one before has ended its own meanwhile
             if uploaded:
                 self._make_room(order)
             else:
