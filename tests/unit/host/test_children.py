@@ -11,9 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from axon_ps.host import memory
 from axon_ps.host.children import Child, wait_for_any
-
-CGROUPS = Path("/sys/fs/cgroup")
 
 
 def start(program: str, *, log: Path | None = None, stdin: bool = False, ready: bool = False) -> Child:
@@ -68,13 +67,10 @@ def test_one_that_the_kernel_is_ending_is_known_before_it_has_ended(tmp_path: Pa
 @pytest.fixture
 def limited_memory() -> Iterator[Path]:
     """A control group whose processes have 32 MiB together."""
-    entries = (line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines())
-    roots = {"memory": (Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes"), "": (CGROUPS, "memory.max")}
-    found = [(*roots[kind], path) for _, kind, path in entries if kind in roots]
-    root, limit, path = found[0]
-    group = root / path.lstrip("/") / f"axon-ps-test-{os.getpid()}"
+    group = next(memory._groups()) / f"axon-ps-test-{os.getpid()}"
     try:
         group.mkdir()
+        limit = "memory.max" if (group / "memory.max").exists() else "memory.limit_in_bytes"
         (group / limit).write_text(str(32 << 20))
     except OSError as error:
         pytest.skip(f"no control group with a limit of memory can be made here: {error}")
