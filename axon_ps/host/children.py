@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import IO
 
 from axon_ps.host import memory
+from axon_ps.host.peer_process import stat_of
 
 _TETHER = Path(__file__).with_name("tether.py")
 _MAX_OUTPUT_BYTES = 64 << 10
@@ -133,8 +134,7 @@ class Child:
         if self.exit_code is not None:
             return True
         with contextlib.suppress(OSError, IndexError):
-            fields = Path(f"/proc/{self.pid}/stat").read_text(encoding="ascii", errors="replace").rpartition(")")[2]
-            return bool(int(fields.split()[6]) & _PF_EXITING)
+            return bool(int(stat_of(self.pid)[6]) & _PF_EXITING)
         return True
 
     @property

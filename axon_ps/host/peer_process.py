@@ -54,10 +54,19 @@ class PeerProcess:
             self._pidfd = -1
 
 
+def stat_of(pid: int) -> list[str]:
+    """The fields of /proc/PID/stat (proc(5)) after the command: state, parent, ...
+
+    Raises:
+        OSError: there is no such process, or no /proc.
+    """
+    return Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()
+
+
 def _started(pid: int) -> str:
     """When a process began, in the kernel's ticks; "" when it does not run."""
     try:
-        fields = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()
+        fields = stat_of(pid)
     except OSError:
         return ""
     return "" if fields[0] in "ZX" else fields[19]
