@@ -55,15 +55,25 @@ def observer(secret: str, directory: Path) -> ssl.SSLContext:
 
 
 def serial_at(address: str, context: ssl.SSLContext) -> int:
-    """The serial number of the certificate that a server shows to a new connection."""
+    """The serial number of the certificate that a server shows to a new connection.
+
+    A certificate lasts for seconds here, and so may a handshake on a loaded machine: one that is refused for it is tried
+    again, as gRPC does.
+    """
     host, _, port = address.rpartition(":")
-    with (
-        socket.create_connection((host, int(port)), timeout=5) as plain_socket,
-        context.wrap_socket(plain_socket, server_hostname=host) as connection,
-    ):
-        der = connection.getpeercert(binary_form=True)
-    assert der is not None
-    return x509.load_der_x509_certificate(der).serial_number
+    deadline = time.monotonic() + SOON_S
+    while True:
+        try:
+            with (
+                socket.create_connection((host, int(port)), timeout=SOON_S) as plain_socket,
+                context.wrap_socket(plain_socket, server_hostname=host) as connection,
+            ):
+                der = connection.getpeercert(binary_form=True)
+        except ssl.SSLCertVerificationError:
+            assert time.monotonic() < deadline
+        else:
+            assert der is not None
+            return x509.load_der_x509_certificate(der).serial_number
 
 
 def serials_at(address: str, context: ssl.SSLContext, count: int) -> set[int]:
