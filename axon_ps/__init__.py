@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from axon_ps import errors
+from axon_ps import errors, renamed
 from axon_ps.host.fork import turn_grpc_handlers_off
 from axon_ps.version import __version__
 
@@ -146,6 +146,7 @@ _PACKAGES = ("data", "parallel", "testing", "types")
 __all__ = ["__version__", "errors", *_LAZY]
 __all__.remove("GlooBackend")  # `from axon_ps import *` needs no torch
 
+renamed.install()
 turn_grpc_handlers_off()
 
 

@@ -22,7 +22,7 @@ from axon_ps.host import loop_cache
 from axon_ps.observe.logging import ROOT
 from axon_ps.shard import loops
 from axon_ps.testing import preloaded
-from axon_ps.testing.faults.cluster import MODULES as SERVICES_IMPORT
+from axon_ps_lab.faults.cluster import MODULES as SERVICES_IMPORT
 from tables import shown
 
 WORKERS_IMPORT = (

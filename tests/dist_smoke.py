@@ -76,7 +76,12 @@ def check_contents(wheel: Path, sdist: Path) -> None:
     names = contents(wheel).keys()
     assert not [name for name in IN_WHEEL if name not in names], sorted(names)
     assert any(name.endswith("dist-info/licenses/LICENSE") for name in names)
-    assert {name.split("/")[0].split("-")[0] for name in names} == {"axon_ps", "axon_ps_cli.py", "axon_ps_torch.py"}
+    assert {name.split("/")[0].split("-")[0] for name in names} == {
+        "axon_ps",
+        "axon_ps_cli.py",
+        "axon_ps_lab",
+        "axon_ps_torch.py",
+    }
     with tarfile.open(sdist) as archive:
         inside = {name.partition("/")[2] for name in archive.getnames()}
     assert not [name for name in IN_SDIST if name not in inside], sorted(inside)

@@ -150,13 +150,23 @@ class Module:
                 yield node.attr, node.lineno
 
 
+def room_of(name: str) -> str:
+    """The room of a module: a package of the product; the laboratory is one."""
+    package, _, inner = name.partition(".")
+    return package if package == LABORATORY else inner.partition(".")[0]
+
+
 _DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
+PRODUCT, LABORATORY = "axon_ps", "axon_ps_lab"
+"""The packages: a measure is of both, and sizes are of each."""
+
+
 def modules(root: Path = ROOT) -> dict[str, Module]:
-    """The package's modules by dotted name."""
+    """The packages' modules by dotted name."""
     found = {}
-    for path in sorted((root / "axon_ps").rglob("*.py")):
+    for path in sorted(path for package in (PRODUCT, LABORATORY) for path in (root / package).rglob("*.py")):
         where = path.relative_to(root)
         if where.parts[1:3] != ("wire", "v1"):
             name = ".".join(where.with_suffix("").parts).removesuffix(".__init__")
@@ -243,16 +253,15 @@ def double_classes(all_modules: Mapping[str, Module]) -> list[str]:
     for name, module in all_modules.items():
         for node in module.tree.body:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
-                rooms[node.name].add(name.split(".")[1])
+                rooms[node.name].add(room_of(name))
     return sorted(name for name, where in rooms.items() if len(where) > 1)
 
 
 def double_files(all_modules: Mapping[str, Module]) -> list[str]:
     """File names that two rooms have, but for those that name a role."""
     rooms = defaultdict(set)
-    for module in all_modules.values():
-        room, _, file = module.path.removeprefix("axon_ps/").partition("/")
-        rooms[file.rpartition("/")[2]].add(room)
+    for name, module in all_modules.items():
+        rooms[module.path.rpartition("/")[2]].add(room_of(name))
     return sorted(file for file, where in rooms.items() if len(where) > 1 and file != "__init__.py")
 
 
@@ -278,7 +287,7 @@ def foreign_cores(all_modules: Mapping[str, Module]) -> list[str]:
         f"{name} -> {other}"
         for name, used in imports(all_modules).items()
         for other in used
-        if ".core" in other and other.split(".")[1] != name.split(".")[1]
+        if ".core" in other and room_of(other) != room_of(name)
     )
 
 
@@ -355,10 +364,11 @@ def main() -> None:
     if sys.argv[1:2] == ["--debts"]:
         print(*debts(all_modules)[sys.argv[2]], sep="\n")
         return
-    lines = sum(len(m.text.splitlines()) for m in all_modules.values())
-    code = sum(module_sizes(all_modules).values())
-    tracked = subprocess.run(["git", "ls-files", "axon_ps"], cwd=ROOT, capture_output=True, text=True, check=True)
-    print(f"{len(all_modules)} modules of {len(tracked.stdout.splitlines())} files: {lines} lines, {code} of them code")
+    for package in (PRODUCT, LABORATORY):
+        inside = {name: module for name, module in all_modules.items() if name.partition(".")[0] == package}
+        lines = sum(len(m.text.splitlines()) for m in inside.values())
+        code = sum(module_sizes(inside).values())
+        print(f"{package}: {len(inside)} modules, {lines} lines, {code} of them code")
     print("largest folders:", ", ".join(f"{name} {n}" for name, n in folder_sizes(all_modules).most_common(5)))
     print("debts:", ", ".join(f"{name} {len(places)}" for name, places in debts(all_modules).items()))
     sizes = class_sizes(all_modules)

@@ -18,9 +18,9 @@ import pytest
 
 pytestmark = pytest.mark.usefixtures("without_collector")
 ROOT = Path(__file__).parents[1]
-SOURCES = sorted(p for p in (ROOT / "axon_ps").rglob("*.py") if p.parent.name != "v1")  # v1 is generated
+PACKAGES = (ROOT / "axon_ps", ROOT / "axon_ps_lab")
+SOURCES = sorted(p for folder in PACKAGES for p in folder.rglob("*.py") if p.parent.name != "v1")  # v1 is generated
 PURE_ROOMS = ("errors.py", "types.py", "sharding/", "optim/", "compress/", "data/", "wire/")
-CORES = tuple(name for p in SOURCES if "/core/" in (name := p.relative_to(ROOT / "axon_ps").as_posix()))
 
 
 def loaded_by(statement: str) -> set[str]:
@@ -31,8 +31,11 @@ def loaded_by(statement: str) -> set[str]:
 
 
 def name_of(path: Path) -> str:
-    """The path under axon_ps, with forward slashes."""
-    return path.relative_to(ROOT / "axon_ps").as_posix()
+    """The path under axon_ps, with forward slashes; in the laboratory, the path with its name."""
+    return path.relative_to(ROOT).as_posix().removeprefix("axon_ps/")
+
+
+CORES = tuple(name for p in SOURCES if "/core/" in (name := name_of(p)))
 
 
 def imports(tree: ast.AST) -> Iterator[str]:
@@ -88,7 +91,8 @@ def test_a_launcher_loads_neither_arrays_nor_grpc_nor_what_other_commands_need()
     loaded = set(ast.literal_eval(run.stdout))
     assert run.stderr.split()[-1] == "0", run.stderr
     assert "axon_ps.cli.launch.perform" in loaded
-    others = {f"axon_ps.cli.{name}" for name in ("auth", "chaos", "checkpoint", "serve", "status", "terminal")}
+    others = {f"axon_ps.cli.{name}" for name in ("auth", "checkpoint", "serve", "status", "terminal")}
+    others |= {"axon_ps_lab.commands.chaos", "axon_ps_lab.commands.simulate"}
     assert not loaded & (others | {"grpc", "numba", "numpy", "fsspec", "torch", "rich"})
 
 
@@ -162,7 +166,7 @@ def test_only_settings_and_the_workers_environment_read_the_environment() -> Non
     readers += ("cli/launch/standby.py", "ray/workers.py", "worker/subscription.py")
     readers += ("cli/main.py",)  # only the names, to say which of them are misspelt
     readers += ("parallel/torchrun/handler.py",)  # an agent's workers inherit what it was given
-    readers += ("testing/faults/bit_flips.py",)  # a plugin, which is imported and not called
+    readers += ("axon_ps_lab/faults/bit_flips.py",)  # a plugin, which is imported and not called
     readers += ("host/loop_cache.py",)  # numba's variables, which decide where its cache is
     reading = {"os.environ", "os.getenv", "os.environb"}
     assert [name for name, tree in parsed(but=readers) if reading & set(attributes(tree))] == []
@@ -233,11 +237,11 @@ def test_a_picture_shows_what_it_is_drawn_from(drawn: str) -> None:
     subprocess.run([sys.executable, f"docs/{drawn}.py", "--check"], cwd=ROOT, check=True)
 
 
-@pytest.mark.parametrize("folder", ["axon_ps", "benchmarks", "docs", "examples", "services", "tests"])
+@pytest.mark.parametrize("folder", ["axon_ps", "axon_ps_lab", "benchmarks", "docs", "examples", "services", "tests"])
 def test_what_a_text_imports_of_the_package_is_there(folder: str) -> None:
     """Also where the text is a script in a string, or a block of a page."""
     files = [p for p in (ROOT / folder).rglob("*") if p.suffix in (".py", ".md") and p.parent.name != "v1"]
-    written = re.compile(r"^\s*(?:from|import) (axon_ps(?:\.\w+)*)", re.MULTILINE)
+    written = re.compile(r"^\s*(?:from|import) (axon_ps(?:_lab)?(?:\.\w+)*)", re.MULTILINE)
     missing = {
         f"{path.relative_to(ROOT)}: {name}"
         for path in files

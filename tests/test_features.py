@@ -21,7 +21,8 @@ import pytest
 pytestmark = pytest.mark.usefixtures("without_collector")
 ROOT = Path(__file__).parent.parent
 FEATURES = ROOT / "docs" / "features.md"
-NAME = re.compile(r"`(axon_ps(?:\.\w+)+)`")
+NAME = re.compile(r"`(axon_ps(?:_lab)?(?:\.\w+)+)`")
+PACKAGES = ("axon_ps", "axon_ps_lab")
 
 
 def names() -> list[str]:
@@ -76,11 +77,12 @@ def imported(tree: ast.AST) -> dict[str, Any]:
     bound: dict[str, Any] = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            for name in (n for n in node.names if n.name.split(".")[0] == "axon_ps"):
+            for name in (n for n in node.names if n.name.split(".")[0] in PACKAGES):
                 with contextlib.suppress(ModuleNotFoundError):  # what needs a library of an extra
                     module = importlib.import_module(name.name)
-                    bound[name.asname or "axon_ps"] = module if name.asname else importlib.import_module("axon_ps")
-        elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "axon_ps":
+                    first = name.name.partition(".")[0]
+                    bound[name.asname or first] = module if name.asname else importlib.import_module(first)
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in PACKAGES:
             for name in node.names:
                 with contextlib.suppress(ModuleNotFoundError):  # what needs a library of an extra
                     bound[name.asname or name.name] = resolve(f"{node.module}.{name.name}")[0]
@@ -101,7 +103,7 @@ def taken() -> tuple[dict[int, Any], set[tuple[int, str]]]:
     """What tests name of ours: the things themselves by id, and attributes as (what it is an attribute of, name)."""
     things: dict[int, Any] = {}  # kept, so that nothing else gets their ids
     attributes: set[tuple[int, str]] = set()
-    for pattern in ("tests/**/*.py", "axon_ps/testing/**/*.py"):
+    for pattern in ("tests/**/*.py", "axon_ps/testing/**/*.py", "axon_ps_lab/**/*.py"):
         for file in ROOT.glob(pattern):
             tree = ast.parse(file.read_text())
             bound = imported(tree)

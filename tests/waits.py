@@ -1,6 +1,6 @@
 """Finds the places in Python sources where a thread or a task may wait, by reading them.
 
-What is found, in docs/waits.md's words:
+What is found, in the words of `waits.md`:
 
 - a call of a method that blocks (`_BLOCKING`), and an `await` of anything that is not a coroutine of this package: what
   the package's own coroutines wait for is found in them;

@@ -1,4 +1,4 @@
-"""The command `axon-ps`: its commands, and how errors reach the terminal.
+"""The command `axon-ps`: its commands, and the form in which errors reach the terminal.
 
 A user's mistake prints one red line and exits with 2; any other error prints one and exits with 1.
 `--debug` shows the traceback as well. Only the command that is named is imported and built, and it imports what it
@@ -32,25 +32,28 @@ USER_ERRORS = (InvalidRequest, Misuse, PermissionDenied, CheckpointNotFound)
 """Errors that the user can fix by calling the command differently: exit code 2."""
 
 _MODULES: Final = {
-    "run": "launch.run",
-    "coordinator": "serve",
-    "shard": "serve",
-    "proxy": "serve",
-    "status": "status",
-    "top": "terminal.top",
-    "logs": "terminal.logs",
-    "trace": "terminal.trace",
-    "drain": "operate",
-    "release": "operate",
-    "kill": "kill",
-    "checkpoint": "checkpoint",
-    "auth": "auth",
-    "chaos": "chaos",
-    "health": "status",
-    "doctor": "status",
-    "simulate": "simulate",
+    "run": "axon_ps.cli.launch.run",
+    "coordinator": "axon_ps.cli.serve",
+    "shard": "axon_ps.cli.serve",
+    "proxy": "axon_ps.cli.serve",
+    "status": "axon_ps.cli.status",
+    "top": "axon_ps.cli.terminal.top",
+    "logs": "axon_ps.cli.terminal.logs",
+    "trace": "axon_ps.cli.terminal.trace",
+    "drain": "axon_ps.cli.operate",
+    "release": "axon_ps.cli.operate",
+    "kill": "axon_ps.cli.kill",
+    "checkpoint": "axon_ps.cli.checkpoint",
+    "auth": "axon_ps.cli.auth",
+    "chaos": "axon_ps_lab.commands.chaos",
+    "health": "axon_ps.cli.status",
+    "doctor": "axon_ps.cli.status",
+    "simulate": "axon_ps_lab.commands.simulate",
 }
-"""The module of each command, in which it is a function of the same name, or `app` if it has commands of its own."""
+"""The module of each command, in which it is a function of the same name, or `app` if it has commands of its own.
+
+Those of the laboratory are found by these names alone: the product does not import it.
+"""
 
 _REGISTERED: Final[dict[str, dict[str, Any]]] = {
     "run": {  # all arguments after the script's name are the script's
@@ -58,19 +61,19 @@ _REGISTERED: Final[dict[str, dict[str, Any]]] = {
         "context_settings": {"allow_interspersed_args": False, "token_normalize_func": dashes},
     },
 }
-"""Of a command, how typer registers it."""
+"""Options with which typer registers a command."""
 
 
 def application(named: str | None = None) -> Commands:
-    """The command line, as typer has it.
+    """Build the command line, as typer has it.
 
     Args:
-        named: the only command that it is needed for; of any other name, and None, all.
+        named: the only command that is needed; None, or another name = all.
     """
     app = Commands(help="axon_ps: a gRPC parameter server for sharded training.")
     app.callback()(_everywhere)
     for name in (named,) if named in _MODULES else _MODULES:
-        module = importlib.import_module(f"axon_ps.cli.{_MODULES[name]}")
+        module = importlib.import_module(_MODULES[name])
         if hasattr(module, name):
             app.command(name, **_REGISTERED.get(name, {}))(getattr(module, name))
         else:
@@ -80,7 +83,7 @@ def application(named: str | None = None) -> Commands:
 
 @functools.cache
 def commands(named: str | None = None) -> Any:
-    """Typer's own form of `application(named)`, which takes a while to build; a fork server does it before it forks."""
+    """Return typer's own form of `application(named)`; a fork server calls this before it forks, since it is slow."""
     return typer.main.get_command(application(named))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import importlib
 import json
 import math
 import time
@@ -100,7 +101,7 @@ def health(
     async def healthy(address: str) -> str:
         try:
             return await health_of(address, security, service=service, timeout_s=timeout_s)
-        except Unreachable:  # in a container one asks at 127.0.0.1 what listens for the network, by TLS
+        except Unreachable:  # in a container 127.0.0.1 is called, and the service listens for the network, by TLS
             if security.tls or security.ca_file or not any(map(is_strong, security.tokens()[:1])):
                 raise
             by_tls = dataclasses.replace(security, tls=True)
@@ -144,7 +145,7 @@ def doctor(
     from axon_ps.cli.doctor import examine, print_findings
 
     if measure is not None:
-        _measure(measure, as_json=as_json)
+        importlib.import_module("axon_ps_lab.commands.measure").run(measure, as_json=as_json)
         return
     findings = examine(settings)
     if as_json:
@@ -152,21 +153,6 @@ def doctor(
     else:
         print_findings(findings)
     leave(1 if any(f.problem for f in findings) else 0)
-
-
-def _measure(path: Path, *, as_json: bool) -> None:
-    """Write a profile of this machine; lines on standard error show what has been measured."""
-    from rich.console import Console
-
-    from axon_ps.cli.measure import Sizes, check_target, measure, print_profile, write
-
-    check_target(path)
-    profile = measure(Sizes(), Console(stderr=True, highlight=False).print)
-    write(profile, path)
-    if as_json:
-        print(json.dumps(profile.as_dict(), indent=2))
-    else:
-        print_profile(profile)
 
 
 def _as_dict(reply: Status) -> dict[str, Any]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from axon_ps.testing import LocalCluster, WorkerResult
-from axon_ps.testing.conformance import SIZES, conformance_worker
 from axon_ps.testing.workers import results_of
+from axon_ps_lab.conformance import SIZES, conformance_worker
 from deadlines import WHOLE_S
 
 # Groups are of the last ranks: one rank each on two nodes, 2 and 1, 2 and 2, 4 and 3.

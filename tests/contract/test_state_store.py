@@ -25,7 +25,7 @@ from axon_ps.rpc.security import Security
 from axon_ps.storage.state_store import EtcdStateStore, Record, SqliteStateStore, StateStore, open_store
 from axon_ps.storage.state_store import etcd as etcd_module
 from axon_ps.storage.state_store.etcd_cluster import EtcdAddress, EtcdCluster, Operation
-from axon_ps.testing.etcd import NEEDED, LocalEtcd, is_installed
+from axon_ps_lab.etcd import NEEDED, LocalEtcd, is_installed
 from deadlines import HANG_S
 
 Make = Callable[[], StateStore]

@@ -12,14 +12,14 @@ from pathlib import Path
 import pytest
 
 from axon_ps.cli.main import main
-from axon_ps.cli.measure import FLOOR_S, Sizes
-from axon_ps.simulate.profile import DEFAULT, Profile
+from axon_ps_lab.commands.measure import FLOOR_S, Sizes
+from axon_ps_lab.simulate.profile import DEFAULT, Profile
 from deadlines import HANG_S
 
 
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = partial(Sizes, large_numel=1 << 16, calls=4, repetitions=3)
-    monkeypatch.setattr("axon_ps.cli.measure.Sizes", sizes)
+    monkeypatch.setattr("axon_ps_lab.commands.measure.Sizes", sizes)
 
 
 def test_the_measured_profile_is_written_and_printed(
@@ -45,7 +45,7 @@ def test_the_measured_profile_is_written_and_printed(
 def test_the_figures_are_shown_as_a_table(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("axon_ps.cli.measure.measure", lambda *_: DEFAULT)
+    monkeypatch.setattr("axon_ps_lab.commands.measure.measure", lambda *_: DEFAULT)
     assert main(["doctor", "--measure", str(tmp_path / "profile.json")]) == 0
     out = capsys.readouterr().out
     for name in (*DEFAULT.wires, *DEFAULT.update_s):
@@ -62,7 +62,7 @@ def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(
     def unexpected(*_: object) -> None:
         raise AssertionError("it was measured")
 
-    monkeypatch.setattr("axon_ps.cli.measure.measure", unexpected)
+    monkeypatch.setattr("axon_ps_lab.commands.measure.measure", unexpected)
     assert main(["doctor", "--measure", str(tmp_path / file)]) == 2
     out, err = capsys.readouterr()
     assert out == ""
@@ -70,5 +70,5 @@ def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(
 
 
 def test_no_torch_is_needed() -> None:
-    script = "import sys, axon_ps.cli.measure; sys.exit('torch' in sys.modules)"
+    script = "import sys, axon_ps_lab.commands.measure; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", script], timeout=HANG_S).returncode == 0

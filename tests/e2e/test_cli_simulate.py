@@ -88,7 +88,7 @@ def test_mistakes_are_answered_in_a_line(
 def test_without_its_library_it_says_what_to_install(
     scenario: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for name in [name for name in sys.modules if name == "simpy" or name.startswith("axon_ps.simulate")]:
+    for name in [name for name in sys.modules if name == "simpy" or name.startswith("axon_ps_lab.simulate")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "simpy", None)
     assert main(["simulate", str(scenario)]) == 2

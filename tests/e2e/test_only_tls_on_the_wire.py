@@ -120,7 +120,7 @@ def _run(network: Any, directory: Path, stack: contextlib.ExitStack) -> None:
     places = [member["address"].rpartition(":") for member in shards]
     of = {host: {int(port) for at, _, port in places if at == network.address(host)} for host in ("a", "b")}
     bulk = {"a": open_ports["a"] - {PORT, *of["a"]}, "b": open_ports["b"] - of["b"]}
-    assert {host: len(ports) for host, ports in bulk.items()} == {"a": 1, "b": 1}  # as docs/operations.md has them
+    assert {host: len(ports) for host, ports in bulk.items()} == {"a": 1, "b": 1}  # as docs/cluster.md has them
     assert all(of.values())
     found = frames(captured)
     streams = tcp_streams(found)

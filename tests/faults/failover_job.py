@@ -22,7 +22,7 @@ import axon_ps
 from axon_ps import parallel
 from axon_ps.sharding.plan import PlanOptions
 from axon_ps.testing.cluster import COORDINATOR
-from axon_ps.testing.faults.failover import FailoverCluster
+from axon_ps_lab.faults.failover import FailoverCluster
 from parity_model import Linear, integers
 
 NUMEL, RATE = 1000, 2.0**-12

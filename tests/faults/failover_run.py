@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from axon_ps.testing import preloaded
-from axon_ps.testing.faults.cluster import MODULES
-from axon_ps.testing.faults.failover import FailoverCluster
+from axon_ps_lab.faults.cluster import MODULES
+from axon_ps_lab.faults.failover import FailoverCluster
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "integration"))
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))

@@ -14,11 +14,11 @@ import numpy as np
 from axon_ps.errors import AxonError
 from axon_ps.host.children import Child, wait_for_any
 from axon_ps.storage import contents
-from axon_ps.testing.chaos import state_files
-from axon_ps.testing.faults import FaultyCluster, Hit, Moment
-from axon_ps.testing.faults.cluster import MODULES as SERVICE_MODULES
-from axon_ps.testing.faults.proxy import ProxiesStalled
 from axon_ps.testing.workers import WorkerProcess
+from axon_ps_lab.chaos import state_files
+from axon_ps_lab.faults import FaultyCluster, Hit, Moment
+from axon_ps_lab.faults.cluster import MODULES as SERVICE_MODULES
+from axon_ps_lab.faults.proxy import ProxiesStalled
 from fault_grid import DISTURBANCES, LEASE_S, OF_THE_STATE, PATIENCE_S, STOPS_S, Cell, Fault, Target
 from fault_model import Attempt, Values, attempts_in, expected, train
 

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from axon_ps.testing.faults import Moment
-from axon_ps.testing.faults.proxy import Disturbance, Kind
+from axon_ps_lab.faults import Moment
+from axon_ps_lab.faults.proxy import Disturbance, Kind
 
 LEASE_S = 1.0
 PATIENCE_S = LEASE_S + 2.0

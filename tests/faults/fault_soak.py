@@ -32,9 +32,9 @@ from axon_ps.sharding.plan import PlanOptions
 from axon_ps.storage.export import export_model
 from axon_ps.storage.manifest import read_manifest
 from axon_ps.testing import preloaded
-from axon_ps.testing.faults import FaultyCluster, Hit, Moment
-from axon_ps.testing.faults.proxy import Disturbance, Kind
 from axon_ps.testing.workers import WorkerProcess
+from axon_ps_lab.faults import FaultyCluster, Hit, Moment
+from axon_ps_lab.faults.proxy import Disturbance, Kind
 from fault_cell import PRELOADED
 from fault_grid import LEASE_S, PATIENCE_S, Fault, Target
 from fault_model import LR, Attempt, Chain, Mix, data

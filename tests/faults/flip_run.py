@@ -27,9 +27,9 @@ sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "tests" / "integration"), s
 from axon_ps.coordinator.client.operator import OperatorClient  # noqa: E402
 from axon_ps.errors import AxonError  # noqa: E402
 from axon_ps.testing import LocalCluster  # noqa: E402
-from axon_ps.testing.faults import bit_flips  # noqa: E402
-from axon_ps.testing.faults.bit_flips import Flip, flip  # noqa: E402
 from axon_ps.types import Role  # noqa: E402
+from axon_ps_lab.faults import bit_flips  # noqa: E402
+from axon_ps_lab.faults.bit_flips import Flip, flip  # noqa: E402
 from test_server_deaths import SENT, Job, assert_same_bits  # noqa: E402
 
 SERVERS: Final = 3

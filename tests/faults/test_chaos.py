@@ -14,12 +14,12 @@ import pytest
 
 from axon_ps.errors import ConfigurationError
 from axon_ps.testing import LocalCluster
-from axon_ps.testing.chaos import campaign as campaigns
-from axon_ps.testing.chaos import run
-from axon_ps.testing.chaos.campaign import Kind
-from axon_ps.testing.chaos.outside import RunningJob
-from axon_ps.testing.chaos.plan import planned
 from axon_ps.types import Role
+from axon_ps_lab.chaos import campaign as campaigns
+from axon_ps_lab.chaos import run
+from axon_ps_lab.chaos.campaign import Kind
+from axon_ps_lab.chaos.outside import RunningJob
+from axon_ps_lab.chaos.plan import planned
 from checkpointed_job import until
 from command_line import AXON_PS, environment
 from deadlines import HANG_S

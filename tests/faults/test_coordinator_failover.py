@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from axon_ps.testing.etcd import NEEDED, is_installed
-from axon_ps.testing.faults.failover import FailoverCluster
+from axon_ps_lab.etcd import NEEDED, is_installed
+from axon_ps_lab.faults.failover import FailoverCluster
 from failover_job import (
     Job,
     check,

@@ -11,8 +11,8 @@ from axon_ps.collectives.backends.base import Call, GroupContext, Operation, Req
 from axon_ps.collectives.backends.nccl.backend import NcclBackend
 from axon_ps.collectives.cuda import flat_view
 from axon_ps.errors import AxonError
-from axon_ps.testing.conformance import DeviceBackend, run_in_threads
 from axon_ps.types import DType, ReduceOp
+from axon_ps_lab.conformance import DeviceBackend, run_in_threads
 
 pytestmark = pytest.mark.gpu
 

@@ -255,14 +255,14 @@ What `axon-ps auth table` prints, as it was found by calling everything (`tests/
 page, and a test compares it): each call with each kind of credentials, as a token over plaintext and as a certificate
 over mutual TLS. `yes` means that the call was performed; an empty cell, that it was refused, with an error that says
 which it was. The first columns are credentials that do not hold, of a role that may; the next ones the roles;
-*secret* is whoever holds the job's secret. [operations.md](operations.md#security) says how to get credentials.
+*secret* is whoever holds the job's secret. [security.md](security.md) says how to get credentials.
 
 Over mutual TLS a connection needs a certificate of the job, also to ask for the health of a service. The HTTP endpoint
 asks browsers for no certificate; a certificate that does not hold ends the connection.
 
 Joining is finer than this table: `Session` lets only a worker in as a worker, only a shard server as a shard server,
 and with the rank that the credentials name, if they name one. A shard server drains only itself. Who is refused what
-would change the job is in the coordinator's [audit log](operations.md#security), if we know who it is.
+would change the job is in the coordinator's [audit log](security.md), if we know who it is.
 
 """
 

@@ -12,8 +12,8 @@ import torch
 import axon_ps
 from axon_ps import parallel
 from axon_ps.sharding.plan import PlanOptions
-from axon_ps.testing.conformance import SPARES, DeviceBackend, run_conformance
-from axon_ps.testing.device import Event, asarray, stand_in
+from axon_ps_lab.conformance import SPARES, DeviceBackend, run_conformance
+from axon_ps_lab.device import Event, asarray, stand_in
 from parity_model import Block, batch, build
 
 STEPS = 2

@@ -23,8 +23,8 @@ from axon_ps.collectives.backends.shm.backend import SharedMemoryBackend
 from axon_ps.errors import AxonError, MemberLost, Timeout
 from axon_ps.host.shared_arrays import shared_arrays
 from axon_ps.reduction import ops
-from axon_ps.testing.conformance import oracle
 from axon_ps.types import Array, DType, Member, ReduceOp, Role
+from axon_ps_lab.conformance import oracle
 
 TIMEOUT_S = 120
 

@@ -1,4 +1,4 @@
-"""docs/extending.md: what it builds works, beside somebody else's code, and takes as many files as it says."""
+"""docs/extend_*.md: what they build works, beside somebody else's code, and takes as many files as they say."""
 
 from __future__ import annotations
 
@@ -22,16 +22,20 @@ from axon_ps.optim import create
 from axon_ps.optim import registry as optimizers
 from axon_ps.storage.state_store import Record, open_store
 from axon_ps.testing import LocalCluster
-from axon_ps.testing.conformance import run_in_threads
 from axon_ps.types import DType
+from axon_ps_lab.conformance import run_in_threads
 
-PAGE = Path(__file__).parents[2] / "docs" / "extending.md"
-FILES = dict(re.findall(r"^```python\n# (\w+\.py)\n(.*?)^```$", PAGE.read_text(), flags=re.MULTILINE | re.DOTALL))
+PAGES = {p.stem.removeprefix("extend_"): p.read_text() for p in Path(__file__).parents[2].glob("docs/extend_*.md")}
+FILES = {
+    name: content
+    for page in PAGES.values()
+    for name, content in re.findall(r"^```python\n# (\w+\.py)\n(.*?)^```$", page, flags=re.MULTILINE | re.DOTALL)
+}
 
 
 @pytest.fixture(scope="module", autouse=True)
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Where every file of the page is, and nothing else; on the path. What they register is gone afterwards."""
+    """Where every file of the pages is, and nothing else; on the path. What they register is gone afterwards."""
     path = tmp_path_factory.mktemp("extending")
     for name, content in FILES.items():
         (path / name).write_text(content)
@@ -54,16 +58,14 @@ def sign() -> ModuleType:
     return importlib.import_module("sign")
 
 
-def section(title: str) -> list[str]:
-    """The files that a section of the page makes."""
-    text = re.search(rf"^## {title}\n(.*?)(?=^## |\Z)", PAGE.read_text(), flags=re.MULTILINE | re.DOTALL)
-    assert text is not None
-    return re.findall(r"^# (\w+\.py)$", text[1], flags=re.MULTILINE)
+def files_of(page: str) -> list[str]:
+    """The files that a page makes."""
+    return re.findall(r"^# (\w+\.py)$", PAGES[page], flags=re.MULTILINE)
 
 
 def test_an_optimizer_and_a_compressor_take_two_files_each() -> None:
-    assert section("An optimizer") == ["adamax.py", "train_adamax.py"]
-    assert section("A compressor") == ["sign.py", "train_sign.py"]
+    assert files_of("optimizer") == ["adamax.py", "train_adamax.py"]
+    assert files_of("compressor") == ["sign.py", "train_sign.py"]
 
 
 def run_script(path: str) -> None:

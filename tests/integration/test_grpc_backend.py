@@ -17,9 +17,9 @@ from axon_ps.collectives.backends.grpc import GrpcBackend
 from axon_ps.errors import AxonError, Broken, Closed, Disagreement, InvalidRequest, MemberLost, Timeout
 from axon_ps.reduction import ops
 from axon_ps.testing import LocalCluster
-from axon_ps.testing.conformance import oracle
 from axon_ps.types import NUMBERS, Array, DType, ReduceOp, Role
 from axon_ps.worker.environment import worker_config
+from axon_ps_lab.conformance import oracle
 from deadlines import HANG_S
 from grpc_ranks import Rank, Ranks
 

@@ -37,12 +37,14 @@ WHERE_WRITTEN = "where it is written"
 """In place of a pattern: an argument that cannot be is refused by the call that has it, and no page needs to say so."""
 PAGES = (
     "fsdp.md",
+    "wrapped_model.md",
     "ddp.md",
     "models.md",
     "asynchrony.md",
     "integrations.md",
     "data.md",
     "limits.md",
+    "sizing.md",
     "torch_names.md",
     "optimizers.md",
 )

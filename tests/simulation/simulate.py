@@ -38,7 +38,7 @@ from axon_ps.rpc import deadlines  # noqa: E402
 from axon_ps.shard.server import apply, capacity, model_shell, shell  # noqa: E402
 from axon_ps.shard.server import server as shard_server  # noqa: E402
 from axon_ps.shard.server.shell import ShardShell  # noqa: E402
-from axon_ps.testing.faults.bit_flips import flip_in  # noqa: E402
+from axon_ps_lab.faults.bit_flips import flip_in  # noqa: E402
 from simulated_collectives import small  # noqa: E402
 from simulated_job import Job, Violation  # noqa: E402
 from simulated_network import DELAY_S, Network  # noqa: E402

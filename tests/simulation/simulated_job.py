@@ -43,12 +43,12 @@ from axon_ps.sharding.job import JobSpec
 from axon_ps.sharding.layout import Layout, build_unit
 from axon_ps.sharding.plan import PlanOptions
 from axon_ps.storage.state_store import MemoryStateStore
-from axon_ps.testing.faults.bit_flips import is_changed
 from axon_ps.types import Array, DType, OptimizerSpec, Outcome, Role
 from axon_ps.wire.events import FIRST_VALUES, ModelPosition, Position, Vote
 from axon_ps.wire.v1 import state_pb2
 from axon_ps.worker.job_view import JobView
 from axon_ps.worker.steps.client import StepClient
+from axon_ps_lab.faults.bit_flips import is_changed
 from simulated_collectives import Collectives, group_of
 from simulated_network import Network
 from virtual_loop import VirtualLoop

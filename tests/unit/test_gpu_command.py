@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from axon_ps.testing.device import stand_in
+from axon_ps_lab.device import stand_in
 
 ROOT = Path(__file__).parents[2]
 

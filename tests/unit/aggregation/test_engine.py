@@ -29,10 +29,10 @@ from axon_ps.aggregation.core.stripes import (
 from axon_ps.errors import AxonError, Broken, Disagreement, InvalidRequest, MemberLost, Timeout
 from axon_ps.reduction import ops
 from axon_ps.reduction.call import Call, Operation
-from axon_ps.testing.conformance import oracle
 from axon_ps.types import Array, DType, ReduceOp
 from axon_ps.wire.frames import encode_chunk
 from axon_ps.wire.v1.collective_pb2 import CollectiveChunk
+from axon_ps_lab.conformance import oracle
 from collective_driver import RankStream, Servers, members, placed
 
 SUM = ReduceOp.SUM

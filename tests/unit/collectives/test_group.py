@@ -214,7 +214,7 @@ def test_a_message_that_cannot_be_sent_was_not_and_can_be_made_good() -> None:
 
 @pytest.mark.parametrize("n", [1, 2, 3])
 def test_bad_arguments_of_one_rank_are_told_to_all(n: int) -> None:
-    from axon_ps.testing.conformance import check_arguments
+    from axon_ps_lab.conformance import check_arguments
 
     def body(group: ProcessGroup) -> None:
         assert check_arguments(group) == []

@@ -12,8 +12,8 @@ from axon_ps.collectives.backends.base import Backend, Call, GroupContext, Opera
 from axon_ps.collectives.backends.hierarchical.backend import HierarchicalBackend
 from axon_ps.collectives.backends.mock import MockBackend, mock_contexts
 from axon_ps.errors import Disagreement, MemberLost, Timeout, Unreachable
-from axon_ps.testing.device import DeviceArray, StandIn, asarray, stand_in
 from axon_ps.types import Array, DType, ReduceOp
+from axon_ps_lab.device import DeviceArray, StandIn, asarray, stand_in
 
 
 class HostOnly(MockBackend):

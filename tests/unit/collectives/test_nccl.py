@@ -15,9 +15,9 @@ from axon_ps.collectives.backends.nccl.backend import NcclBackend
 from axon_ps.collectives.backends.nccl.symbols import AVERAGE, MAX, MIN, SUM, NcclUniqueId, nccl_op, version_of
 from axon_ps.collectives.cuda import flat_view
 from axon_ps.errors import InvalidRequest, NcclError
-from axon_ps.testing.conformance import DeviceBackend, run_in_threads
-from axon_ps.testing.device import StandIn, asarray, stand_in
 from axon_ps.types import DType, ReduceOp
+from axon_ps_lab.conformance import DeviceBackend, run_in_threads
+from axon_ps_lab.device import StandIn, asarray, stand_in
 
 
 @pytest.fixture

@@ -9,8 +9,8 @@ from axon_ps.compress import int8_block
 from axon_ps.compress.registry import compressor
 from axon_ps.errors import InvalidRequest
 from axon_ps.reduction import ops
-from axon_ps.testing.conformance import oracle
 from axon_ps.types import INT8_BLOCK_NUMEL, Array, DType, ReduceOp
+from axon_ps_lab.conformance import oracle
 
 BLOCK = DType.INT8_BLOCK
 SIZES = [0, 1, 255, 256, 257, 10_000]

@@ -19,7 +19,6 @@ from axon_ps.sharding.job import JobSpec
 from axon_ps.sharding.layout import Layout, build_unit
 from axon_ps.sharding.placement import Placement
 from axon_ps.storage.state_store import MemoryStateStore
-from axon_ps.testing.clock import ManualClock
 from axon_ps.types import Decision, DType, Membership, OptimizerSpec, Role
 from axon_ps.wire.events import (
     FIRST_NAME,
@@ -34,6 +33,7 @@ from axon_ps.wire.events import (
     Welcome,
 )
 from axon_ps.wire.v1 import membership_pb2, state_pb2, watch_pb2
+from axon_ps_lab.clock import ManualClock
 
 T = TypeVar("T")
 

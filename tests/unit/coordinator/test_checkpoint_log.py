@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from axon_ps.cli.terminal.status_view import checkpoint_lines
 from axon_ps.coordinator.server.checkpoint_log import CheckpointLog
-from axon_ps.testing.clock import ManualClock
 from axon_ps.wire.events import CheckpointReply, CheckpointStatus
+from axon_ps_lab.clock import ManualClock
 
 
 def test_the_newest_the_newest_failure_and_what_goes_on() -> None:

@@ -24,8 +24,8 @@ from axon_ps.sharding.job import JobSpec
 from axon_ps.sharding.layout import Layout, build_unit
 from axon_ps.sharding.partitions import even_options, partition_bounds
 from axon_ps.sharding.plan import PlanOptions, make_plan
-from axon_ps.testing.device import stand_in
 from axon_ps.types import Array, DType, Outcome
+from axon_ps_lab.device import stand_in
 from parallel_fakes import FakeSteps, FakeWork
 
 UNITS = (1000, 70, 3)

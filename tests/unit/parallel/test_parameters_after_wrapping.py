@@ -86,7 +86,7 @@ def test_what_forward_writes_into_a_parameter_counts_or_is_refused(
     model, optimizer, steps = make(copy.deepcopy(plain), strategy)
     if strategy is not ShardingStrategy.NO_SHARD:
         for _ in range(2):  # the second time, too
-            with pytest.raises(Misuse, match=r"'0\.0\.(weight|bias)' was changed in place.*docs/fsdp\.md"):
+            with pytest.raises(Misuse, match=r"'0\.0\.(weight|bias)' was changed in place.*docs/wrapped_model\.md"):
                 backward(model)
         assert not steps.units("push")
         return

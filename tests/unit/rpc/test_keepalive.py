@@ -12,8 +12,8 @@ from axon_ps.rpc import channels, server
 from axon_ps.rpc.channels import connect, split_address
 from axon_ps.rpc.security import Security
 from axon_ps.rpc.service import Stub
-from axon_ps.testing.faults.proxy import Disturbance, Kind, Proxies
 from axon_ps.wire.v1 import shard_pb2
+from axon_ps_lab.faults.proxy import Disturbance, Kind, Proxies
 from rpc_fakes import SHARD, run, serving
 
 INTERVALS = ("grpc.keepalive_time_ms", "grpc.keepalive_timeout_ms", "grpc.http2.ping_timeout_ms")

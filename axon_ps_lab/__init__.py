@@ -1,0 +1,12 @@
+"""The laboratory beside the product: everything by which axon_ps is struck, compared and measured.
+
+- `faults`: a cluster whose processes stop at an exact moment, and whose connections can be disturbed.
+- `chaos`: seeded campaigns of faults against a job, and their reports.
+- `conformance`: the cases that every `Backend` passes.
+- `device`: a stand-in for a GPU.
+- `simulate`: forecasts for a cluster that is not rented yet.
+- `etcd`, `clock`: an etcd of this machine; a clock whose time changes on command.
+- `commands`: the commands `chaos`, `simulate` and `doctor --measure` of `axon-ps`.
+
+The product does not import it: `axon-ps` finds these commands by their names.
+"""

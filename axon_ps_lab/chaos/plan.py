@@ -1,0 +1,123 @@
+"""The faults of a campaign: a list that follows from its file and its seed alone. Pure."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import Final
+
+from axon_ps_lab.chaos.campaign import END_THE_COORDINATOR, LASTING, Campaign, Embedded, Job, Kind, KindOptions
+
+OUTAGES: Final = (Kind.FREEZE, Kind.BLACK_HOLE, Kind.PARTITION, Kind.CUT)
+"""A worker that is struck by one of these for longer than its lease is a member no more."""
+
+MOMENTS: Final = ("GATHER", "FORWARD", "BACKWARD", "PUSH", "VOTE", "BETWEEN_STEPS", "DECISION")
+
+JITTER_S: Final = 0.08
+"""A fault that strikes at no certain moment of a step comes up to so much later."""
+
+Place = tuple[str, int]
+"""A role, and which of them: a shard server by its rank, a worker by its age, the oldest first."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fault:
+    """One fault.
+
+    Attributes:
+        number: from 1.
+        kind: what happens.
+        role: to whom.
+        index: to which of them.
+        seconds: how long it lasts; 0 = it is done at once.
+        amount: clock_jump: seconds; slow_link: bytes a second.
+        side: partition: the members that cannot reach the others; cut: the other of the two.
+        moment: the moment of a step at which it strikes; empty = after `after_s`.
+        after_s: how long after the quiet that the job is left in.
+        seed: for what is chosen when it strikes.
+    """
+
+    number: int
+    kind: Kind
+    role: str
+    index: int
+    seconds: float = 0.0
+    amount: float = 0.0
+    side: tuple[Place, ...] = ()
+    moment: str = ""
+    after_s: float = 0.0
+    seed: int = 0
+
+    @property
+    def name(self) -> str:
+        """The fault, in words."""
+        lasting = f" for {self.seconds:g} s" if self.seconds else ""
+        amount = {Kind.CLOCK_JUMP: f" by {self.amount:+g} s", Kind.SLOW_LINK: f" of {self.amount / 1e6:g} MB/s"}
+        at = f" at {self.moment}" if self.moment else ""
+        target = " + ".join(f"{role} {index}" for role, index in self.side or ((self.role, self.index),))
+        return f"{self.kind.value.replace('_', ' ')}{amount.get(self.kind, '')} of {target}{lasting}{at}"
+
+
+def planned(campaign: Campaign) -> list[Fault]:
+    """The faults of a campaign, in order."""
+    chance = random.Random(campaign.seed)
+    return [_fault(campaign, number, chance) for number in range(1, campaign.faults + 1)]
+
+
+def _fault(campaign: Campaign, number: int, chance: random.Random) -> Fault:
+    target = campaign.target
+    spares = isinstance(target, Embedded) and number > target.spared_from * campaign.faults
+    kinds = [k for k in campaign.kinds if not (spares and k in END_THE_COORDINATOR)] or list(campaign.kinds)
+    kind = chance.choices(kinds, [campaign.kinds[k].weight for k in kinds])[0]
+    options = campaign.kinds[kind]
+    seconds = chance.choice(options.seconds) if kind in (*LASTING, Kind.CLOCK_JUMP) else 0.0
+    indices = _indices(target, kind, options, seconds, spares=spares)
+    role = chance.choice(list(indices))
+    index = chance.choice(indices[role])
+    amount = {Kind.CLOCK_JUMP: chance.choice(options.jump_s), Kind.SLOW_LINK: options.bytes_per_s}.get(kind, 0.0)
+    moment = chance.choice(MOMENTS) if chance.random() < campaign.moments and isinstance(target, Embedded) else ""
+    side: tuple[Place, ...] = ()
+    if kind is Kind.PARTITION and isinstance(target, Embedded):
+        side = _side(target, (role, index), chance, spares=spares)
+    if kind is Kind.CUT and isinstance(target, Embedded):
+        side = (_other(target, (role, index), chance),)
+    return Fault(
+        number=number,
+        kind=kind,
+        role=role,
+        index=index,
+        seconds=seconds,
+        amount=amount,
+        side=side,
+        moment=moment,
+        after_s=round(chance.uniform(0.0, JITTER_S), 3),
+        seed=chance.getrandbits(31),
+    )
+
+
+def _indices(
+    target: Embedded | Job, kind: Kind, options: KindOptions, seconds: float, *, spares: bool
+) -> dict[str, range]:
+    """By role, who may be struck."""
+    if isinstance(target, Job):  # how many there are is found out when it strikes
+        return dict.fromkeys(options.roles, range(64))
+    counts = {"coordinator": 1, "shard": target.shards, "worker": target.workers}
+    leaves = kind in OUTAGES and seconds >= target.lease_s / 2
+    spared = {role: spares and (kind is Kind.KILL or (role == "worker" and leaves)) for role in options.roles}
+    found = {role: range(int(spared[role]), counts[role]) for role in options.roles}
+    return {role: some for role, some in found.items() if some} or dict.fromkeys(options.roles, range(1))
+
+
+def _side(target: Embedded, first: Place, chance: random.Random, *, spares: bool) -> tuple[Place, ...]:
+    """The members of the smaller side: fewer shard servers than a slice has copies, and none that is spared."""
+    members = [("worker", index) for index in range(1 if spares else 0, target.workers)]
+    if first[0] == "worker" and target.replication > 1:
+        members += [("shard", chance.randrange(target.shards))]
+    others = [member for member in members if member != first and chance.random() < 0.5]
+    return tuple(sorted({first, *others}))
+
+
+def _other(target: Embedded, first: Place, chance: random.Random) -> Place:
+    """A shard server that a member cannot reach; a worker, if there is no other."""
+    others = [("shard", index) for index in range(target.shards) if ("shard", index) != first]
+    return chance.choice(others or [("worker", index) for index in range(target.workers)])

@@ -1,0 +1,187 @@
+"""A campaign's faults, dealt one after the other to a job; see `report` for what came of them."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import Final, Protocol
+
+from axon_ps.errors import AxonError
+from axon_ps_lab.chaos.campaign import Campaign
+from axon_ps_lab.chaos.figures import Dealt, Events, Outcome, Samples, memory, outcomes
+from axon_ps_lab.chaos.plan import Fault, planned
+
+WEIGHED_EVERY: Final = 10
+_POLL_S: Final = 0.05
+
+Emit = Callable[[str], None]
+
+
+class Struck(Protocol):
+    """A job that can be struck."""
+
+    @property
+    def newest(self) -> float:
+        """When the newest step was committed that is known of."""
+
+    def wait(self, done: Callable[[], bool], limit_s: float, what: str) -> None:
+        """Wait for it.
+
+        Raises:
+            AxonError: it did not come to pass in time.
+        """
+
+    def is_complete(self) -> bool:
+        """Whether the job has all members and copies."""
+
+    def deal(self, fault: Fault) -> tuple[str, float, str]:
+        """Strike, and return when it is over: whom it struck, when it began, and what there is to note."""
+
+    def weigh(self, number: int) -> None:
+        """Note the memory of every process."""
+
+    def collected(self) -> Events:
+        """Everything that was observed."""
+
+
+@dataclass(kw_only=True)
+class Result:
+    """The outcome of a campaign.
+
+    Attributes:
+        campaign: it.
+        events: what was observed.
+        began: when it began, of the events' clock.
+        seconds: how long the faults took.
+        samples: what became of them; None = it cannot be known.
+        steps: committed steps that the values are compared at; 0 = they were not.
+        bits_different: from the job that nothing happened to; None = they were not compared.
+        problems: what went wrong, in words.
+        stopped: why it ended before its last fault; empty = it did not.
+        interrupted: whether somebody had it end.
+    """
+
+    campaign: Campaign
+    events: Events
+    began: float
+    seconds: float = 0.0
+    samples: Samples | None = None
+    steps: int = 0
+    bits_different: int | None = None
+    problems: list[str] = field(default_factory=list)
+    stopped: str = ""
+    interrupted: bool = False
+
+    @property
+    def outcomes(self) -> list[Outcome]:
+        """By fault."""
+        return outcomes(self.events)
+
+    @property
+    def is_good(self) -> bool:
+        """Whether nothing was lost, no bit differs, memory was flat, and the campaign came to its end."""
+        lost = sum(outcome.steps_lost for outcome in self.outcomes)
+        wrong = self.samples is not None and (self.samples.lost or self.samples.doubled)
+        flat = all(m.is_flat for m in memory(self.events.memory))
+        return not (lost or wrong or self.bits_different or self.problems or self.stopped) and flat
+
+
+@contextlib.contextmanager
+def interrupts() -> Iterator[Callable[[], bool]]:
+    """Yields whether Ctrl-C was pressed: its `KeyboardInterrupt` is lost where Python ignores exceptions, in a
+    finalizer or a callback of C code.
+    """
+    seen: list[int] = []
+
+    def interrupted(number: int, frame: FrameType | None) -> None:
+        seen.append(number)
+        raise KeyboardInterrupt
+
+    if threading.current_thread() is not threading.main_thread():
+        yield lambda: False
+        return
+    before = signal.signal(signal.SIGINT, interrupted)
+    try:
+        yield lambda: bool(seen)
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+class Runner:
+    """Deals the faults of a campaign to a job, one after the other.
+
+    Args:
+        campaign: it.
+        job: what is struck; it runs.
+        emit: is given a line for every fault.
+    """
+
+    def __init__(self, campaign: Campaign, job: Struck, emit: Emit) -> None:
+        self._campaign, self._job, self._emit = campaign, job, emit
+        self.result = Result(campaign=campaign, events=Events(), began=time.monotonic())
+
+    def run(self) -> Result:
+        """All of it, as far as it comes: until the job does not heal, time is over, or it is interrupted."""
+        result, began = self.result, time.monotonic()
+        try:
+            with interrupts() as interrupted:
+                self._run(interrupted, began)
+        except KeyboardInterrupt:
+            result.stopped, result.interrupted = "it was interrupted", True
+        except AxonError as error:
+            result.problems.append(str(error)[:2000])
+            result.stopped = "the job did not go on"
+        result.seconds = time.monotonic() - began
+        dealt = result.events.dealt
+        result.events = self._job.collected()
+        result.events.dealt = dealt
+        return result
+
+    def _run(self, interrupted: Callable[[], bool], began: float) -> None:
+        self._heal(time.monotonic())
+        self._job.weigh(0)
+        for fault in planned(self._campaign):
+            if interrupted():
+                raise KeyboardInterrupt
+            if time.monotonic() - began > self._campaign.at_most_s:
+                self.result.stopped = f"{self._campaign.at_most_s:g} s were over (at_most_s)"
+                break
+            self._deal(fault)
+
+    def _deal(self, fault: Fault) -> None:
+        began = time.monotonic()
+        target, note, ended, complete = fault.role, "", 0.0, 0.0
+        try:
+            target, began, note = self._job.deal(fault)
+            ended = time.monotonic()
+            complete = self._heal(ended)
+        finally:
+            dealt = Dealt(fault=fault, target=target, began=began, ended=ended, complete=complete, note=note)
+            self.result.events.dealt.append(dealt)
+        if note.startswith("WRONG"):
+            self.result.problems.append(f"fault {fault.number}, {fault.name}: {note}")
+        self._emit(
+            f"{fault.number}/{self._campaign.faults} {fault.name} ({target}): complete after "
+            f"{complete - began:.2f} s{f'; {note}' if note else ''}"
+        )
+        if fault.number % WEIGHED_EVERY == 0:
+            self._job.weigh(fault.number)
+
+    def _heal(self, since: float) -> float:
+        """Wait until the job is complete and has committed since; returns when it was."""
+        patience_s = self._campaign.patience_s
+        self._job.wait(self._job.is_complete, patience_s, "the job had not all its members and copies again")
+        complete = time.monotonic()
+        self._job.wait(lambda: self._job.newest > since, patience_s, "no step was committed")
+        self._job.wait(_after(self._campaign.quiet_s), patience_s + self._campaign.quiet_s, "time did not pass")
+        return complete
+
+
+def _after(seconds: float) -> Callable[[], bool]:
+    ends = time.monotonic() + seconds
+    return lambda: time.monotonic() >= ends

@@ -1,0 +1,1 @@
+"""The commands of `axon-ps` that belong to the laboratory."""
