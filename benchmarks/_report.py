@@ -51,8 +51,24 @@ def write(name: str, rows: Sequence[Mapping[str, Any]], **extra: Any) -> Path:
     path = RESULTS / f"{name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     content = {"name": name, "machine": machine(), **extra, "rows": [dict(row) for row in rows]}
-    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    path.write_text(dumped(content), encoding="utf-8")
     return path
+
+
+def dumped(content: Mapping[str, Any]) -> str:
+    """JSON of an object in which each item, and each object of a list, has a line of its own."""
+    items = {key: _rows(value) if isinstance(value, list) else _line(value) for key, value in content.items()}
+    return "{\n" + ",\n".join(f"{_line(key)}: {value}" for key, value in items.items()) + "\n}\n"
+
+
+def _rows(values: list[Any]) -> str:
+    if not any(isinstance(value, dict) for value in values):
+        return _line(values)
+    return "[\n" + ",\n".join(map(_line, values)) + "\n]"
+
+
+def _line(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
 
 
 def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:

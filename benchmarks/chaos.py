@@ -3,7 +3,7 @@
     python benchmarks/chaos.py [--faults 2000] [--seed 20] [--campaign examples/chaos.toml]
 
 What is compared: the samples of every committed step with those it should have had, the weights bit by bit with those
-of the same job that nothing happens to, and the memory of the processes that live long. The page beside the figures
+of the same job that nothing happens to, and the memory of the processes that live long. The page build/chaos/chaos.html
 has every fault.
 """
 
@@ -17,10 +17,10 @@ import sys
 from pathlib import Path
 
 import _report
-from axon_ps.testing.chaos import load
-from axon_ps.testing.chaos.page import page
-from axon_ps.testing.chaos.report import report
-from axon_ps.testing.chaos.run import run_embedded
+from axon_ps_lab.chaos import load
+from axon_ps_lab.chaos.page import page
+from axon_ps_lab.chaos.report import report
+from axon_ps_lab.chaos.run import run_embedded
 
 ROOT = Path(__file__).resolve().parents[1]
 BUILD = ROOT / "build" / "chaos"
@@ -45,11 +45,11 @@ def main() -> int:
     content = report(result)
     BUILD.mkdir(parents=True, exist_ok=True)
     (BUILD / "chaos.json").write_text(json.dumps(content, ensure_ascii=False) + "\n", encoding="utf-8")
+    (BUILD / "chaos.html").write_text(page(content), encoding="utf-8")
     _report.table("Faults", COLUMNS, [[row[c] for c in COLUMNS] for row in content["by_kind"]])
     facts = {name: value for name, value in content.items() if name not in ONLY_IN_THE_PAGE}
     print(json.dumps(facts, indent=2, ensure_ascii=False))
     _report.write("chaos", content["by_kind"], **facts, load_average=round(os.getloadavg()[0], 2))
-    (_report.RESULTS / "chaos.html").write_text(page(content), encoding="utf-8")
     return 0 if result.is_good else 1
 
 

@@ -26,8 +26,8 @@ from pathlib import Path
 from typing import Any
 
 import _report
-from axon_ps.testing.chaos.campaign import parse
-from axon_ps.testing.chaos.run import run_embedded
+from axon_ps_lab.chaos.campaign import parse
+from axon_ps_lab.chaos.run import run_embedded
 
 WORKER = Path(__file__).with_name("chaos_torchft_worker.py")
 WORKERS, BATCH, PAUSE_S, LEASE_S, QUIET_S, LONGEST_S = 2, 16, 0.04, 1.0, 0.5, 60.0

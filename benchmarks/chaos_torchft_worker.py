@@ -38,7 +38,7 @@ def serve(heartbeat_s: float) -> None:
 
 
 def build(width: int) -> nn.Module:
-    """The model of `axon_ps.testing.chaos.training`."""
+    """The model of `axon_ps_lab.chaos.training`."""
     torch.manual_seed(SEED)
     middle = [layer for _ in range(LAYERS) for layer in (nn.Linear(width, width), nn.Tanh())]
     return nn.Sequential(nn.Linear(INPUTS, width), nn.Tanh(), *middle, nn.Linear(width, 1))

@@ -27,9 +27,9 @@ from axon_ps.rpc.security import Security
 from axon_ps.sharding.job import JobSpec
 from axon_ps.sharding.layout import Layout, build_unit
 from axon_ps.storage.state_store import SharedStateStore, open_store
-from axon_ps.testing.etcd import LocalEtcd, is_installed
 from axon_ps.types import Decision, DType, ModelProgress, OptimizerSpec, Outcome, Role
 from axon_ps.wire.events import Ready, Vote
+from axon_ps_lab.etcd import LocalEtcd, is_installed
 
 SERVER = """
 import asyncio, sys

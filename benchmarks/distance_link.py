@@ -93,7 +93,7 @@ def device(namespace: str, index: int) -> int:
     run_ip("-n", namespace, "link", "set", "eth0", "mtu", str(MTU), "txqueuelen", "1000")
     run_ip("-n", namespace, "address", "add", f"{SUBNET}.{index + 1}/24", "dev", "eth0")
     run_ip("-n", namespace, "link", "set", "eth0", "up")
-    run_ip("netns", "exec", namespace, "sysctl", "-qw", "net.ipv4.tcp_slow_start_after_idle=0")  # docs/operations.md
+    run_ip("netns", "exec", namespace, "sysctl", "-qw", "net.ipv4.tcp_slow_start_after_idle=0")  # docs/network.md
     run_ip("-n", namespace, "route", "change", f"{SUBNET}.0/24", "dev", "eth0", "congctl", "cubic")
     return fd
 

@@ -20,8 +20,8 @@ import _report
 from axon_ps.observe import moments
 from axon_ps.observe.moments import Moment, reached
 from axon_ps.testing import run_threads
-from axon_ps.testing.chaos.campaign import Embedded
-from axon_ps.testing.chaos.training import Recipe, undisturbed
+from axon_ps_lab.chaos.campaign import Embedded
+from axon_ps_lab.chaos.training import Recipe, undisturbed
 
 PACKAGE = Path(__file__).resolve().parents[1] / "axon_ps"
 CALLS, ROUNDS = 1_000_000, 7

@@ -10,7 +10,6 @@ What this machine lacks (mpirun, root) is left out, and said.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import re
 import shutil
@@ -21,10 +20,10 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import _report
 from netns import Network, NetworkUnavailable
 
 ROOT = Path(__file__).parents[1]
-RESULTS = ROOT / "benchmarks" / "results" / "launchers.json"
 BIN = Path(sys.executable).parent
 SIZE = [
     *("--layers", "2", "--channels", "64", "--heads", "2", "--context", "64"),
@@ -142,7 +141,7 @@ def main() -> None:
     if len(seen) > 1:
         raise SystemExit("the losses differ")
     if not options.only:
-        RESULTS.write_text(json.dumps({"steps": options.steps, "runs": rows}, indent=2) + "\n")
+        _report.write("launchers", rows, steps=options.steps)
 
 
 if __name__ == "__main__":

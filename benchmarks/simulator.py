@@ -30,9 +30,9 @@ from typing import Any
 import _report
 import overlap
 import whole_step
-from axon_ps.simulate.profile import Profile
-from axon_ps.simulate.scenario import Scenario
-from axon_ps.simulate.step import play
+from axon_ps_lab.simulate.profile import Profile
+from axon_ps_lab.simulate.scenario import Scenario
+from axon_ps_lab.simulate.step import play
 from distance_link import MTU, Distance
 from netns import Network
 
