@@ -57,8 +57,8 @@ def observer(secret: str, directory: Path) -> ssl.SSLContext:
 def serial_at(address: str, context: ssl.SSLContext) -> int:
     """The serial number of the certificate that a server shows to a new connection.
 
-    A certificate lasts for seconds here, and so may a handshake on a loaded machine: one that is refused for it is tried
-    again, as gRPC does.
+    A certificate lasts for seconds here, and so may a handshake on a loaded machine: one that is refused is
+    tried again, as gRPC does.
     """
     host, _, port = address.rpartition(":")
     deadline = time.monotonic() + SOON_S
