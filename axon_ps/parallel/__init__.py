@@ -1,7 +1,7 @@
-"""PyTorch models on shard servers: wrappers and optimizers. The only room that imports torch.
+"""PyTorch models on shard servers: wrappers and optimizers.
 
-`import torch` registers the backend "axon" of torch.distributed (`axon_ps_torch`); where that was turned off, importing
-this does it.
+`import torch` registers the backend "axon" of torch.distributed (`axon_ps_torch`). If that was turned off, importing
+this package registers it.
 """
 
 try:

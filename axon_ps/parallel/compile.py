@@ -17,9 +17,10 @@ C = TypeVar("C", bound=type)
 
 
 def uncompiled(function: Callable[P, T]) -> Callable[P, T]:
-    """`torch.compiler.disable`, put off until there is a compiler.
+    """Disable torch.compile for a function, once the compiler is imported.
 
-    That one imports the compiler: most of a second in every process, most of which never compile anything.
+    `torch.compiler.disable` itself imports the compiler. That takes most of a second in every process, and most
+    processes never compile anything.
     """
     disabled: Callable[P, T] | None = None
 
@@ -35,12 +36,12 @@ def uncompiled(function: Callable[P, T]) -> Callable[P, T]:
         return disabled(*args, **kwargs)
 
     marked: Any = call
-    marked._torchdynamo_disable = True  # a break in the graph before `call`, whose own frame has nothing to compile
+    marked._torchdynamo_disable = True  # breaks the graph before `call`, whose own frame has nothing to compile
     return call
 
 
 def uncompiled_methods(cls: C) -> C:
-    """A class decorator: `uncompiled` for each method of the class, since C++ may call them in the midst of a graph."""
+    """Decorate a class: make each method `uncompiled`, since C++ may call them in the midst of a graph."""
     for name, method in list(vars(cls).items()):
         if inspect.isfunction(method) and not name.startswith("__"):
             setattr(cls, name, uncompiled(method))

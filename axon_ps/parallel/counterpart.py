@@ -1,4 +1,4 @@
-"""The optimizers of ours that do the same as torch's."""
+"""Our counterparts of torch's optimizers."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ _FLAGS: Final = ("amsgrad", "maximize", "differentiable")
 
 
 def counterpart(optimizer: torch.optim.Optimizer, otherwise: str) -> tuple[str, list[dict[str, Any]]]:
-    """The optimizer of ours that does what one of torch's does: its name, and its groups' hyperparameters.
+    """Return the name and the groups' hyperparameters of our optimizer that does what one of torch's does.
 
     Args:
         optimizer: torch's SGD, Adam, AdamW, Adagrad or RMSprop, or a subclass by one of these names.
-        otherwise: what else to do, for the error.
+        otherwise: the alternative that the error suggests.
 
     Raises:
-        InvalidRequest: there is none.
+        InvalidRequest: there is no such optimizer.
     """
     name = type(optimizer).__name__.lower()
     decoupled = {bool(group.get("decoupled_weight_decay")) for group in optimizer.param_groups}
@@ -44,7 +44,7 @@ def counterpart(optimizer: torch.optim.Optimizer, otherwise: str) -> tuple[str, 
 
 
 def as_in_torch(values: Hyper) -> dict[str, Any]:
-    """Our hyperparameters by torch's names: beta1 and beta2 are the pair `betas`, which schedulers look for."""
+    """Rename our hyperparameters to torch's: beta1 and beta2 become the pair `betas`, which schedulers look for."""
     if "beta1" not in values or "beta2" not in values:
         return dict(values)
     others = {name: value for name, value in values.items() if name not in ("beta1", "beta2")}

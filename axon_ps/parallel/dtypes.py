@@ -1,4 +1,4 @@
-"""torch dtypes and ours, and what `MixedPrecision` means."""
+"""torch dtypes and ours, and `MixedPrecision`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _FROM_TORCH = {theirs: ours for ours, theirs in TORCH_DTYPES.items()}
 
 
 def dtype_from_torch(dtype: torch.dtype, what: str) -> DType:
-    """Our name of a torch dtype in which parameters can be stored and travel.
+    """Return our dtype for a torch dtype in which parameters can be stored and sent.
 
     Raises:
         InvalidRequest: parameters of this dtype are not supported; `what` names it in the message.
@@ -42,19 +42,19 @@ def dtype_from_torch(dtype: torch.dtype, what: str) -> DType:
 
 @dataclass(frozen=True, kw_only=True)
 class MixedPrecision:
-    """In which dtypes a wrapped model computes and its bytes travel. Masters and optimizer state are always f32.
+    """The dtypes in which a wrapped model computes and its values are sent. Masters and optimizer state are always f32.
 
-    What travels may also be compressed, with error feedback: `Int8()` (or "int8") or `Int4()` (or "int4") both ways,
+    Values may also be sent compressed, with error feedback: `Int8()` (or "int8") or `Int4()` (or "int4") both ways,
     `TopK(0.01)` (or "top_k") for gradients, or any other compressor or its name. See docs/compression.md.
 
     Attributes:
         param_dtype: parameters during forward and backward; None = the dtype the model was built with.
-        wire_dtype: parameters on their way from the servers; None = as `param_dtype`, or what holds the values of all
-            parameters as they were built: f32 for units in bfloat16 beside units in f32.
+        wire_dtype: parameters on their way from the servers; None = as `param_dtype`, or a dtype that holds the values
+            of all parameters as they were built: f32 for units in bfloat16 beside units in f32.
         reduce_dtype: gradients on their way to the servers, where they are summed in f32; None = as `wire_dtype`.
         output_dtype: floating-point outputs of the whole model; None = as they come.
         buffer_dtype: floating-point buffers; None = as they were built.
-        cast_forward_inputs: whether floating-point inputs of the whole model are cast to `param_dtype`.
+        cast_forward_inputs: True to cast floating-point inputs of the whole model to `param_dtype`.
     """
 
     param_dtype: torch.dtype | None = None
@@ -66,10 +66,10 @@ class MixedPrecision:
 
     @classmethod
     def of(cls, given: Any) -> Self:
-        """The meaning of a short form: None and False for nothing, True for bfloat16, a dtype for `param_dtype`.
+        """Expand a short form: None and False mean nothing, True means bfloat16, a dtype means `param_dtype`.
 
         Raises:
-            InvalidRequest: it is none of these.
+            InvalidRequest: `given` is none of these.
         """
         if isinstance(given, cls):
             return given
@@ -80,14 +80,14 @@ class MixedPrecision:
         raise InvalidRequest(f"mixed_precision is {given!r}; give a MixedPrecision, a torch.dtype, True or False")
 
     def compute(self, built: torch.dtype) -> torch.dtype:
-        """The dtype that parameters built as `built` compute in."""
+        """Return the dtype in which parameters built as `built` compute."""
         return self.param_dtype or built
 
     def wire(self, built: torch.dtype) -> WirePrecision:
-        """The dtypes that travel for a model built in `built`.
+        """Return the dtypes in which values of a model built in `built` are sent.
 
         Raises:
-            InvalidRequest: a dtype cannot travel, or there is no such compression.
+            InvalidRequest: values of a dtype cannot be sent, or there is no such compression.
         """
         param, packed_param = _travels(self.wire_dtype or self.compute(built), "wire_dtype")
         grad, packed_grad = _travels(self.reduce_dtype, "reduce_dtype") if self.reduce_dtype else (param, packed_param)
@@ -106,7 +106,7 @@ def _travels(choice: torch.dtype | Compressor | str, what: str) -> tuple[DType, 
 
 
 def scale_into(target: torch.Tensor, grad: torch.Tensor | None, scale: float) -> None:
-    """target = grad * scale, computed in the wider of both dtypes; zero without a gradient."""
+    """Set target = grad * scale, computed in the wider of both dtypes; zero without a gradient."""
     if grad is None:
         target.zero_()
     elif cuda.memory().is_on_device(grad) != cuda.memory().is_on_device(target):

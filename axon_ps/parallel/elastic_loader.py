@@ -1,17 +1,17 @@
-"""`ElasticLoader`: batches of a data set for a training loop, each sample once an epoch, whoever dies or joins.
+"""`ElasticLoader`: batches of a data set for a training loop, each sample once an epoch, also if workers die or join.
 
 Note: [Exactly once]
-    How many samples of the epoch were used is committed with the step that used them (`ServerOptimizer.step`), and the
-    samples of the next step, and who computes with which, follow from that number and from the members alone
-    (`data.elastic`). A step counts only among the members that its samples were dealt to: if they have changed, it is
-    void before anything of it is sent. So nothing but decided steps moves the position, all workers deal alike without
-    speaking to each other, and who joins or restores a checkpoint deals as the others do.
+    The number of samples used in the epoch is committed with the step that used them (`ServerOptimizer.step`). The
+    samples of the next step and their assignment to workers follow from that number and from the members alone
+    (`data.elastic`). A step counts only among the members that its samples were dealt to. If the members have changed,
+    the step is void before anything of it is sent. So only decided steps move the position, and all workers deal alike
+    without messages to each other. A worker that joins or restores a checkpoint deals as the others do.
 
 Note: [Between decisions]
     The program takes batches until it calls `optimizer.step()`. A step that was aborted has used none of the batches
-    since the decision before: they come again, dealt anew if the members have changed. If they are the same (another
-    worker has taken the place of the dead one) a batch is the same object, unless the program has changed its tensors
-    or it has others than tensors: then it is fetched again.
+    since the decision before: they come again, dealt anew if the members have changed. If the members are the same
+    (another worker has replaced the dead one), a batch is the same object. It is fetched again if the program has
+    changed its tensors, or if it contains other objects than tensors and plain values.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from axon_ps.wire.committed import encoded
 from axon_ps.worker.world import world_of
 
 _MOST_ABORTS: Final = 8
-"""How often in a row a step may be aborted while the members stay, before that is an error."""
+"""Aborts of a step in a row, while the members stay, that are an error."""
 
 _OURS: Final = ("sampler", "batch_sampler")
 
@@ -48,38 +48,39 @@ class ElasticLoader:
                 optimizer.step()
                 optimizer.zero_grad()
 
-    All workers make the same one. The samples of `batch_size` are those of a step, by all workers together; a worker
-    gets its micro-batches of them one after the other. If it has several, `optimizer.step()` and `zero_grad()` do
-    nothing until the last, so that each of its batches is one turn of the loop; the gradient of the step is the mean
+    All workers make the same loader. `batch_size` is the number of samples of a step, over all workers together. A
+    worker gets its micro-batches of them one after the other. If it has several, `optimizer.step()` and `zero_grad()`
+    do nothing until the last, so each of its batches is one iteration of the loop. The gradient of the step is the mean
     over all its samples, if the loss is the mean over its batch. When a worker leaves, the others have more
-    micro-batches until another takes its place: a step is of the same samples. When a step has committed, or was
-    skipped, since its gradients were not finite, the position in the epoch is committed with it; when it was aborted,
-    its batches come again in the same loop. The position is in every checkpoint, and who restores one goes on with the
-    samples that it lacks.
+    micro-batches until another replaces it: a step has the same samples.
+
+    When a step has committed, or was skipped because its gradients were not finite, the position in the epoch is
+    committed with it. When a step was aborted, its batches come again in the same loop. The position is in every
+    checkpoint, and a job that restores one goes on with the samples that remain.
 
     Args:
         dataset: a data set with a length; the same on every worker.
-        model: a wrapped model; the position is committed with its steps. Not under NO_SHARD or an asynchronous policy,
-            whose steps are no decisions of all workers: use `DistributedSampler` there.
+        model: a wrapped model; the position is committed with its steps. NO_SHARD and asynchronous policies are
+            refused, as their steps are not decisions of all workers: use `DistributedSampler` there.
         batch_size: samples of a step, by all workers together.
-        micro_batch_size: most samples that a worker gets at a time; None = what each of the workers has that the job
-            starts with, so that none of them needs more memory when others leave. `batch_size` = all that it has in a
-            step at once.
-        shuffle: whether each epoch has another order; if not it is that of the data set.
-        seed: which orders.
-        drop_last: leave what is less than a step's batch at the end of an epoch; if not, the last step is smaller.
-        name: what the position is called among the values that are committed with the model's steps.
-        options: those of `torch.utils.data.DataLoader` that say how samples are fetched: `num_workers`, `collate_fn`,
+        micro_batch_size: most samples that a worker gets at a time; None = an equal share for each worker that the job
+            starts with, so that no worker needs more memory when others leave. `batch_size` = all its samples of a step
+            at once.
+        shuffle: True for another order in each epoch, False for the order of the data set.
+        seed: seed of the orders.
+        drop_last: leave out the end of an epoch if it is less than a step's batch; if not, the last step is smaller.
+        name: name of the position among the values that are committed with the model's steps.
+        options: those of `torch.utils.data.DataLoader` for fetching samples: `num_workers`, `collate_fn`,
             `pin_memory`, `persistent_workers` (loader workers are started again when the members change, which takes
             seconds where they are spawned) and so on.
 
     Attributes:
-        samples: indices in the data set of the batch that it gave last; none if it counts for nothing, since the data
+        samples: indices in the data set of the last batch given; empty if that batch counts for nothing, since the data
             set ended with fewer samples than there are workers.
 
     Raises:
-        InvalidRequest: the data set has no length or is too small, or a step of the model is no decision of all
-            workers, or an option is not for it.
+        InvalidRequest: the data set has no length or is too small, or a step of the model is not a decision of all
+            workers, or an option is not allowed.
     """
 
     def __init__(
@@ -123,18 +124,18 @@ class ElasticLoader:
             drop_last=drop_last,
         )
         self._prefetched = _Prefetched(dataset, self._plan, options)
-        self._again: deque[_Given] = deque()  # what comes before what is ahead
+        self._again: deque[_Given] = deque()  # batches to give again, before the prefetched ones
         self._given: list[_Given] = []  # since the last decision
         self._decisions = self._aborts = 0
-        self._generation = self._epoch = 0  # of what is given
+        self._generation = self._epoch = 0  # of the batches given
         self._iteration = 0
         self._read(self._runtime.committed)
 
-    # ------------------------------------------------------------------ where it is
+    # ------------------------------------------------------------------ the position
 
     @property
     def position(self) -> Position:
-        """The beginning of the next step, by the last one that was decided."""
+        """The position at which the next step begins, after the last decided one."""
         return self._plan.current(self._read(self._runtime.committed))
 
     @property
@@ -143,9 +144,9 @@ class ElasticLoader:
         return self.position.epoch
 
     def epochs(self, count: int) -> Iterator[int]:
-        """The data epochs that are not over yet, of the first `count`: an iteration over the loader for each.
+        """Yield each data epoch of the first `count` that is not over yet; iterate over the loader once in each.
 
-        It begins in the epoch that the job is in, and ends with the job's last, whenever this worker has joined.
+        The first is the epoch that the job is in, and the last is the job's last, whenever this worker has joined.
 
         Raises:
             Misuse: an epoch went by without a step.
@@ -157,7 +158,7 @@ class ElasticLoader:
                 raise Misuse(f"epoch {epoch} went by without optimizer.step(), so none of its samples has been used")
 
     def __len__(self) -> int:
-        """The number of batches that this worker gets in the rest of the epoch, if the members stay."""
+        """Return the number of batches that this worker gets in the rest of the epoch, if the members stay."""
         return sum(1 for _ in self._plan.micro_batches(self.position, self._runtime.place))
 
     def _read(self, committed: Mapping[str, str]) -> Position:
@@ -166,21 +167,21 @@ class ElasticLoader:
     # ------------------------------------------------------------------ the batches
 
     def __iter__(self) -> Iterator[Any]:
-        """The batches of this worker until the end of the epoch; see Note: [Between decisions].
+        """Yield the batches of this worker until the end of the epoch; see Note: [Between decisions].
 
         Raises:
-            Misuse: on going on with an iteration after a later one has begun; or a batch of another loader is waiting
+            Misuse: a later iteration had begun before this one was continued; or a batch of another loader is pending
                 for the model's step.
             InvalidRequest: the job's position is of another data set.
             StepAborted: the step was aborted again and again while the members stayed; the message says why.
-            Timeout: the job is not complete, and the message names what it waits for.
-            MemberLost: this worker is no member any more.
+            Timeout: the job is not complete; the message says what is missing.
+            MemberLost: this worker is not a member any more.
         """
         self._iteration += 1
         return self._batches(self._iteration)
 
     def close(self) -> None:
-        """Forget the batches that were given since the last decision, and end the loader's workers."""
+        """Forget the batches given since the last decision, and end the loader's workers."""
         if self._is_undecided:
             self._runtime.batch = None
         self._given = []
@@ -199,7 +200,7 @@ class ElasticLoader:
                 raise Misuse("another iteration over this loader has begun; go on with that one")
 
     def _next(self) -> _Given | None:
-        """The next batch; None at the end of the epoch."""
+        """Return the next batch; None at the end of the epoch."""
         if self._given and not self._is_undecided and not self._goes_on():
             return None
         given = self._again.popleft() if self._again else self._prefetched.next()
@@ -227,11 +228,11 @@ class ElasticLoader:
 
     @property
     def _is_undecided(self) -> bool:
-        """Whether batches were given, and no step has been decided since."""
+        """True if batches were given, and no step has been decided since."""
         return bool(self._given) and self._decisions == self._runtime.decisions
 
     def _goes_on(self) -> bool:
-        """After a decision: find what comes next; False if the epoch is over."""
+        """Continue after a decision; return False if the epoch is over."""
         standing = self._runtime.standing()
         reached = self._read(standing.committed)
         if reached.samples >= self._plan.end and reached.epoch >= self._epoch:
@@ -241,7 +242,7 @@ class ElasticLoader:
         return True
 
     def _deal(self, standing: Standing) -> None:
-        """Have what comes next begin where the last decision has left the data; nothing is given since then."""
+        """Continue at the position of the last decision, with no batch given since then."""
         begin = self._plan.current(self._read(standing.committed))
         given, self._given = self._given, []
         aborted = bool(given) and begin == given[0].micro.before
@@ -266,8 +267,8 @@ class _Given:
     """A batch that is given to the program, perhaps more than once.
 
     Args:
-        micro: what it is of.
-        batch: it.
+        micro: the micro-batch that it was fetched for.
+        batch: the fetched values.
     """
 
     def __init__(self, micro: MicroBatch, batch: Any) -> None:
@@ -278,24 +279,24 @@ class _Given:
 
     @property
     def is_unchanged(self) -> bool:
-        """Whether the program has not changed it, as far as torch knows."""
+        """True if the program has not changed the batch, as far as torch knows."""
         return None not in self._versions and self._versions == [_version_of(leaf) for leaf in self._leaves]
 
     def batch(self) -> Any:
-        """It; from the second time on in new containers, since the program may have changed those."""
+        """Return the batch; from the second time on in new containers, since the program may have changed the first."""
         first, self._first = self._first, None
         return pytree.tree_unflatten(self._leaves, self._tree) if first is None else first
 
 
 def _version_of(leaf: Any) -> int | None:
-    """A number that changes with the value; None = there is none."""
+    """Return a number that changes with the value; None if there is no such number."""
     if isinstance(leaf, torch.Tensor):
         return None if leaf.is_inference() else leaf._version
     return 0 if leaf is None or isinstance(leaf, (bool, int, float, str, bytes)) else None
 
 
 class _Indices:
-    """The indices of the batches to fetch: what torch calls a batch sampler."""
+    """The indices of the batches to fetch: a batch sampler, in torch's terms."""
 
     def __init__(self, plan: SamplePlan) -> None:
         self._plan = plan
@@ -310,8 +311,8 @@ class _Prefetched:
 
     Args:
         dataset: the data set.
-        plan: its steps.
-        options: of torch's loader.
+        plan: the steps over it.
+        options: options of torch's loader.
     """
 
     def __init__(self, dataset: Dataset[Any], plan: SamplePlan, options: Mapping[str, Any]) -> None:
@@ -323,18 +324,18 @@ class _Prefetched:
 
     @property
     def place(self) -> Place:
-        """The worker's that they are for."""
+        """The `Place` of the worker that the batches are for."""
         return self._indices.place
 
     def begin(self, position: Position, place: Place) -> None:
-        """Drop what is there, and begin at a position."""
+        """Drop the fetched batches, and begin at a position."""
         self.close()
         self._indices.position, self._indices.place = position, place
         self._micro_batches = self._plan.micro_batches(position, place)
         self._batches = iter(self._loader)
 
     def next(self) -> _Given | None:
-        """The next one; None at the end of the epoch."""
+        """Return the next batch; None at the end of the epoch."""
         micro = next(self._micro_batches, None)
         if micro is None:
             self.close()
@@ -342,7 +343,7 @@ class _Prefetched:
         return _Given(micro, next(self._batches))
 
     def close(self) -> None:
-        """Drop what is there; the loader's workers end, unless they are persistent."""
+        """Drop the fetched batches; the loader's workers end, unless they are persistent."""
         self._micro_batches = self._batches = iter(())
 
 

@@ -1,8 +1,8 @@
-"""Optimizers of torch's, and their schedulers, moved to the shard servers: what the framework adapters share.
+"""torch's optimizers and their schedulers, moved to the shard servers; shared by the framework adapters.
 
 A framework's program makes `torch.optim.AdamW(model.parameters())` before it hands model and optimizer over. Here that
-becomes a server optimizer with the same groups and hyperparameters, and the scheduler's optimizer becomes that one.
-Buffers are in the servers' checkpoint; those of an older one, which had none, lie beside it.
+becomes a server optimizer with the same groups and hyperparameters. It also becomes the scheduler's optimizer.
+Buffers are in the servers' checkpoint; an older checkpoint has them in a file beside it.
 """
 
 from __future__ import annotations
@@ -29,37 +29,37 @@ from axon_ps.types import NO_GRADIENTS, StepResult
 from axon_ps.worker.world import World
 
 RESENDS: Final = 8
-"""How often a step that is aborted is made again from the gradients that were sent, before that is an error."""
+"""Repeats of an aborted step from the gradients that were sent, before its abort is an error."""
 
 BUFFERS_FILE: Final = "buffers.safetensors"
 
 
 class MovedOptimizer(ServerOptimizer):
-    """A server optimizer in the place of one of torch's, in a training loop that is not ours.
+    """A server optimizer that replaces one of torch's, in a training loop that is not ours.
 
-    The two have the same `param_groups`, so a step applies what they say, whichever of both a scheduler, a callback or
-    the program holds.
+    The two have the same `param_groups`. So a step applies the values that a scheduler, a callback or the program sets
+    in either of them.
 
-    Its step is made again from the same gradients when the death of a shard server has aborted it, so that a loop that
-    does not look at the result loses no batch.
+    A step that was aborted by the death of a shard server is made again from the same gradients. So a loop that does
+    not look at the result loses no batch.
 
     Args:
-        original: torch's; its groups are of parameters of a wrapped model.
+        original: torch's optimizer; its groups are of parameters of a wrapped model.
 
     Attributes:
-        commits: gives the values to commit with each step; see `ServerOptimizer.step`.
-        last: what came of the last step.
+        commits: returns the values to commit with each step; see `ServerOptimizer.step`.
+        last: the result of the last step.
 
     Raises:
-        InvalidRequest: it has no form on the servers, or its parameters are not of a wrapped model.
-        LayoutMismatch: another worker has made another one.
+        InvalidRequest: it has no counterpart on the servers, or its parameters are not of a wrapped model.
+        LayoutMismatch: another worker has made another optimizer.
     """
 
     def __init__(self, original: torch.optim.Optimizer) -> None:
         name, _ = counterpart(original, "train under torch's DistributedDataParallel over the backend 'axon'")
         self._original: torch.optim.Optimizer | None = None
         super().__init__([dict(group) for group in original.param_groups], name)
-        self.defaults.update(original.defaults)  # what a group has that is added later, and schedules begin from
+        self.defaults.update(original.defaults)  # for groups that are added later, and for schedules to begin from
         self._original = original
         assert self._runtime is not None
         self._runtime.resends, self._runtime.on_abort = RESENDS, self._check_workers
@@ -70,7 +70,7 @@ class MovedOptimizer(ServerOptimizer):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """Those of torch's optimizer."""
+        """The groups of torch's optimizer."""
         return self._groups if self._original is None else self._original.param_groups
 
     @param_groups.setter
@@ -86,7 +86,7 @@ class MovedOptimizer(ServerOptimizer):
         super().__setstate__({key: value for key, value in state.items() if key != "param_groups"})
 
     def _check_moments(self, model: str | None, version: int) -> None:
-        """The frameworks' adapters bring moments back, before or after the state dict."""
+        """Check nothing: the frameworks' adapters bring moments back, before or after the state dict."""
 
     @property
     def model(self) -> FullyShardedDataParallel:
@@ -96,13 +96,13 @@ class MovedOptimizer(ServerOptimizer):
     def step(  # type: ignore[override]
         self, closure: Callable[[], float] | None = None, *, commit: Mapping[str, Any] | None = None
     ) -> StepResult:
-        """As `ServerOptimizer.step`; an abort is an error here, since it would not be seen.
+        """Make a step as in `ServerOptimizer.step`; an abort is an error here, since the loop would not see it.
 
-        Where no worker has a gradient nothing happens, as in torch. If those of the step before were not dropped, torch
-        would apply them again; a warning says so.
+        If no worker has a gradient, nothing happens, as in torch. If the gradients of the step before were not dropped,
+        torch would apply them again; a warning says so.
 
         Raises:
-            StepAborted: a worker has left; or the parameters were replaced meanwhile (all that had a slice died, and
+            StepAborted: a worker has left; or the parameters were replaced meanwhile (all servers of a slice died, and
                 the servers went on from a checkpoint); or attempt after attempt was aborted.
         """
         assert self._original is not None
@@ -131,10 +131,10 @@ class MovedOptimizer(ServerOptimizer):
         return result
 
     def _check_workers(self) -> None:
-        """End this process's part if a worker has gone: the framework's process group does not survive that.
+        """Raise if a worker has left: the framework's process group does not survive that.
 
-        The one that takes its place makes a group with those that start again, and waits for them; so nobody may wait
-        for its vote.
+        The replacement makes a new group, and waits in it for the workers that start again. So no worker may wait for
+        its vote.
         """
         if _ids_of_workers() != self._workers:
             raise StepAborted(
@@ -151,7 +151,7 @@ def _ids_of_workers() -> set[str]:
 
 
 def moved(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """The server optimizer in place of one of torch's; one of ours, or of parameters that are not ours, as it is."""
+    """Return the server optimizer that replaces one of torch's; return ours, and those of other parameters, as is."""
     if isinstance(optimizer, ServerOptimizer):
         return optimizer
     params = [param for group in optimizer.param_groups for param in group["params"]]
@@ -161,14 +161,14 @@ def moved(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 
 
 def broadcast_buffers(model: FullyShardedDataParallel, *, in_training_only: bool = False) -> None:
-    """Let the buffers of all workers be those of the first one when a forward begins, as DDP does.
+    """Broadcast the first worker's buffers to all workers when a forward begins, as DDP does.
 
-    Elsewhere buffers are each worker's own. Where training was the last to run a forward, the next one begins with a
-    broadcast in which every worker of the model takes part.
+    Without this each worker has buffers of its own. If the last forward was one of training, the next one begins with a
+    broadcast, in which every worker of the model takes part.
 
     Args:
         model: the wrapper.
-        in_training_only: whether forwards without gradients take no part, where a framework evaluates outside of DDP.
+        in_training_only: True if forwards without gradients take no part, since a framework evaluates outside of DDP.
     """
     due = True
     wrapper = weakref.ref(model)
@@ -192,7 +192,7 @@ def save_servers(model: FullyShardedDataParallel, directory: str | os.PathLike[s
 
     Args:
         model: a wrapped model; all models of the job are in the checkpoint.
-        directory: which all workers and servers reach by the same path.
+        directory: the checkpoint's, which all workers and servers reach by the same path.
 
     Raises:
         CheckpointError: it could not be written.
@@ -202,7 +202,7 @@ def save_servers(model: FullyShardedDataParallel, directory: str | os.PathLike[s
 
 
 def load_servers(model: FullyShardedDataParallel, directory: str | os.PathLike[str]) -> None:
-    """Take parameters, optimizer state and buffers from what `save_servers` wrote; every worker calls it.
+    """Load parameters, optimizer state and buffers that `save_servers` wrote; every worker calls it.
 
     Raises:
         CheckpointError: it cannot be read.
@@ -215,7 +215,7 @@ def load_servers(model: FullyShardedDataParallel, directory: str | os.PathLike[s
 
 
 def load_buffers(model: nn.Module, state: Mapping[str, torch.Tensor]) -> None:
-    """Copy what a state dict has of the buffers into a module."""
+    """Copy the buffers in a state dict into a module."""
     with torch.no_grad():
         for name, buffer in _buffers(model):
             if name in state:
@@ -223,7 +223,7 @@ def load_buffers(model: nn.Module, state: Mapping[str, torch.Tensor]) -> None:
 
 
 def _buffers(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    """The buffers that state dicts have, by name."""
+    """Return the buffers that state dicts have, by name."""
     skipped = {
         f"{prefix}.{name}" if prefix else name
         for prefix, module in model.named_modules()

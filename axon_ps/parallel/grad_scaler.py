@@ -23,9 +23,9 @@ from axon_ps.types import StepResult
 class GradScaler(torch.amp.GradScaler):
     """`torch.amp.GradScaler` for wrapped models and our optimizers; used in the same way.
 
-    Gradients are divided by the scale in the wider of their dtype and the wire's, then cast to the wire's: with
-    `param_dtype=torch.float16` give `reduce_dtype=torch.float32`, or the cast underflows what the scale has saved.
-    With `no_sync()` the scale must stay the same until the step, as with torch's.
+    Gradients are divided by the scale in the wider of their dtype and the wire's, then cast to the wire's. With
+    `param_dtype=torch.float16` give `reduce_dtype=torch.float32`, or values that the scale has saved underflow in the
+    cast. With `no_sync()` the scale must stay the same until the step, as with torch's.
 
     Args:
         model: a wrapped model, whose device the scale is on; losses of others may be scaled, too.
@@ -35,22 +35,22 @@ class GradScaler(torch.amp.GradScaler):
     def __init__(self, model: FullyShardedDataParallel, **options: Any) -> None:
         device = next(model.sharded_parameters()).device.type
         super().__init__(device, **options)
-        self._stepped: set[int] = set()  # ids of the optimizers, since the last update
-        self._skipped: list[bool] = []  # of their steps that were decided
+        self._stepped: set[int] = set()  # ids of the optimizers that stepped since the last update
+        self._skipped: list[bool] = []  # for each of their steps that was decided, True if it was skipped
 
     @uncompiled
     def scale(self, outputs: Any) -> Any:
-        """The loss times the scale; gradients of its backward will be divided by it."""
+        """Return the loss times the scale; gradients of its backward will be divided by it."""
         multiplied = super().scale(outputs)
         return _scaled(multiplied, self.get_scale()) if self.is_enabled() else multiplied
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
-        """Nothing: gradients were divided as they were pushed."""
+        """Do nothing: gradients were divided as they were pushed."""
 
     def step(  # type: ignore[override]  # torch's gives what the optimizer gives
         self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any
     ) -> StepResult:
-        """`optimizer.step()`; what is not finite, the servers skip.
+        """Call `optimizer.step()`; the servers skip a step whose gradients are not finite.
 
         Raises:
             InvalidRequest: the optimizer is not of a wrapped model.
@@ -96,7 +96,7 @@ class GradScaler(torch.amp.GradScaler):
 
 
 def _scaled(outputs: Any, scale: float) -> Any:
-    """The product of torch's scaler, one loss or several, each of which begins a backward of this scale."""
+    """Mark one or several losses, the product of torch's scaler, with this scale."""
     if isinstance(outputs, torch.Tensor):
         return scaled(outputs, scale)
     found: Iterable[Any] = (_scaled(output, scale) for output in outputs)

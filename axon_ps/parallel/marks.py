@@ -1,6 +1,6 @@
-"""`Marks`: what a step is doing, for `torch.profiler` and for traces, by the same names.
+"""`Marks`: the parts of a step, under the same names in `torch.profiler` and in traces.
 
-Without a profiler and without a sampled step a mark is two tests. In a profile the names begin with "axon_ps::".
+Without a profiler and without a sampled step a mark costs two tests. In a profile the names begin with "axon_ps::".
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Marks:
         self._open: dict[str, tuple[Span | None, AbstractContextManager[object]]] = {}
 
     def within(self, name: str, unit: str = "") -> AbstractContextManager[object]:
-        """A part of the step, as long as the context lasts."""
+        """Mark a part of the step, as long as the context lasts."""
         profiled = torch._C._autograd._profiler_enabled()
         step = None if self._trace is None else self._trace.current
         return self._both(name, unit) if profiled or step is not None else _NOTHING
@@ -41,11 +41,11 @@ class Marks:
             yield
 
     def begin(self, name: str, *, in_profile: bool) -> None:
-        """A part of the step begins that ends elsewhere; one that has not ended (it raised) ends here.
+        """Begin a part of the step that ends elsewhere; end it first if it was begun before and raised.
 
         Args:
-            name: which.
-            in_profile: whether it ends on the same thread, as a profile's must.
+            name: name of the part.
+            in_profile: True if it ends on the same thread, as a profile's must.
         """
         if name in self._open:
             self.end(name, "it did not end")
@@ -57,7 +57,7 @@ class Marks:
         self._open[name] = None if self._trace is None else self._trace.begin(name), mark
 
     def end(self, name: str, error: str = "") -> None:
-        """It ends."""
+        """End a part of the step."""
         found = self._open.pop(name, None)
         if found is not None:
             span, mark = found
@@ -67,7 +67,7 @@ class Marks:
 
 
 def profiled(name: str, unit: str = "") -> AbstractContextManager[object]:
-    """A mark for the profiler alone."""
+    """Return a mark for the profiler alone."""
     if not torch._C._autograd._profiler_enabled():
         return _NOTHING
     return torch.profiler.record_function(f"axon_ps::{name} {unit}".rstrip())

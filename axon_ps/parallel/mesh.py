@@ -2,12 +2,12 @@
 
 Owns: coordinates, and one group for each line of ranks (or plane, or more) that is asked for. Refuses: to know what an
 axis means; wrappers and layers are given its groups. Ranks are laid out in row-major order: the axis given last runs
-fastest, so its ranks are neighbours (usually on one host: the place for the axis that talks most, tensor).
+fastest, so its ranks are neighbours, usually on one host. The axis that communicates most, tensor, belongs there.
 
 Invariants:
 - All members have agreed on axes and sizes before a mesh exists.
-- A group of the mesh is made by its members alone and without a message, under a name that no other group has; so
-  asking for one blocks nobody. Its members communicate in its first collective.
+- A group of the mesh is made by its members alone and without a message, under a name that no other group has. So
+  `group` never blocks; its members communicate in its first collective.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class Mesh:
     documents use pipeline, data, replicate, shard and tensor.
 
     Args:
-        group: the workers; their product of sizes must be its size.
-        axes: name = size of each axis, outermost first. One size may be -1: what the others leave.
+        group: the workers; the product of the sizes must be its size.
+        axes: name = size of each axis, outermost first. One size may be -1: the group's size divided by the others.
 
     Attributes:
         axes: name -> size, in the order given.
@@ -46,11 +46,11 @@ class Mesh:
     Raises:
         InvalidRequest: no axis, a size below 1, or sizes that do not multiply to the size of the group. Nothing was
             sent: the other members still wait for this one.
-        Disagreement: the members gave different axes; every one gets the list of who gave what.
-        Misuse: this worker is no member of the group.
+        Disagreement: the members gave different axes; the error of every member lists what each gave.
+        Misuse: this worker is not a member of the group.
 
-    After an error: there is no mesh. After a member died its groups are over like all of a process group's; make
-    another mesh of those who are left.
+    After an error: there is no mesh. After a member died, its groups have ended, like all of a process group's; make
+    another mesh of the remaining members.
     """
 
     def __init__(self, group: ProcessGroup, **axes: int) -> None:
@@ -71,11 +71,11 @@ class Mesh:
 
     @property
     def coordinates(self) -> dict[str, int]:
-        """This worker's place on every axis."""
+        """This worker's coordinate on every axis."""
         return dict(zip(self.axes, self._position, strict=True))
 
     def size(self, *axes: str) -> int:
-        """The number of ranks of an axis; of several axes, their product.
+        """Return the number of ranks of an axis; of several axes, their product.
 
         Raises:
             InvalidRequest: there is no such axis, or one is named twice.
@@ -83,7 +83,7 @@ class Mesh:
         return math.prod(self.axes[axis] for axis in self._known(axes))
 
     def coordinate(self, axis: str) -> int:
-        """This worker's place on an axis: from 0 to `size(axis) - 1`.
+        """Return this worker's coordinate on an axis: from 0 to `size(axis) - 1`.
 
         Raises:
             InvalidRequest: there is no such axis.
@@ -92,11 +92,11 @@ class Mesh:
         return self.coordinates[axis]
 
     def group(self, *axes: str) -> ProcessGroup:
-        """The ranks that differ from this one only on these axes, in row-major order; the same object every time.
+        """Return the group of ranks that differ from this one only on these axes; the same object every time.
 
-        A rank's position in the group of one axis is its coordinate there. The group of several axes is flattened:
-        `mesh.group("data", "tensor")` has data x tensor ranks. The order in which axes are named makes no difference;
-        all axes give the group that the mesh was made of.
+        The ranks are in row-major order. A rank's position in the group of one axis is its coordinate there. The group
+        of several axes is flattened: `mesh.group("data", "tensor")` has data x tensor ranks. The order in which axes
+        are named makes no difference; all axes give the group that the mesh was made of.
 
         Raises:
             InvalidRequest: there is no such axis, one is named twice, or none is.
@@ -112,10 +112,10 @@ class Mesh:
         return group
 
     def rank_at(self, **coordinates: int) -> int:
-        """The rank, in the group that the mesh was made of, at some coordinates; axes not given: this worker's.
+        """Return the rank, in the mesh's own group, at some coordinates; this worker's on axes that are not given.
 
         Raises:
-            InvalidRequest: there is no such axis or place.
+            InvalidRequest: there is no such axis or coordinate.
         """
         if coordinates:
             self._known(tuple(coordinates))
@@ -132,24 +132,24 @@ class Mesh:
         *,
         shape: Sequence[int] | None = None,
     ) -> torch.Tensor:
-        """This rank's shard of a tensor with other placements on the mesh; data really moves.
+        """Return this rank's shard of a tensor with other placements on the mesh; data really moves.
 
-        Differentiable; collective over the groups of the axes that change. `parallel.redistribute` has what
-        each change costs.
+        The call is differentiable, and collective over the groups of the axes that change. `parallel.redistribute` has
+        the cost of each change.
 
         Args:
             local: this rank's shard.
             placements: of `local`: for each axis `Shard(dim)`, `Replicate()` or `Partial()` of
                 `torch.distributed.tensor`, in the order of the axes, or by name; an axis that is not named replicates.
-            target: the placements to give it. What is Partial can stay so, and nothing can become so.
+            target: the placements to give it. A Partial placement can stay so; no other can become Partial.
             shape: of the full tensor, where shards may differ; None = they are equal.
 
         Returns:
             The shard, in memory of its own if anything changed.
 
         Raises:
-            InvalidRequest: a placement is none, or this rank's shard is not of the shape it should have; the other
-                ranks of the axis get the error too.
+            InvalidRequest: a placement is none of these, or this rank's shard is not of the shape it should have; the
+                other ranks of the axis get the error too.
             Disagreement: the ranks gave different things.
 
         After an error: see `ProcessGroup`.
@@ -157,7 +157,7 @@ class Mesh:
         return redistribute(local, {axis: self.group(axis) for axis in self.axes}, placements, target, shape)
 
     def device_mesh(self, device_type: str = "cpu") -> DeviceMesh:
-        """The same grid for torch.distributed (DTensor, FSDP2, DCP), with the same names of axes. Collective.
+        """Make the same grid for torch.distributed (DTensor, FSDP2, DCP), with the same names of axes; collective.
 
         Args:
             device_type: "cpu" or "cuda".
@@ -174,7 +174,7 @@ class Mesh:
         return init_device_mesh(device_type, tuple(self.axes.values()), mesh_dim_names=tuple(self.axes))
 
     def _known(self, axes: tuple[str, ...]) -> tuple[str, ...]:
-        """The axes in the mesh's order, if they are its."""
+        """Return the axes in the mesh's order, if they are its."""
         unknown = [a for a in axes if a not in self.axes]
         if unknown or not axes or len(set(axes)) != len(axes):
             given = ", ".join(map(repr, axes)) or "none"
@@ -186,7 +186,7 @@ class Mesh:
 
 
 def _sizes(axes: Mapping[str, int], world_size: int) -> dict[str, int]:
-    """The sizes, with one that is -1 filled in."""
+    """Return the sizes; a size of -1 is filled in."""
     given = ", ".join(f"{axis}={size}" for axis, size in axes.items())
     sizes = {axis: int(size) for axis, size in axes.items()}
     free = [axis for axis, size in sizes.items() if size == -1]
@@ -204,7 +204,7 @@ def _sizes(axes: Mapping[str, int], world_size: int) -> dict[str, int]:
 
 
 def _agree(group: ProcessGroup, axes: Mapping[str, int]) -> str:
-    """A name for the mesh that every member has and that the group never had before; collective."""
+    """Return a name for the mesh that every member has and that the group never had before; collective."""
     number = group.sequence
     description = json.dumps([number, list(axes.items())]).encode()
     if len(description) > _DESCRIPTION_BYTES:

@@ -1,8 +1,8 @@
 """Optimizers whose state lives on the shard servers, as real `torch.optim.Optimizer`s.
 
 `param_groups` hold the hyperparameters that the next step will use, so torch's LR schedulers work on them unchanged;
-keys of one's own stay in them. A model has one optimizer at a time. One that is made later takes the place of the one
-before with its first step, and its moments begin anew, as torch's do.
+the program's own keys stay in them. A model has one optimizer at a time. A later one replaces the earlier one with its
+first step, and its moments begin anew, as torch's do.
 `step()` sends the remaining gradients, votes, and returns the decision. State (moments, momentum) never
 exists on a worker: `state` is empty, and checkpoints are written by the servers.
 """
@@ -33,18 +33,18 @@ from axon_ps.wire.committed import encoded
 Params: TypeAlias = FullyShardedDataParallel | Iterable[Any]
 
 _WAYS_TO_COMPUTE: Final = ("foreach", "fused", "capturable", "differentiable")
-"""Keys of torch's groups on the way that an update is computed, and not on its result."""
+"""Keys of torch's groups that change the way an update is computed, and not its result."""
 
 _DECOUPLED_KEY: Final = "decoupled_weight_decay"
 _DECOUPLED: Final = {"adam": False, "adamw": True}
-"""The value of this key of torch's groups where it is given."""
+"""The only value of this key in torch's groups, if it is given, by optimizer."""
 
 _SERVERS: Final = "axon_ps"
-"""Key in state dicts: the model whose moments are on the servers, the version since which they are, the present one."""
+"""Key in state dicts for the model whose moments are on the servers, the version they began at, and the present one."""
 
 _add_param_group = uncompiled(inspect.unwrap(torch.optim.Optimizer.add_param_group))
 _zero_grad = uncompiled(inspect.unwrap(torch.optim.Optimizer.zero_grad))
-"""torch's own import the compiler when they are first called; ours are not compiled either, and load nothing."""
+"""torch's own methods import the compiler at their first call; these import nothing, and are not compiled either."""
 
 
 class ServerOptimizer(torch.optim.Optimizer):
@@ -56,8 +56,8 @@ class ServerOptimizer(torch.optim.Optimizer):
     Args:
         params: a wrapped model, or its parameters, or parameter groups of them (dicts with "params").
         name: the optimizer's name.
-        hyper: its hyperparameters, for groups that do not name their own; `betas` is the pair of beta1 and beta2. What
-            is not given has the optimizer's default.
+        hyper: its hyperparameters, for groups that do not name their own; `betas` is the pair of beta1 and beta2.
+            Others have the optimizer's defaults.
 
     Raises:
         InvalidRequest: there is no optimizer of that name, a parameter is not of a wrapped model, or a hyperparameter
@@ -69,7 +69,7 @@ class ServerOptimizer(torch.optim.Optimizer):
     def __init__(self, params: Params, name: str, **hyper: Any) -> None:
         self._runtime: Runtime | None = None
         self._rules = create(name)
-        self._takes_state = True  # what `state` is set to
+        self._takes_state = True  # False while values that `state` is set to are ignored
         defaults = as_in_torch(self._rules.defaults) | dict.fromkeys(_WAYS_TO_COMPUTE)
         if unknown := sorted(hyper.keys() - defaults.keys() - self._rules.defaults.keys()):
             raise InvalidRequest(
@@ -81,8 +81,8 @@ class ServerOptimizer(torch.optim.Optimizer):
         owner = params if isinstance(params, FullyShardedDataParallel) else owner_of(self.param_groups)
         self._owner = weakref.ref(owner)
         spec = self._spec()
-        self._needed = spec.groups  # what the moments that there are were made for
-        self._before: tuple[Hyper, ...] = ()  # of the step before
+        self._needed = spec.groups  # the hyperparameters that the existing moments were made for
+        self._before: tuple[Hyper, ...] = ()  # the hyperparameters of the step before
         if owner.runtime.current is None:
             owner.runtime.register_optimizer(spec)
         else:
@@ -91,11 +91,11 @@ class ServerOptimizer(torch.optim.Optimizer):
         self._runtime = owner.runtime
         self._runtime.optimizers.add(self)
         self._runtime.current = weakref.ref(self)
-        # asynchronous: others commit in between, so what a step will make cannot be known before
+        # asynchronous: others commit in between, so the result of a step cannot be computed before it is decided
         self._runtime.expected_hyper = None if owner.spec.policy.asynchronous else self._expected
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group; later than when the optimizer is made, its parameters are moved from the next step on.
+        """Add a group; if the optimizer has been made, the group's parameters are updated from the next step on.
 
         Every worker adds the same.
 
@@ -113,19 +113,19 @@ class ServerOptimizer(torch.optim.Optimizer):
                 raise
 
     def _take_groups(self) -> None:
-        """Have the groups that there are now move their parameters from the next step on."""
+        """Have the present groups update their parameters from the next step on."""
         assert self._runtime is not None
         if (grouped := self._grouping()) != self._grouped:
             self._runtime.change_optimizer(self._spec(), retains_moments=True)
             self._grouped = grouped
 
     def _grouping(self) -> list[list[int]]:
-        """The parameters of each group, of whatever model, by `id`."""
+        """Return the parameters of each group, of whatever model, by `id`."""
         return [[id(param) for param in group["params"]] for group in self.param_groups]
 
     @property
     def state(self) -> ServerState:
-        """Empty: moments are on the servers. To clear it, or to set it to an empty one, has them begin anew."""
+        """An empty dict: moments are on the servers. Clearing it, or setting it to an empty one, begins them anew."""
         return self._state
 
     @state.setter
@@ -147,25 +147,25 @@ class ServerOptimizer(torch.optim.Optimizer):
             self.state = state["state"]
 
     def _begin_anew(self) -> None:
-        """The moments begin anew, with the next step. Those of an optimizer that makes no more steps are gone."""
+        """Begin the moments anew with the next step. An optimizer that has been replaced has no moments any more."""
         if self._runtime is not None and self._is_current:
             spec = self._spec()
             self._runtime.change_optimizer(spec)
             self._needed, self._before, self._grouped = spec.groups, (), self._grouping()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients of the model, as torch's optimizers do; to be called in each step, as for those.
+        """Drop the gradients of the model; call it in each step, as with torch's optimizers.
 
-        Those that were sent already for the step under way (an error in backward was caught, say) are withdrawn: that
+        Gradients that were sent already for the current step (an error in backward was caught, say) are withdrawn. That
         step is aborted, also for the other workers, whose result names this one. Go on with the next batch.
         Nothing happens between the micro-batches of an `ElasticLoader`: their gradients are those of one step.
 
         Args:
-            set_to_none: forget them, instead of setting them to zero: a parameter whose gradient is zero decays, and
+            set_to_none: forget them, instead of setting them to zero. A parameter whose gradient is zero decays, and
                 its moments move, also where it is not used.
 
         Raises:
-            Misuse: under NO_SHARD, some were on their way to the other workers when backward was broken off.
+            Misuse: under NO_SHARD, backward was broken off while some were on their way to the other workers.
         """
         if self._runtime is None or self._runtime.zero_grad(set_to_none=set_to_none, leaving=self._ungrouped()):
             _zero_grad(self, set_to_none)
@@ -178,12 +178,12 @@ class ServerOptimizer(torch.optim.Optimizer):
         Args:
             closure: computes the loss and runs backward; called once, before the step.
             commit: values to commit with the step, by name: JSON, and the same on every worker. They are durable with
-                it, also in checkpoints; `model.committed` has the newest of each name. All of a model have at most
-                4 KiB together. An `ElasticLoader` commits its position so.
+                it, also in checkpoints; `model.committed` has the newest of each name. All values of a model take at
+                most 4 KiB together. An `ElasticLoader` commits its position in this way.
 
         Returns:
-            Whether the step committed, the version, the gradient norm before clipping. When it did not commit
-            (non-finite gradients, or a worker left or joined), the parameters are those of before and the gradients
+            The result of the step: committed or not, the version, the gradient norm before clipping. When it did not
+            commit (non-finite gradients, or a worker left or joined), the parameters are unchanged and the gradients
             are gone; go on with the next batch.
 
         Raises:
@@ -191,8 +191,8 @@ class ServerOptimizer(torch.optim.Optimizer):
             Broken: the coordinator or a shard server is gone for good.
             Misuse: this process is a fork of a worker; NO_SHARD has no decision that `commit` could be part of;
                 another optimizer of this model was made since; or a `GradScaler` scaled the loss, and does not step.
-            InvalidRequest: the values to commit are no JSON, or too large; or a value of a group is out of range.
-            StepAborted: step after step is aborted because of what the workers vote: one of them has other values in
+            InvalidRequest: the values to commit are not JSON, or too large; or a value of a group is out of range.
+            StepAborted: step after step is aborted because of the workers' votes: one of them has other values in
                 its groups, say. Every worker gets it, and the message names ranks, key and values.
 
         After an error: the step may or may not have committed; see `World.version` once the session is back.
@@ -205,7 +205,7 @@ class ServerOptimizer(torch.optim.Optimizer):
         self._check_current()
         if self._runtime.has_gradients:
             self._runtime.loss_scale.check()
-        self._take_groups()  # whoever shares the list may have added one
+        self._take_groups()  # another holder of the list may have added one
         hyper = self._hyper()
         for before, now in zip(self._before, hyper, strict=False):
             if problem := self._rules.cannot_follow(before, now):
@@ -218,7 +218,7 @@ class ServerOptimizer(torch.optim.Optimizer):
         return result
 
     def state_dict(self) -> dict[str, Any]:
-        """The parameter groups' hyperparameters, and under NO_SHARD the moments.
+        """Return the parameter groups' hyperparameters, and under NO_SHARD the moments.
 
         Elsewhere moments are on the servers, and in checkpoints; `load_state_dict` says what becomes of them.
         """
@@ -232,13 +232,13 @@ class ServerOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take the groups' values from a state dict, and under NO_SHARD the moments.
 
-        Elsewhere the moments are those that the servers have. An optimizer that was made in the place of another of
-        this model begins with new ones, unless it loads the state dict of that other.
+        Elsewhere the moments are those that the servers have. An optimizer that replaces another one of this model
+        begins with new moments, unless it loads the state dict of that other.
 
         Raises:
             ValueError: the groups are not those of the state dict.
             InvalidRequest: it has moments, and this optimizer's are on the servers: `load_checkpoint` brings those; or
-                those that it stands for are on the servers, and another model's.
+                its moments are on the servers, and another model's.
         """
         assert self._runtime is not None
         saved = state_dict.get(_SERVERS)
@@ -262,11 +262,11 @@ class ServerOptimizer(torch.optim.Optimizer):
             )
 
     def _check_moments(self, model: str | None, version: int) -> None:
-        """Refuse a state dict whose moments are another model's, and warn where they are of another version.
+        """Refuse a state dict whose moments are another model's, and warn if they are of another version.
 
         Args:
-            model: whose moments the servers have; None if they are in the state dict.
-            version: of the state dict.
+            model: the model whose moments the servers have; None if they are in the state dict.
+            version: version of the state dict.
 
         Raises:
             InvalidRequest: they are another model's.
@@ -317,13 +317,13 @@ class ServerOptimizer(torch.optim.Optimizer):
             )
 
     def _expected(self) -> tuple[Hyper, ...] | None:
-        """The hyperparameters of the next step, if what it makes can be known before it is decided."""
+        """Return the hyperparameters of the next step, if its result can be computed before it is decided."""
         hyper = self._hyper()
         changes = self._runtime is None or self._runtime.changes_optimizer or self._grouping() != self._grouped
         return None if changes or self._needs_more(hyper) else hyper
 
     def _needs_more(self, hyper: tuple[Hyper, ...]) -> bool:
-        """Whether a step with these hyperparameters needs moments that there are not yet."""
+        """Return True if a step with these hyperparameters needs moments that do not exist yet."""
         names = self._rules.state_names
         return names((*self._needed, *hyper)) != names(self._needed)
 
@@ -334,7 +334,7 @@ class ServerOptimizer(torch.optim.Optimizer):
         return OptimizerSpec(name=self._rules.name, groups=self._hyper(), group_of=self._group_of(self._model))
 
     def _group_of(self, owner: FullyShardedDataParallel) -> tuple[int, ...]:
-        """The group of each parameter of the layout; -1 for those in none, which are left alone, as in torch."""
+        """Return the group of each parameter of the layout; -1 for those in none, which are left alone, as in torch."""
         grouped = [param for group in self.param_groups for param in group["params"]]
         group_of = {param: i for i, group in enumerate(self.param_groups) for param in group["params"]}
         if len(group_of) < len(grouped):
@@ -376,13 +376,13 @@ class ServerOptimizer(torch.optim.Optimizer):
         return tuple(result)
 
     def _ungrouped(self) -> list[torch.nn.Parameter]:
-        """Trainable parameters in no group."""
+        """Return the trainable parameters that are in no group."""
         grouped = {param for group in self.param_groups for param in group["params"]}
         return [p for flat in self._model.runtime.flats if flat.trainable for p in flat.params if p not in grouped]
 
 
 def owner_of(groups: list[dict[str, Any]]) -> FullyShardedDataParallel:
-    """The wrapped model of which parameter groups have parameters."""
+    """Return the wrapped model that the parameters of these groups belong to."""
     for group in groups:
         for param in group["params"]:
             home: Home | None = getattr(param, "_axon_home", None)
@@ -395,7 +395,7 @@ def owner_of(groups: list[dict[str, Any]]) -> FullyShardedDataParallel:
 
 
 def _flatten(rules: UpdateRule, group: Mapping[str, Any]) -> dict[str, Any]:
-    """The hyperparameters of a group by our names: betas are beta1 and beta2. Whatever else it has is not ours.
+    """Return the hyperparameters of a group by our names: betas are beta1 and beta2. Other keys are left out.
 
     Raises:
         InvalidRequest: it asks for other arithmetic than the servers'.
@@ -417,12 +417,12 @@ def _flatten(rules: UpdateRule, group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _number(value: Any) -> Any:
-    """A learning rate or the like; torch's may be tensors."""
+    """Return a learning rate or the like as a number; torch's may be tensors."""
     return value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
 
 
 class Way(TypedDict, total=False):
-    """Choices of how torch computes an update, not of what: the servers have one way, so they change nothing."""
+    """torch's choices of the way an update is computed. The servers have one way, so these change nothing."""
 
     foreach: bool | None
     fused: bool | None

@@ -1,6 +1,6 @@
 """`redistribute`: change the placements of a tensor on the axes of a mesh.
 
-Owns: which collectives that takes. Placements are torch's: `Shard(dim)` (each rank has its shard as `torch.chunk` makes
+Owns: the choice of collectives. Placements are torch's: `Shard(dim)` (each rank has its shard as `torch.chunk` makes
 it), `Replicate()` (the same on all) and `Partial()` (each has a summand). Axes that shard the same dimension do so from
 the first to the last, as in torch's DTensor.
 
@@ -11,9 +11,9 @@ the first to the last, as in torch's DTensor.
     Partial -> Replicate       all-reduce                               2 (n - 1)/n S
     Partial -> Shard(a)        reduce-scatter                           (n - 1)/n S
 
-Where several axes shard one dimension, and an outer one changes, the inner ones are gathered first and sharded last.
+If several axes shard one dimension, and an outer one changes, the inner ones are gathered first and sharded last.
 
-Backward goes the other way, with the gradient of a summand being that of the sum; every rank must compute the same from
+Backward makes the opposite change. The gradient of a summand is that of the sum. Every rank must compute the same from
 a replicated tensor (see `tensor.functions`, Note: [Replicated gradients]).
 """
 
@@ -58,14 +58,14 @@ class _Placement:
 
 @dataclass(frozen=True)
 class _Plan:
-    """The whole plan, known before the first collective.
+    """The complete plan, known before the first collective.
 
     Attributes:
         groups: by axis.
         source, target: by axis.
         shape: of the full tensor.
         changing: axes whose placement changes, or must be undone and done again.
-        direct: those of them that one collective of their own takes from source to target.
+        direct: changing axes that one collective of their own takes from source to target.
     """
 
     groups: tuple[ProcessGroup, ...]
@@ -76,7 +76,7 @@ class _Plan:
     direct: tuple[int, ...]
 
     def extent(self, dim: int, axis: int) -> int:
-        """The size of a dimension on this rank before `axis` shards it, with the axes before it as in `source`."""
+        """Return the size of a dimension on this rank before `axis` shards it, with earlier axes as in `source`."""
         size = self.shape[dim]
         for place, group in zip(self.source[:axis], self.groups[:axis], strict=True):
             if place.dim == dim:
@@ -96,7 +96,7 @@ class _Plan:
 
     @property
     def local_shape(self) -> tuple[int, ...]:
-        """Of this rank's shard in `source`."""
+        """The shape of this rank's shard in `source`."""
         return tuple(self.extent(dim, len(self.groups)) for dim in range(len(self.shape)))
 
 
@@ -129,8 +129,8 @@ def redistribute(
 
 
 def _places(axes: Mapping[str, ProcessGroup], given: Placements, ndim: int) -> tuple[_Placement, ...]:
-    """The placements in the order of the axes."""
-    from torch.distributed.tensor import Partial, Replicate, Shard  # half a second, which few programs need
+    """Return the placements in the order of the axes."""
+    from torch.distributed.tensor import Partial, Replicate, Shard  # takes half a second, and few programs need it
 
     names = ", ".join(axes)
     if isinstance(given, Mapping):
@@ -217,7 +217,7 @@ class _Redistribute(torch.autograd.Function):
 
 
 def _moved(local: torch.Tensor, plan: _Plan) -> torch.Tensor:
-    """This rank's shard in `target`, new memory; collective over the groups of the axes that change."""
+    """Return this rank's shard in `target`, in new memory; collective over the groups of the axes that change."""
     for axis in plan.direct:
         old, new, group = plan.source[axis], plan.target[axis], plan.groups[axis]
         assert new.dim is not None
@@ -257,7 +257,7 @@ def _reduce_scatter(local: torch.Tensor, group: ProcessGroup, dim: int, op: Redu
 
 
 def _all_to_all(local: torch.Tensor, group: ProcessGroup, old: int, new: int, size: int) -> torch.Tensor:
-    """From sharded along `old`, whose size is `size`, to sharded along `new`."""
+    """Return the shard along `new` of a tensor that is sharded along `old`, whose size is `size`."""
     n = group.world_size
     sent = [shard.reshape(-1) for shard in _shards(local, new, n)]
     shape = list(local.shape)

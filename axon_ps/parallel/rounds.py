@@ -1,12 +1,12 @@
 """`Round`: one reduction of gradients over the ranks, bucket by bucket, while they are still being computed.
 
-Owns: when each bucket is reduced, and which gradients have not come. Refuses: to know what a bucket is, where its
-gradients come from and how they are averaged; DDP, NO_SHARD and `GradientSynchronizer` do.
+Owns: the time at which each bucket is reduced, and the list of missing gradients. Refuses: to know what a bucket is,
+where its gradients come from and how they are averaged; DDP, NO_SHARD and `GradientSynchronizer` do.
 
 Note: [One order of reductions]
-    Every rank reduces the buckets in one order, whatever the order in which their gradients become complete: a bucket
-    waits for those before it. At the end of backward its owner gives what is missing, as zeros. So a gradient that one
-    rank has not cannot make ranks disagree.
+    Every rank reduces the buckets in one order, in whatever order their gradients become complete: a bucket is reduced
+    after those before it. At the end of backward the owner of the round gives missing gradients as zeros. So a gradient
+    that one rank does not have cannot make ranks disagree.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from axon_ps.collectives.work import Work
 
 
 class Round:
-    """See this module.
+    """One reduction of all buckets; see the module.
 
     Args:
-        members: by bucket, in the order in which they are reduced, the numbers of its gradients.
+        members: the numbers of each bucket's gradients; the buckets are in the order in which they are reduced.
         start: starts the reduction of a bucket, by its position.
         overlapped: start buckets as soon as they are complete; else only when `start_complete` is called.
 
@@ -34,32 +34,32 @@ class Round:
     ) -> None:
         self.missing = {member: position for position, bucket in enumerate(members) for member in bucket}
         self._count = len(self.missing)
-        self._incomplete = [len(bucket) for bucket in members]  # by bucket, how many of its gradients are missing
+        self._incomplete = [len(bucket) for bucket in members]  # number of missing gradients, by bucket
         self._start = start
         self._overlapped = overlapped
         self._works: list[Work[Any]] = []
 
     @property
     def has_begun(self) -> bool:
-        """Whether one of the gradients has come."""
+        """True if one of the gradients has come."""
         return len(self.missing) < self._count
 
     def ready(self, member: int) -> None:
-        """A gradient that was missing is in its bucket."""
+        """Record that a missing gradient is in its bucket."""
         self._incomplete[self.missing.pop(member)] -= 1
         if self._overlapped:
             self.start_complete()
 
     def start_complete(self) -> None:
-        """Start every bucket that is complete, as all before it are, and has not been started."""
+        """Start every bucket that has not been started and is complete, as all before it are."""
         while len(self._works) < len(self._incomplete) and not self._incomplete[len(self._works)]:
             self._works.append(self._start(len(self._works)))
 
     def results(self) -> Iterator[Any]:
-        """The results of the reductions that were started, in order, each when it is done.
+        """Yield the results of the reductions that were started, in order, each when it is done.
 
         Raises:
-            AxonError: what one failed with.
+            AxonError: a reduction failed.
         """
         for work in self._works:
             yield work.wait()

@@ -1,4 +1,4 @@
-"""`optimizer.state` of an optimizer whose moments are elsewhere: empty, and no place to write to."""
+"""`optimizer.state` of an optimizer whose moments are elsewhere: an empty dict that refuses writes."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from axon_ps.errors import Misuse
 
 
 class ServerState(defaultdict[torch.Tensor, Any]):
-    """Without entries; `clear()` has the moments begin anew, as in torch, and what is for one parameter is refused.
+    """An empty dict. `clear()` begins the moments anew, as in torch; the entry of one parameter is refused.
 
     Args:
-        begin_anew: gives what has the moments of all parameters begin anew; None once the optimizer is gone.
+        begin_anew: returns a function that begins the moments of all parameters anew; None once the optimizer is gone.
     """
 
     def __init__(self, begin_anew: Callable[[], Callable[[], None] | None]) -> None:
@@ -24,13 +24,13 @@ class ServerState(defaultdict[torch.Tensor, Any]):
         self._begin_anew = begin_anew
 
     def clear(self) -> None:
-        """Have the moments of all parameters begin anew."""
+        """Begin the moments of all parameters anew."""
         if (begin_anew := self._begin_anew()) is not None:
             begin_anew()
 
     @contextlib.contextmanager
     def holding(self, values: Mapping[torch.Tensor, Any]) -> Iterator[None]:
-        """Have entries for the time of the block."""
+        """Hold entries during the block."""
         dict.update(self, values)
         try:
             yield

@@ -1,14 +1,14 @@
 """Weights that a subscription pulls, in PyTorch: as tensors, into a module, and into an inference engine.
 
 Note: [Engines that load weights]
-    vLLM's models have `load_weights(weights)`, which takes pairs of a Hugging Face name and a tensor and does with them
-    what the engine's layout needs; its workers take a mix-in class (`worker_extension_cls`), whose methods
-    `collective_rpc` calls on each. `WeightReceiver` is such a class. vLLM is not imported, and not tested against here:
-    this is written against that interface.
+    vLLM's models have `load_weights(weights)`, which takes pairs of a Hugging Face name and a tensor and converts them
+    to the engine's layout. Its workers take a mix-in class (`worker_extension_cls`), whose methods `collective_rpc`
+    calls on each. `WeightReceiver` is such a class. vLLM is not imported, and not tested against here: this is written
+    against that interface.
 
 Note: [Ranks of an engine]
     Each worker of an engine that is split over several pulls for itself, and loads its own part. All have to load the
-    same version, and the job goes on meanwhile: so a version is fetched first, and loaded when all have the same one.
+    same version while the job goes on. So a version is fetched first, and loaded when all have the same one.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from axon_ps.types import Array
 from axon_ps.worker.subscription import Subscription, Weights
 
 RPC = Callable[..., Sequence[Any]]
-"""Calls a method by name on every worker of an engine, with `args` and `kwargs`; their results, as `collective_rpc`."""
+"""An engine's `collective_rpc`: calls a method by name on every worker with `args` and `kwargs`; returns results."""
 
 _PAST = -1
 _FURTHER = 2
 
 
 def weight_tensors(weights: Weights, device: torch.device | str | None = None) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every parameter's name with a tensor of its own, one after the other.
+    """Yield every parameter's name with a tensor of its own, one after the other.
 
     Args:
-        weights: what a subscription gave.
-        device: where the tensors are to be; None = the CPU.
+        weights: one version, from a subscription.
+        device: the device of the tensors; None = the CPU.
     """
     for name, array in _checked(weights).parameters.items():
         yield name, _tensor(array).to(device)
@@ -46,10 +46,10 @@ def weight_tensors(weights: Weights, device: torch.device | str | None = None) -
 def load_weights(module: nn.Module, weights: Weights) -> int:
     """Copy a version into a module's parameters, cast to their dtype, on their device; returns the version.
 
-    The module is built like the one that trains; tied parameters may be there under either name. Its buffers stay.
+    The module is built like that of the workers; tied parameters may be there under either name. Its buffers stay.
 
     Raises:
-        InvalidRequest: it is not what a subscription gave; or a parameter is missing on either side, or has another
+        InvalidRequest: `weights` is not from a subscription; or a parameter is missing on either side, or has another
             shape. Nothing was copied.
     """
     theirs = dict(_checked(weights).parameters)
@@ -73,7 +73,7 @@ def load_weights(module: nn.Module, weights: Weights) -> int:
 
 
 def _checked(weights: Weights) -> Weights:
-    """One version of a subscription; the loop `for version, parameters in subscription` leaves half of it."""
+    """Return one version of a subscription; refuse half of one, as `for version, parameters in ...` gives it."""
     if not isinstance(weights, Weights):
         raise InvalidRequest(
             f"weights is of type {type(weights).__name__}; give what the subscription gave, as in `for weights in "
@@ -83,7 +83,7 @@ def _checked(weights: Weights) -> Weights:
 
 
 def _tensor(array: Array) -> torch.Tensor:
-    """A copy as a tensor: what was pulled must not change, and tensors can be."""
+    """Return a copy as a tensor: pulled arrays must not change, and tensors can."""
     tensor = torch.from_numpy(array.copy())
     return tensor.view(torch.bfloat16) if tensor.dtype is torch.uint16 else tensor
 
@@ -116,7 +116,11 @@ class WeightReceiver:
         self._subscription = axon_ps.subscribe(**options)
 
     def fetch_weights(self, version: int | None = None) -> int:
-        """Pull the newest version, or exactly one; returns which, or -1 if the model is past it. Nothing is loaded."""
+        """Pull the newest version, or exactly `version`, without loading it.
+
+        Returns:
+            The version pulled, or -1 if the model is past it.
+        """
         if self._subscription is None:
             raise InvalidRequest("there is no subscription; call subscribe_weights first")
         try:
@@ -126,7 +130,7 @@ class WeightReceiver:
         return self._fetched.version
 
     def load_fetched_weights(self) -> int:
-        """Load what was fetched into the engine's model; returns its version."""
+        """Load the fetched version into the engine's model, and return it."""
         if self._fetched is None:
             raise InvalidRequest("no version was fetched; call fetch_weights first")
         fetched, self._fetched = self._fetched, None
@@ -141,15 +145,15 @@ class WeightReceiver:
 
 
 def update_weights(rpc: RPC, timeout_s: float = 600.0) -> int:
-    """Have all workers of an engine load one version, the newest that all can get; returns which.
+    """Have all workers of an engine load one version, the newest that all can get, and return it.
 
     Args:
         rpc: the engine's `collective_rpc`; its workers are `WeightReceiver`s that have subscribed.
-        timeout_s: how long it may take, in seconds, until all have the same version.
+        timeout_s: most seconds until all have the same version.
 
     Raises:
-        Timeout: they have not; the engine computes with what it had.
-        AxonError: what a pull raised, as the engine passes it on.
+        Timeout: they do not; the engine keeps the weights that it had.
+        AxonError: a pull raised it, and the engine passes it on.
     """
     deadline_s = time.monotonic() + timeout_s
     versions, margin = rpc("fetch_weights"), 1

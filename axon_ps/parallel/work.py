@@ -30,25 +30,25 @@ class QueuedWork(Generic[T]):
 
         Raises:
             Timeout: it is not done yet; it goes on.
-            AxonError: what it failed with.
+            AxonError: the call or the work failed.
         """
         began = time.monotonic()
         try:
             result = self._future.result(timeout_s)
         except TimeoutError as error:
             if self._future.done() or timeout_s is None or time.monotonic() < began + timeout_s:
-                raise  # of the call, or by a signal handler of the user's
+                raise  # raised by the call, or by a signal handler of the user's
             raise Timeout(f"{self.what} is not done after {timeout_s} s; it goes on") from error
         return result.wait(timeout_s) if isinstance(result, Work) else result
 
     def is_completed(self) -> bool:
-        """Whether the call and the work that it started ended, with a result or an error."""
+        """Return True if the call and the work that it started ended, with a result or an error."""
         if not self._future.done():
             return False
         result = None if self._future.exception() is not None else self._future.result()
         return not isinstance(result, Work) or result.is_completed()
 
     def cancel(self) -> None:
-        """Block until it has ended: the other workers take part in it, so it cannot be cancelled."""
+        """Block until the call has ended: the other workers take part in it, so it cannot be cancelled."""
         with contextlib.suppress(Exception):
             self.wait()

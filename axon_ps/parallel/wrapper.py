@@ -1,9 +1,9 @@
 """`ModuleWrapper`: a module that wraps another, as a user of torch expects of a wrapper.
 
-Owns: what the wrapper shows of the module inside: signature, attributes, names, class; the errors of what it cannot do.
-Refuses: values and steps.
+Owns: the parts of the module inside that the wrapper shows (signature, attributes, names, class), and the errors of
+operations that it cannot do. Refuses: values and steps.
 
-A wrapper is no copy of its module and cannot be copied: its values are elsewhere, and it takes part in a job.
+A wrapper is not a copy of its module and cannot be copied: its values are elsewhere, and it takes part in a job.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ class _Forward:
 
 
 class ModuleWrapper(nn.Module):
-    """Base of wrappers; `_run` is what calling them does.
+    """Base of wrappers; calling one calls `_run`.
 
-    `isinstance(wrapper, type(module))` is true, as for FSDP2; parameters and modules have the names that they have in
-    the user's module; attributes that the wrapper has not are the module's.
+    `isinstance(wrapper, type(module))` is true, as for FSDP2. Parameters and modules have the names that they have in
+    the user's module. Attributes that the wrapper does not have are the module's.
     """
 
     module: nn.Module
@@ -65,17 +65,17 @@ class ModuleWrapper(nn.Module):
         return inside[key]
 
     def unwrap(self) -> nn.Module:
-        """The user's module; its parameters have values only inside `summon_full_params()`."""
+        """Return the user's module; its parameters have values only inside `summon_full_params()`."""
         return self.module
 
     def into_inner(self) -> nn.Module:
-        """`unwrap()`, by the name it has in the Rust crates."""
+        """Return `unwrap()`; this is its name in the Rust crates."""
         return self.unwrap()
 
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Module]]:
-        """The wrapper, then the user's module and what is in it; both have the same name.
+        """Yield the wrapper, then the user's module and all modules in it; the first two have the same name.
 
         So parameters and buffers have the names that they have in the user's module, as in `state_dict()`.
         """
@@ -120,7 +120,7 @@ def _refuse(module: str, what: str) -> NoReturn:
 
 
 def _with_signature(original: Callable[..., Any]) -> Callable[..., Any]:
-    """A method that calls `_run`, and whose signature and documentation are those of `original`, a bound method."""
+    """Return a method that calls `_run`, with the signature and documentation of `original`, a bound method."""
 
     def forward(self: ModuleWrapper, *args: Any, **kwargs: Any) -> Any:
         return self._run(*args, **kwargs)
@@ -138,7 +138,7 @@ def _with_signature(original: Callable[..., Any]) -> Callable[..., Any]:
 
 @functools.cache
 def _joined(wrapper: Any, module: Any) -> Any:
-    """The class of a wrapper, joined with its module's class; the wrapper's alone where they cannot be joined."""
+    """Return the class of a wrapper joined with its module's class; the wrapper's alone where they cannot be joined."""
     try:
         return type(f"{wrapper.__name__}[{module.__name__}]", (wrapper, module), {"forward": module.forward})
     except TypeError:

@@ -3,8 +3,8 @@
 Owns: that a blocking operation runs in its caller's thread, and an asynchronous one on the group's own. Refuses: to
 know which operation it is.
 
-On CUDA the input of our group is what the current stream has enqueued so far (by DLPack), and it ends when the device
-has: after waiting for its handle no stream needs to be synchronized.
+On CUDA our group reads its input after everything that the current stream has enqueued so far (by DLPack). A call
+ends when its work on the device has ended: after a wait for its handle, no stream needs to be synchronized.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class CallPlan:
     Args:
         what: the operation's name.
         call: makes the call; takes `timeout_s` and `async_op`.
-        finish: what is to be done with its results afterwards.
+        finish: called afterwards; stores the results in the user's tensors.
     """
 
     def __init__(self, what: str, call: _Call, finish: Finish = nothing) -> None:
@@ -61,11 +61,11 @@ class Performer:
     # ------------------------------------------------------------------ coalescing
 
     def start_coalescing(self) -> None:
-        """From now on operations are only begun; `end_coalescing` gives one handle for all."""
+        """Only begin operations from now on; `end_coalescing` returns one handle for all."""
         self._coalesced = []
 
     def end_coalescing(self) -> C10dWork:
-        """The handle of everything since `start_coalescing`."""
+        """Return the handle of everything since `start_coalescing`."""
         works, self._coalesced = self._coalesced or [], None
         return CoalescedWork(works, [t for work in works for t in _tensors(work.result())])
 
@@ -87,7 +87,7 @@ class Performer:
             options: c10d's options: deadline, and whether to block; None = do not.
 
         Raises:
-            AxonError: what a blocking operation fails with; of another, what its packing does.
+            AxonError: a blocking operation failed, or the tensors of another cannot be packed.
         """
         timeout_s = seconds(getattr(options, "timeout", None)) or self.timeout_s
         asynchronous = getattr(options, "asyncOp", True) or self._coalesced is not None
@@ -105,12 +105,12 @@ class Performer:
         return work
 
     def combined(self, works: Sequence[AxonWork], result: list[Tensor]) -> C10dWork:
-        """One handle for several."""
+        """Return one handle for several operations."""
         return works[0] if len(works) == 1 else CoalescedWork(works, result)
 
 
 def seconds(timeout: timedelta | float | None) -> float | None:
-    """c10d's timeout in seconds; None when it is not set."""
+    """Return c10d's timeout in seconds, or None when it is not set."""
     if timeout is None:
         return None
     limit_s = timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
@@ -118,7 +118,7 @@ def seconds(timeout: timedelta | float | None) -> float | None:
 
 
 def _finish_on_device(finish: Finish, device: torch.device) -> None:
-    """Copy results to the user's tensors and wait for it: whoever waits for the handle may use any stream then."""
+    """Copy results to the user's tensors and wait for the copies; afterwards any stream may use the tensors."""
     if finish is not nothing:
         finish()
         torch.cuda.current_stream(device).synchronize()

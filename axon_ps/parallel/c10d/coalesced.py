@@ -3,7 +3,7 @@
     shape legend: n = world_size, k_i = elements of one rank's shard of tensor i
 
 A call costs about as much as copying `PACKED_BYTES` twice, so tensors below that are packed into one staging buffer
-per dtype and device; above, packing would cost more than it saves.
+per dtype and device. For larger tensors packing would cost more than it saves.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class CoalescedCollectives(Collectives):
     """The coalesced collectives of `AxonProcessGroup`."""
 
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> Work:
-        """Every rank's tensors become the reductions of all."""
+        """Replace every rank's tensors by the reductions of all."""
         options = options_of(opts, AllreduceCoalescedOptions)
 
         def one_call(chosen: Sequence[int]) -> AxonWork:
@@ -47,7 +47,7 @@ class CoalescedCollectives(Collectives):
     def all_gather_single_coalesced(
         self, output_tensors: list[Tensor], input_tensors: list[Tensor], opts: Any = None
     ) -> Work:
-        """Output i: [n * k_i] becomes all ranks' inputs i: [k_i], one after the other."""
+        """Fill output i: [n * k_i] with all ranks' inputs i: [k_i], one after the other."""
         n = self._world_size
         self._check_pairs("all_gather", output_tensors, input_tensors)
         for output, data in zip(output_tensors, input_tensors, strict=True):
@@ -70,7 +70,7 @@ class CoalescedCollectives(Collectives):
     def reduce_scatter_single_coalesced(
         self, output_tensors: list[Tensor], input_tensors: list[Tensor], opts: Any = None
     ) -> Work:
-        """Output i: [k_i] becomes this rank's shard of the reduction of all inputs i: [n * k_i]."""
+        """Fill output i: [k_i] with this rank's shard of the reduction of all inputs i: [n * k_i]."""
         n = self._world_size
         self._check_pairs("reduce_scatter", output_tensors, input_tensors)
         for output, data in zip(output_tensors, input_tensors, strict=True):
@@ -90,7 +90,7 @@ class CoalescedCollectives(Collectives):
         return self._in_few_calls(output_tensors, output_tensors, one_call)
 
     def allgather_coalesced(self, output_lists: list[list[Tensor]], input_list: list[Tensor], opts: Any = None) -> Work:
-        """Tensor i of list r becomes rank r's input i."""
+        """Fill tensor i of list r with rank r's input i."""
         self._check_list("all_gather_coalesced", output_lists)
         for outputs in output_lists:
             self._check_pairs("all_gather_coalesced", outputs, input_list)
@@ -116,11 +116,13 @@ class CoalescedCollectives(Collectives):
     def _in_few_calls(
         self, shards: Sequence[Tensor], result: list[Tensor], one_call: Callable[[Sequence[int]], AxonWork]
     ) -> Work:
-        """Make one call for the small ones of each dtype and device, in the order of the first, and one for each other.
+        """Make one call for all small tensors of a dtype and device, and one for each other tensor.
+
+        The calls are made in the order of their first tensors.
 
         Args:
-            shards: one rank's shard of each tensor, whose size decides.
-            result: of the handle.
+            shards: one rank's shard of each tensor; its size decides.
+            result: the handle's result.
             one_call: makes the call for the tensors with these indices.
         """
         if not shards:

@@ -1,11 +1,11 @@
-"""A group of ours to torch.distributed: its name, its place among its members, its devices, its abilities.
+"""Identity of our group in torch.distributed: its name, its rank, its devices, its abilities.
 
-Owns: every question that torch asks about a group without calling a collective, in Python and in C++. Refuses: to
+Owns: the answers to torch's questions about a group that need no collective, in Python and in C++. Refuses: to
 communicate.
 
 Note: [C++ asks, too]
-    A group of ours is a `dist.ProcessGroup` without a backend of C++'s, and the answers of that class come from its
-    backends: without one they raise ("ProcessGroup name not set"). Python reaches us by the names of torch's bindings
+    Our group is a `dist.ProcessGroup` without a C++ backend. The methods of that class ask its backends, and raise an
+    error without one ("ProcessGroup name not set"). Python finds our answers by the names of torch's bindings
     (`group_name`), C++ by the names of its virtual functions (`getGroupName`, see torch's PyProcessGroup.hpp), so each
     answer is here under both. tests/unit/parallel/test_c10d_surface.py reads both lists from the installed torch.
 """
@@ -22,7 +22,7 @@ CPU = torch.device("cpu")
 
 
 class Identity:
-    """The questions of torch to `AxonProcessGroup` that need no collective.
+    """The answers of `AxonProcessGroup` to torch that need no collective.
 
     Args:
         rank: our position.
@@ -56,28 +56,28 @@ class Identity:
         self._desc = desc
 
     def rank(self) -> int:
-        """Our position."""
+        """Return our position."""
         return self._rank
 
     def size(self) -> int:
-        """Number of members."""
+        """Return the number of members."""
         return self._world_size
 
     def name(self) -> str:
-        """ "axon"."""
+        """Return "axon"."""
         return BACKEND
 
-    # The same for C++.
+    # C++ calls them by these names.
 
     getRank, getSize, getBackendName = rank, size, name
     setGroupName, setGroupDesc = _set_group_name, _set_group_desc
 
     def getGroupName(self) -> str:
-        """`group_name`."""
+        """Return `group_name`."""
         return self._name
 
     def getGroupDesc(self) -> str:
-        """`group_desc`."""
+        """Return `group_desc`."""
         return self._desc
 
     # ------------------------------------------------------------------ devices, and what it can do
@@ -86,7 +86,7 @@ class Identity:
     def _device_types(self) -> list[torch.device]:
         return [CPU, torch.device("cuda")] if torch.cuda.is_available() else [CPU]
 
-    # torch asks a group's backend for a device what it can do; we are the backend of all of them.
+    # torch asks the group's backend for a device; this group is the backend for all of them.
 
     def _get_backend(self, device: torch.device) -> Any:
         return self
@@ -104,10 +104,10 @@ class Identity:
     supports_window = False
 
     def perform_nocolor_split(self, device: torch.device) -> None:
-        """Nothing: a split concerns its members only."""
+        """Do nothing: a split concerns its members only."""
 
     def eager_connect_single_device(self, device: torch.device | None) -> None:
-        """Nothing: backends are made when they are first needed."""
+        """Do nothing: backends are made when they are first needed."""
 
     def _set_sequence_number_for_group(self) -> None:
-        """Nothing: our group numbers its calls from 0 on every rank."""
+        """Do nothing: our group numbers its calls from 0 on every rank."""

@@ -1,8 +1,8 @@
 """PyTorch's own values in torch.distributed's object collectives, taken apart and put together without pickle.
 
-Pure. Owns: which types those are, beyond `collectives.encoding.SENDABLE`. What torch itself sends (plans and metadata
-of distributed checkpoints, of pipeline stages, of sharded optimizers) is dataclasses, enums, named tuples and
-exceptions of its own modules.
+Pure. Owns: the list of these types, beyond `collectives.encoding.SENDABLE`. torch itself sends dataclasses, enums,
+named tuples and exceptions of its own modules (plans and metadata of distributed checkpoints, of pipeline stages, of
+sharded optimizers).
 
 Invariant: putting together runs no constructor and imports nothing. A class comes from a module of torch that this
 process has imported, and must be a dataclass, an enum, a named tuple or an exception.
@@ -11,7 +11,7 @@ process has imported, and must be a dataclass, an enum, a named tuple or an exce
     size, dtype, ...      torch's own small values, by name
     object                a dataclass of torch's: its class and its fields
     enum, named           a member of an enum, a named tuple: of torch's
-    error, stack          an exception and where it was raised; one that is not built in or torch's comes out as a
+    error, stack          an exception, and its stack; an exception that is neither built in nor torch's becomes a
                           RuntimeError that names it
     set, slice, path ...  types of Python that torch uses
 """
@@ -69,7 +69,7 @@ def _put_together(tag: str, content: Any) -> Any:
         raise ValueError(f"{tag} is not known")
     try:
         return made(content)
-    except Exception as error:  # PyTorch's and safetensors' own: the content is from another process
+    except Exception as error:  # errors of PyTorch and safetensors: the content is from another process
         raise ValueError(f"{content!r:.200} is no {tag}: {error}") from error
 
 
@@ -78,10 +78,10 @@ def _name(kind: type) -> str:
 
 
 def _class(name: str, is_one: Callable[[type], bool]) -> Any:
-    """A class of torch's, by name.
+    """Return a class of torch's by its name.
 
     Raises:
-        ValueError: there is none in the modules that are imported here, or it is of another kind.
+        ValueError: no module that is imported here has it, or it is of another kind.
     """
     module, _, path = str(name).partition(":")
     found: Any = sys.modules.get(module) if module.startswith(_OWN) else None

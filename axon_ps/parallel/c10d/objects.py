@@ -1,11 +1,12 @@
-"""torch.distributed's object collectives over "axon": values that are written out, never pickled unless asked for.
+"""torch.distributed's object collectives over "axon": values are encoded, and pickled only if the user asks for it.
 
-torch pickles what `all_gather_object` and its like are given, and unpickles what peers send, so whoever is in the
-group, or on the network where it is not encrypted, runs code in every process. Here the value is encoded as in
-`collectives.encoding`, with the types of `object_types`. `AXON_PS_ALLOW_PICKLE=1`, on every rank, is torch's own way.
+torch pickles the objects that `all_gather_object` and its like get, and unpickles the bytes that peers send. So each
+member of the group can run code in every process, and so can an attacker on a network that is not encrypted. Here the
+value is encoded as in `collectives.encoding`, with the types of `object_types`. With `AXON_PS_ALLOW_PICKLE=1` on every
+rank torch's own way is used.
 
-Owns: the two functions of torch's that make a tensor of an object and an object of a tensor, which it replaces; groups
-over other backends have torch's. It looks them up at every call, so it does not matter who imported what before.
+Owns: the replacements of torch's two functions that convert an object to a tensor and back. Groups over other backends
+keep torch's. torch looks the functions up at every call, so the order of imports does not matter.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from axon_ps.parallel.c10d.object_types import TORCH
 from axon_ps.parallel.c10d.process_group import AxonProcessGroup
 
 ALLOW_PICKLE: Final = "AXON_PS_ALLOW_PICKLE"
-"""The variable that has torch pickle objects over "axon", too: 1."""
+"""Environment variable: at 1, torch pickles objects over "axon", too."""
 
 _REPLACED: Final = ("_object_to_tensor", "_tensor_to_object")
 _PARAMETERS: Final = ("obj", "device", "group"), ("tensor", "tensor_size", "group")
@@ -34,10 +35,10 @@ _PICKLED: Final = b"\x80"
 
 
 def install() -> None:
-    """Replace torch's functions; harmless when repeated.
+    """Replace torch's functions. Repeated calls do nothing.
 
     Raises:
-        ConfigurationError: this torch has others.
+        ConfigurationError: this torch has other functions.
     """
     theirs = [getattr(c10d, name, None) for name in _REPLACED]
     if any(getattr(function, "__module__", "") == __name__ for function in theirs):
@@ -85,7 +86,7 @@ def _decoding(theirs: Any) -> Callable[..., Any]:
 
 
 def _encoded(obj: Any, group: AxonProcessGroup) -> bytes:
-    """An object as bytes; what cannot be sent is told to the other ranks of a collective, too."""
+    """Encode an object; if it cannot be sent, tell the other ranks of a collective, too."""
     try:
         return encode(obj, _ANY, TORCH)
     except InvalidRequest as error:
@@ -101,7 +102,10 @@ def _encoded(obj: Any, group: AxonProcessGroup) -> bytes:
 
 
 def _caller() -> tuple[str, bool]:
-    """The torch function that is being called, and True if it is a collective. Slow: for messages alone."""
+    """Return the torch function that is being called, and True if it is a collective.
+
+    It is slow: call it for messages alone.
+    """
     frame = inspect.currentframe()
     while frame is not None:
         name = frame.f_code.co_name

@@ -1,8 +1,8 @@
 """The collectives of c10d on single tensors and on lists, each as one call of our group on flat tensors.
 
 Ranks are positions in the group. Every method returns a handle; see `parallel.c10d.calls` for when it blocks.
-Invariant: all members make the same calls of our group for the same c10d calls, so what a call is made of depends on
-shapes and dtypes that all of them know, never on what only one of them has.
+Invariant: all members make the same calls of our group for the same c10d calls. So a call depends on shapes and dtypes
+that all of them know, never on something that only one of them has.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Collectives:
     # ------------------------------------------------------------------ collectives of one tensor
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None, timeout: timedelta | None = None) -> Work:
-        """Every rank's tensor becomes the reduction of all."""
+        """Replace every rank's tensor by the reduction of all."""
         tensor, options = one(tensors), options_of(opts, AllreduceOptions, timeout)
         if tensor.is_sparse:
             return all_reduce_sparse(self._performer, tensor, options)
@@ -52,7 +52,7 @@ class Collectives:
         )
 
     def reduce(self, tensors: list[Tensor], opts: Any) -> Work:
-        """The root's tensor becomes the reduction of all; the others' are only read."""
+        """Replace the root's tensor by the reduction of all; the others' are only read."""
         tensor, root = one(tensors), opts.rootRank
         reduction = TensorReduction.of(opts.reduceOp, tensor.dtype)
 
@@ -73,7 +73,7 @@ class Collectives:
         return self._performer.perform(plan, [tensor], tensor.device, opts)
 
     def broadcast(self, tensors: list[Tensor], opts: Any = None, timeout: timedelta | None = None) -> Work:
-        """Every rank's tensor becomes the root's."""
+        """Replace every rank's tensor by the root's."""
         if isinstance(opts, int):  # C++'s short form: tensor, root, timeout
             root, opts = opts, BroadcastOptions()
             opts.rootRank = root
@@ -88,7 +88,7 @@ class Collectives:
         return self._performer.perform(plan, [tensor], tensor.device, options)
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Work:
-        """The output becomes all ranks' inputs, one after the other."""
+        """Fill the output with all ranks' inputs, one after the other."""
         self._check_numel("the output of all_gather", output, input.numel() * self._world_size)
 
         def plan() -> CallPlan:
@@ -99,7 +99,7 @@ class Collectives:
         return self._performer.perform(plan, output, output.device, opts)
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Work:
-        """The output becomes this rank's shard of the reduction of all inputs."""
+        """Fill the output with this rank's shard of the reduction of all inputs."""
         self._check_numel("the input of reduce_scatter", input, output.numel() * self._world_size)
         options = options_of(opts, ReduceScatterOptions)
         counts = [output.numel()] * self._world_size
@@ -119,7 +119,7 @@ class Collectives:
         input_split_sizes: Any = None,
         opts: Any = None,
     ) -> Work:
-        """Split i of the output becomes the split of rank i's input that is for this rank; splits are rows."""
+        """Fill split i of the output with the split of rank i's input that is for this rank; splits are rows."""
         received, sent = self._splits(output, output_split_sizes), self._splits(input, input_split_sizes)
 
         def plan() -> CallPlan:
@@ -136,7 +136,7 @@ class Collectives:
         return self._performer.perform(plan, output, output.device, opts)
 
     def gather_single(self, output: Tensor, input: Tensor, opts: Any) -> Work:
-        """On the root the output becomes all ranks' inputs, one after the other; elsewhere it is not used."""
+        """Fill the root's output with all ranks' inputs, one after the other; elsewhere the output is not used."""
         if opts.rootRank == self._rank:
             self._check_numel("the output of gather", output, input.numel() * self._world_size)
         return self._gathered(input, [output], output, opts)
@@ -149,7 +149,7 @@ class Collectives:
     # ------------------------------------------------------------------ collectives of lists
 
     def allgather(self, output_tensors: list[list[Tensor]], input_tensors: list[Tensor], opts: Any = None) -> Work:
-        """Tensor i of the list becomes rank i's input; they may differ in size."""
+        """Fill tensor i of the list with rank i's input; the tensors may differ in size."""
         outputs, tensor = output_tensors[0], one(input_tensors)
         self._check_list("all_gather", outputs)
         self._check_numel(f"output {self._rank} of all_gather", outputs[self._rank], tensor.numel())
@@ -163,7 +163,7 @@ class Collectives:
         return self._performer.perform(plan, output_tensors, tensor.device, opts)
 
     def reduce_scatter(self, output_tensors: list[Tensor], input_tensors: list[list[Tensor]], opts: Any = None) -> Work:
-        """The output becomes the reduction of all ranks' tensor number `rank`; they may differ in size."""
+        """Fill the output with the reduction of all ranks' tensor number `rank`; the tensors may differ in size."""
         output, inputs = one(output_tensors), input_tensors[0]
         self._check_list("reduce_scatter", inputs)
         self._check_numel("the output of reduce_scatter", output, inputs[self._rank].numel())
@@ -178,7 +178,7 @@ class Collectives:
         )
 
     def gather(self, output_tensors: list[list[Tensor]], input_tensors: list[Tensor], opts: Any) -> Work:
-        """On the root tensor i of the list becomes rank i's input, all of one size."""
+        """Fill tensor i of the root's list with rank i's input; all have one size."""
         tensor = one(input_tensors)
         outputs: list[Tensor] = []
         if opts.rootRank == self._rank:
@@ -187,7 +187,7 @@ class Collectives:
         return self._gathered(tensor, outputs, output_tensors, opts)
 
     def scatter(self, output_tensors: list[Tensor], input_tensors: list[list[Tensor]], opts: Any) -> Work:
-        """The output becomes tensor number `rank` of the root's list, all of one size."""
+        """Fill the output with tensor number `rank` of the root's list; all have one size."""
         output, root = one(output_tensors), opts.rootRank
         inputs = input_tensors[0] if root == self._rank else []
         if root == self._rank:
@@ -201,7 +201,7 @@ class Collectives:
         return self._performer.perform(plan, [output], output.device, opts)
 
     def alltoall(self, output_tensors: list[Tensor], input_tensors: list[Tensor], opts: Any = None) -> Work:
-        """Output i becomes rank i's input number `rank`."""
+        """Fill output i with rank i's input number `rank`."""
         self._check_list("all_to_all", output_tensors)
         self._check_list("all_to_all", input_tensors)
 
@@ -247,7 +247,7 @@ class Collectives:
     def _reduce_scatter_plan(
         self, reduction: TensorReduction, outputs: Sequence[Tensor], data: Tensor, counts: list[int]
     ) -> CallPlan:
-        """data: T[sum(counts)] is reduced, and the outputs get their shards, one after the other."""
+        """Reduce data: T[sum(counts)]; the outputs get their shards, one after the other."""
         target = writable(*outputs)
         out = reduction.view(target.flat) if reduction.results_fit else reduction.buffer(target.flat)
 
@@ -274,7 +274,7 @@ class Collectives:
             raise InvalidRequest(f"{what} has {tensor.numel()} elements; it needs {numel}")
 
     def _splits(self, tensor: Tensor, sizes: Sequence[int] | None) -> list[int]:
-        """Elements of each rank's split, as our group counts them."""
+        """Return the elements of each rank's split, as our group counts them."""
         rows = tensor.shape[0] if tensor.dim() else 1
         if not sizes:
             if rows % self._world_size:
@@ -291,7 +291,7 @@ class Collectives:
 
 
 def one(tensors: Sequence[Tensor] | Tensor) -> Tensor:
-    """The only tensor of a list: c10d's lists are of one tensor per device, and there is one device.
+    """Return the only tensor of a list: c10d's lists have one tensor per device, and a process has one device.
 
     Raises:
         InvalidRequest: there is none, or several.
@@ -304,7 +304,7 @@ def one(tensors: Sequence[Tensor] | Tensor) -> Tensor:
 
 
 def options_of(given: Any, kind: Any, timeout: timedelta | None = None) -> Any:
-    """c10d's options of a call: as given, or new ones (when C++ calls, or the short forms without options are used)."""
+    """Return c10d's options of a call: the given ones, or new ones for C++ and for the short forms without options."""
     if isinstance(given, kind):
         return given
     options = kind()

@@ -1,7 +1,7 @@
 """`AxonProcessGroup`: torch.distributed's process group over one of ours.
 
-Owns: point to point, barriers, sub-groups, the end. Who it is to torch.distributed is in `identity`, its collectives
-are in `operations` and `coalesced`.
+Owns: point to point, barriers, sub-groups, the end. Its answers to torch.distributed are in `identity`, its collectives
+in `operations` and `coalesced`.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from axon_ps.parallel.compile import uncompiled_methods
 from axon_ps_torch import BACKEND
 
 Split = Callable[[list[int], str, float], "AxonProcessGroup"]
-"""Makes a group of some members: their positions, its name, its default deadline in seconds."""
+"""Makes a group of some members from their positions, its name and its default deadline in seconds."""
 
 
 @uncompiled_methods
 class AxonProcessGroup(Identity, CoalescedCollectives, dist.ProcessGroup):  # type: ignore[misc]  # its overloads
-    """Made by `torch.distributed`, which knows it as the backend "axon".
+    """The process group that `torch.distributed` makes for the backend "axon".
 
     Args:
         group: our group of the same members in the same order.
         store: c10d's store of this group.
         timeout_s: default deadline of operations.
-        on_shutdown: frees what was made for it.
+        on_shutdown: frees the group's resources.
         split: makes a group of some of its members.
     """
 
@@ -70,7 +70,7 @@ class AxonProcessGroup(Identity, CoalescedCollectives, dist.ProcessGroup):  # ty
         return f"AxonProcessGroup({self._group.name!r}, rank {self._rank} of {self._world_size})"
 
     def get_group_store(self) -> Store:
-        """c10d's store of this group."""
+        """Return c10d's store of this group."""
         return self._store
 
     @property
@@ -109,7 +109,7 @@ class AxonProcessGroup(Identity, CoalescedCollectives, dist.ProcessGroup):  # ty
         return self._performer.perform(plan, [tensor], tensor.device)
 
     def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> Work:
-        """Receive from whichever rank sends first; the handle's `source_rank` is its rank."""
+        """Receive from the rank that sends first; the handle's `source_rank` is its rank."""
         return self.recv(tensors, ANY_SOURCE, tag)
 
     recvAnysource = recv_anysource  # C++'s name
@@ -117,7 +117,7 @@ class AxonProcessGroup(Identity, CoalescedCollectives, dist.ProcessGroup):  # ty
     def barrier(  # type: ignore[override]
         self, opts: Any = None, timeout: timedelta | None = None
     ) -> Work:
-        """Return when every rank has come; on CUDA, when what was enqueued before is done, too."""
+        """Return when every rank has come; on CUDA, when the work that was enqueued before is done, too."""
         options = options_of(opts, BarrierOptions, timeout)
         device = options.device
         if device is not None and device.type == "cuda":
@@ -125,7 +125,7 @@ class AxonProcessGroup(Identity, CoalescedCollectives, dist.ProcessGroup):  # ty
         return self._performer.perform(lambda: CallPlan("barrier", self._group.barrier), [], CPU, options)
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
-        """A barrier whose `Timeout` names the ranks that did not come: all of them, on every rank."""
+        """Wait for all ranks; a `Timeout` names, on every rank, all ranks that did not come."""
         limit_s = seconds(timeout)
         self._group.barrier(self._performer.timeout_s if limit_s is None else limit_s)
 
@@ -150,14 +150,16 @@ class AxonProcessGroup(Identity, CoalescedCollectives, dist.ProcessGroup):  # ty
         group_desc: str | None = None,
         device_types: list[torch.device] | None = None,
     ) -> AxonProcessGroup | None:
-        """A group of some members, in ascending order; every one of them calls this. None on the others.
+        """Make a group of some members, in ascending order, or return None on a rank that is not one of them.
+
+        Every member of the new group calls this.
 
         Args:
             new_ranks: positions in this group.
             timeout: default deadline; None = ours.
             opts: ignored.
             group_name: the same on every member and never used before; None = made of the ranks and a counter.
-            group_desc: what it is for.
+            group_desc: its description.
             device_types: ignored: a group serves all.
         """
         ranks = sorted(new_ranks)
@@ -173,11 +175,11 @@ class AxonProcessGroup(Identity, CoalescedCollectives, dist.ProcessGroup):  # ty
     splitGroup = split_group  # C++'s name
 
     def abort(self) -> None:
-        """End everything that is pending or comes later with `Closed`, here and on the other ranks, and free it."""
+        """End all pending and later operations with `Closed`, here and on the other ranks, and free the group."""
         self._group.abort(Closed(f"process group {self.pg_name!r} was aborted"))
         self.shutdown()
 
     def shutdown(self) -> None:
-        """Free what was made for it; operations under way are ended. Harmless when repeated."""
+        """Free the group's resources; operations under way are ended. Repeated calls do nothing."""
         on_shutdown, self._on_shutdown = self._on_shutdown, lambda: None
         on_shutdown()

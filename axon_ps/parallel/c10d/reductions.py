@@ -1,7 +1,7 @@
-"""c10d's reduce operations: which of ours each is, and how dtypes that backends do not reduce are reduced still.
+"""c10d's reduce operations as ours, and the reduction of dtypes that backends do not reduce.
 
-dtypes that no backend reduces are widened to one that is, and narrowed afterwards: integers wrap around as they would
-by themselves, float8 is rounded once. Complex numbers are pairs for sums and averages, and have no other reductions.
+A dtype that no backend reduces is widened first, and the result is narrowed: integers wrap around as they would by
+themselves, float8 is rounded once. Complex numbers are pairs for sums and averages, and have no other reductions.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ class TensorReduction:
     """The reduction of tensors of one dtype by one operation.
 
     Attributes:
-        op: what the group does with the buffers.
-        dtype: the user's.
-        factor: what every contribution is multiplied by first; None = nothing (PREMUL_SUM).
+        op: the group's operation on the buffers.
+        dtype: the user's dtype.
+        factor: multiplies every contribution first (PREMUL_SUM); None = no factor.
     """
 
     op: ReduceOp
@@ -59,7 +59,7 @@ class TensorReduction:
 
     @classmethod
     def of(cls, given: Any, dtype: torch.dtype) -> TensorReduction:
-        """The reduction that c10d's `given` (a `ReduceOp` or one of its constants) means for `dtype`.
+        """Return the reduction that c10d's `given` (a `ReduceOp` or one of its constants) means for `dtype`.
 
         Raises:
             InvalidRequest: it has no meaning for the dtype.
@@ -75,23 +75,23 @@ class TensorReduction:
 
     @property
     def direct(self) -> bool:
-        """Whether the user's memory itself is reduced."""
+        """True if the user's memory itself is reduced."""
         return self.factor is None and self.results_fit
 
     @property
     def results_fit(self) -> bool:
-        """Whether results can be written to the user's memory as they are."""
+        """True if results can be written to the user's memory as they are."""
         integer = not (self.dtype.is_floating_point or self.dtype.is_complex)
         if self.dtype in NATIVE or self.dtype.is_complex or (integer and self.op in _BITWISE):
             return True
         return self.dtype is torch.uint64 and self.op not in _ORDERED
 
     def view(self, flat: Tensor) -> Tensor:
-        """flat: T[m] as what results are written to, if `results_fit`."""
+        """Return flat: T[m] as the destination of results, if `results_fit`."""
         return flat.view(torch.int64) if self.dtype is torch.uint64 else native(flat)
 
     def buffer(self, flat: Tensor) -> Tensor:
-        """flat: T[m] as what is reduced: a view if `direct`, else a copy.
+        """Return flat: T[m] as the input of the reduction: a view if `direct`, else a copy.
 
         Raises:
             InvalidRequest: the dtype cannot be reduced.
@@ -108,7 +108,7 @@ class TensorReduction:
         return flat.to(wider)
 
     def store(self, reduced: Tensor, flat: Tensor) -> None:
-        """flat: T[m] becomes the result in a buffer of ours; nothing to do if `direct`."""
+        """Store a buffer's result in flat: T[m]; not needed if `direct`."""
         if self.results_fit:
             self.view(flat).copy_(reduced)
         elif self.dtype is torch.uint64:
@@ -117,7 +117,7 @@ class TensorReduction:
             flat.copy_(reduced)
 
     def numel(self, numel: int) -> int:
-        """The number of elements of a buffer for `numel` of the user's."""
+        """Return the number of elements of a buffer for `numel` of the user's."""
         if not self.results_fit or self.dtype is torch.uint64:
             return numel
         return native_numel(numel, self.dtype)

@@ -1,7 +1,7 @@
 """Entries for torch.distributed: the creator of process groups of the backend "axon", and the rendezvous `axon://`.
 
-Both are registered by `axon_ps_torch`, which `import torch` loads. The only module of this package that reads the
-environment.
+Both are registered by `axon_ps_torch`, which `import torch` loads. This is the only module of the package that reads
+the environment.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _stores: WeakKeyDictionary[World, list[KVStore]] = WeakKeyDictionary()
 
 
 def create(options: Any, backend_options: object) -> AxonProcessGroup:
-    """The creator: torch calls it on every member of a group."""
+    """Make a process group; torch calls this on every member."""
     if getattr(options, "enable_reconfigure", False):
         raise ConfigurationError(
             "init_process_group was given enable_reconfigure=True; a group over axon cannot be reconfigured: leave it "
@@ -81,7 +81,7 @@ def _begin(store: Store, rank: int, world_size: int, timeout_s: float) -> Sessio
 def _wrapped(
     session: Session, group: ProcessGroup, store: Store, timeout_s: float, *, is_default: bool = False
 ) -> AxonProcessGroup:
-    """torch's group over ours; the session ends with the default group, or with the last."""
+    """Wrap our group as torch's; the session ends with the default group, or with the last one."""
     session.users += 1
 
     def on_shutdown() -> None:
@@ -103,12 +103,13 @@ def _wrapped(
 
 
 def rendezvous(url: str, timeout: timedelta | None = None, **_: object) -> Iterator[tuple[Store, int, int]]:
-    """`axon://` or `axon://coordinator:port`: rank and world size are the world's, the store is the coordinator's.
+    """Yield store, rank and world size for `axon://` or `axon://coordinator:port`.
 
-    A world the user has made is used; else the job is joined. Where no coordinator is named, it is torch's `env://`.
+    Rank and world size are the world's, the store is the coordinator's. A world that the user has made is used; else
+    the job is joined. Without the address of a coordinator this is torch's `env://`.
 
     Raises:
-        ConfigurationError: rank or world size were given, too, and are others.
+        ConfigurationError: a given rank or world size differs from the world's.
     """
     global _joined, _rendezvous_count
     address = urlparse(url)

@@ -1,13 +1,13 @@
 """`Session`: the world under `torch.distributed`'s default process group, from `init_process_group` to its destruction.
 
-Owns: joining a job that exists, making one that does not, and closing what it made itself; nothing the user made is
-closed. A process has one session at a time.
+Owns: joining a job that exists, making one if there is none, and closing everything that it made itself; the user's
+own world is never closed. A process has one session at a time.
 
-How it begins, in this order: a `World` the user has made is used; `AXON_PS_COORDINATOR` is joined; else the ranks form
-a job of their own over c10d's store (`worker.bootstrap`).
+At its beginning the first of these is taken: a `World` that the user has made; the job of `AXON_PS_COORDINATOR`; a job
+that the ranks form over c10d's store (`worker.bootstrap`).
 
-How it ends: each rank that is done sets a key in the key-value store and waits a while for those of the others, because
-a worker that leaves ends the calls that others still make with it.
+At its end each rank sets a key in the key-value store when it is done, and waits for a limited time for the keys of the
+others, because a worker that leaves ends the calls that others still make with it.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from axon_ps.worker.environment import WorkerConfig, worker_config
 from axon_ps.worker.world import World
 
 LINGER_S = 10.0
-"""How long the end waits for the other ranks to be done, too."""
+"""Seconds for which the end waits for the other ranks to be done, too."""
 
 LOSS_LINGER_S = 1.0
-"""The same, when a rank has died."""
+"""Seconds of that wait when a rank has died."""
 
 _POLL_S = 0.25
 _JOB = "c10d"
@@ -50,13 +50,13 @@ class Session:
 
     Args:
         world: the world.
-        number: how many sessions this process had before.
-        owned: whether to close the world.
-        formed: what this worker started for the job, if no other process had.
+        number: number of sessions that this process had before.
+        owned: True = close the world at the end.
+        formed: the job that the ranks formed; None = they did not form one.
 
     Attributes:
         group: the world's default group.
-        users: how many process groups of torch's use it.
+        users: number of torch's process groups that use it.
     """
 
     def __init__(self, world: World, number: int, *, owned: bool, formed: FormedJob | None = None) -> None:
@@ -73,13 +73,13 @@ class Session:
 
     @classmethod
     def begin(cls, store: Store, rank: int, world_size: int, timeout_s: float, env: Mapping[str, str]) -> Session:
-        """Have a world of `world_size` workers, in which this one has `rank`.
+        """Begin a session in a world of `world_size` workers, in which this one has `rank`.
 
         Args:
-            store: c10d's, for the address of services that rank 0 makes.
+            store: c10d's, for the address of services that rank 0 starts.
             rank: c10d's.
             world_size: c10d's.
-            timeout_s: how long joining may take.
+            timeout_s: seconds that joining may take.
             env: the process's environment.
 
         Raises:
@@ -119,7 +119,7 @@ class Session:
 
     @property
     def prefix(self) -> str:
-        """Of keys and groups of this session alone: no other has these workers, or this number."""
+        """Prefix of this session's keys and groups: no other session has these workers and this number."""
         return f"c10d-{self._incarnations}-{self._number}"
 
     def own(self) -> None:
@@ -127,7 +127,7 @@ class Session:
         self._owned = True
 
     def close(self) -> None:
-        """End it; what the user made stays. Harmless when repeated.
+        """End the session; a world that the user made stays. Repeated calls do nothing.
 
         Raises:
             Misuse: this process is a fork of a worker.
@@ -146,7 +146,10 @@ class Session:
                 self._formed.close()
 
     def _at_exit(self) -> None:
-        """The process ends without `destroy_process_group`: in order, or by an error, which the others wait for."""
+        """End the session of a process that ends without `destroy_process_group`.
+
+        If the process ends by an error, the world is closed as unfinished, so that the others wait for a replacement.
+        """
         if not process_succeeded() and self._owned:
             self.world.close(finished=False)
         self.close()
@@ -175,10 +178,10 @@ class Session:
 
 
 def join(config: WorkerConfig, timeout_s: float) -> World:
-    """Join a job together with all other workers that call this for the same time.
+    """Join a job together with all its other workers; the n-th calls of all workers belong together.
 
-    Other ranks of a job may still belong to workers that are about to leave (a process group was destroyed and is made
-    anew), so every worker publishes its member id, and waits until the world consists of those.
+    Other ranks of a job may still belong to workers that are about to leave, because a process group was destroyed and
+    is made anew. So every worker publishes its member id, and waits until the world consists of the published members.
 
     Raises:
         AxonError: the job cannot be joined.
@@ -208,5 +211,5 @@ def join(config: WorkerConfig, timeout_s: float) -> World:
 
 
 def incarnations_of(world: World) -> str:
-    """A name made of the incarnations of all workers: the same on all of them, and never used again."""
+    """Return a name made of the incarnations of all workers: it is the same on all, and never used again."""
     return uuid.uuid5(uuid.NAMESPACE_OID, "".join(m.id for m in world.membership.workers)).hex[:12]

@@ -1,7 +1,7 @@
 """All-reduce of sparse tensors: DDP's sparse gradients of embeddings.
 
-Algorithm: the numbers of non-zeros are gathered, then indices, then values; every rank adds up all of them in rank
-order, so the result has the same bits everywhere. Blocks its caller, whatever the options say.
+Algorithm: the numbers of non-zeros are gathered, then indices, then values. Every rank adds up all of them in rank
+order, so the result has the same bits everywhere. The call blocks, whatever the options say.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from axon_ps.parallel.c10d.work import AxonWork
 
 
 def all_reduce_sparse(performer: Performer, tensor: Tensor, options: Any) -> AxonWork:
-    """tensor: sparse COO becomes the sum (or average) of all ranks' tensors, coalesced.
+    """Replace tensor: sparse COO by the sum (or average) of all ranks' tensors, coalesced.
 
     Raises:
-        InvalidRequest: another layout or operation.
+        InvalidRequest: it has another layout, or the operation is another one.
     """
     if tensor.layout is not torch.sparse_coo:
         raise InvalidRequest(f"a tensor has the layout {tensor.layout}; of sparse ones only COO can be reduced")
@@ -52,5 +52,5 @@ def all_reduce_sparse(performer: Performer, tensor: Tensor, options: Any) -> Axo
         all_indices.t(), all_values, tensor.shape, dtype=dtype, device=device, check_invariants=False
     )
     with torch.no_grad():
-        tensor.copy_(total.coalesce())  # not into a detached one, whose insides would be replaced, not the tensor's
+        tensor.copy_(total.coalesce())  # a copy into a detached tensor would leave this one as it was
     return AxonWork.done([tensor], "all_reduce")

@@ -1,7 +1,7 @@
 """`KVStore`: torch.distributed's `Store` over the coordinator's key-value store.
 
-torch calls it from Python and, through `PrefixStore` and its own backends, from C++, which knows some of its methods
-by other names; both names are here. Values are bytes, and what it is given as text is stored in UTF-8.
+torch calls it from Python and, through `PrefixStore` and its own backends, from C++. C++ calls some methods by other
+names; both names are here. Values are bytes, and text is stored in UTF-8.
 
 Invariants:
 - A value is stored with one byte before it, so that an empty value is not an absent one. Numbers of `add` are stored
@@ -32,12 +32,12 @@ class KVStore(Store):
     """A c10d store that all workers of a job share.
 
     Args:
-        world: the worker's membership in the job; or its key-value store, for a process that is no member.
-        prefix: of its keys.
-        timeout_s: how long `get` and `wait` wait, in seconds.
+        world: the worker's membership in the job, or its key-value store for a process that is not a member.
+        prefix: the beginning of its keys.
+        timeout_s: seconds that `get` and `wait` wait.
 
-    Every method raises what the coordinator's store does: `InvalidRequest` for a key of more than 512 bytes or a value
-    of more than 1 MiB, `Busy` when it is full, `Broken` and `Closed` when it cannot be reached.
+    Every method raises the errors of the coordinator's store: `InvalidRequest` for a key of more than 512 bytes or a
+    value of more than 1 MiB, `Busy` when it is full, `Broken` and `Closed` when it cannot be reached.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class KVStore(Store):
             self._world.kv_put(self._key(key), content)
 
     def get(self, key: str) -> bytes:
-        """The value of a key, once there is one.
+        """Return the value of a key, once there is one.
 
         Raises:
             Timeout: it was not stored in time.
@@ -70,7 +70,7 @@ class KVStore(Store):
         """Add to an integer (0 when absent), and return the sum.
 
         Raises:
-            InvalidRequest: what is stored there is no integer.
+            InvalidRequest: the stored value is not an integer.
         """
         name = self._key(key)
         if self._world.kv_compare_and_set(name, b"", str(value).encode()):
@@ -82,7 +82,7 @@ class KVStore(Store):
         return self._world.kv_add(name, value)
 
     def append(self, key: str, value: Bytes) -> None:
-        """Put a value behind what is stored."""
+        """Append a value to the stored one."""
         name, more = self._key(key), _bytes(value)
         while True:
             present = self._world.kv_get(name)
@@ -95,7 +95,7 @@ class KVStore(Store):
         """Store a value if the present one equals the expected one, or is absent and none is expected.
 
         Returns:
-            The value that is stored afterwards; when there is none, what was expected.
+            The value that is stored afterwards; when there is none, the expected one.
         """
         name, expected, desired = self._key(key), _bytes(expected_value), _bytes(desired_value)
         while True:
@@ -110,7 +110,7 @@ class KVStore(Store):
                 return desired
 
     def delete_key(self, key: str) -> bool:
-        """Remove a key; whether it was there."""
+        """Remove a key, and return True if it was there."""
         existed = self._world.kv_delete(self._key(key))
         if existed:
             self._count(-1)
@@ -119,7 +119,7 @@ class KVStore(Store):
     # ------------------------------------------------------------------ several keys
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Whether all of the keys have values."""
+        """Return True if all of the keys have values."""
         return all(self._world.kv_get(self._key(key)) is not None for key in keys)
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
@@ -134,7 +134,7 @@ class KVStore(Store):
             self._wait(key, max(0.0, deadline - time.monotonic()))
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
-        """The values of all keys, as soon as they are there."""
+        """Return the values of all keys, as soon as they are there."""
         return [self.get(key) for key in keys]
 
     def multi_set(self, keys: Sequence[str], values: Sequence[Bytes]) -> None:
@@ -145,13 +145,13 @@ class KVStore(Store):
             self.set(key, value)
 
     def num_keys(self) -> int:
-        """The number of keys in this store."""
+        """Return the number of keys in this store."""
         return int(self._world.kv_get(self._key(_COUNT)) or b"0")
 
     # ------------------------------------------------------------------ about it
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Change how long `get` and `wait` wait."""
+        """Change the time for which `get` and `wait` wait."""
         self._timeout_s = timeout.total_seconds()
 
     @property
@@ -160,14 +160,14 @@ class KVStore(Store):
         return timedelta(seconds=self._timeout_s)
 
     def has_extended_api(self) -> bool:
-        """Whether it has `append`, `multi_get` and `multi_set`."""
+        """Return True: it has `append`, `multi_get` and `multi_set`."""
         return True
 
     def clone(self) -> KVStore:
-        """Another handle on the same keys."""
+        """Return another handle on the same keys."""
         return KVStore(self._world, self._prefix, self._timeout_s)
 
-    # C++ asks for these.
+    # C++ calls them by these names.
     compareSet = compare_set
     deleteKey = delete_key
     getNumKeys = num_keys
@@ -193,7 +193,7 @@ def _bytes(value: Bytes) -> bytes:
 
 
 def _plain(stored: bytes | None) -> bytes:
-    """The value that was stored as `stored`."""
+    """Return the value that was stored as `stored`."""
     return (stored or b"").removeprefix(_VALUE)
 
 

@@ -1,12 +1,12 @@
 """Tensors as the flat buffers that travel: one tensor or a list of them, any layout, any dtype.
 
-Owns: tensors as flat memory, without a copy where none is needed, and copying results back where one is. Refuses: to
-know what the buffers are for.
+Owns: flat views of tensors, copies where no view is possible, and copying results back. Refuses: to know what the
+buffers are for.
 
     legend: a *flat* tensor is 1-D and contiguous, in the user's dtype; a *native* one is flat and of a dtype that
     travels (see `axon_ps.types.DType`), over the same memory
 
-Invariant: a buffer to write to is the user's memory, or what `finish` copies to it; nothing is ever written elsewhere.
+Invariant: a buffer to write to is the user's memory, or `finish` copies it there; nothing is ever written elsewhere.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Finish = Callable[[], object]
 
 
 def nothing() -> None:
-    """Nothing is left to do."""
+    """Do nothing."""
 
 
 @dataclass(frozen=True)
@@ -37,8 +37,8 @@ class Buffer:
     """The tensors that a result goes to.
 
     Attributes:
-        flat: T[numel]: what is to be written.
-        finish: copies it to the user's tensors, where `flat` is not their memory.
+        flat: T[numel]: the memory to write to.
+        finish: copies it to the user's tensors, unless `flat` is their memory.
     """
 
     flat: Tensor
@@ -46,7 +46,7 @@ class Buffer:
 
 
 def native(flat: Tensor) -> Tensor:
-    """The same memory as a dtype that travels: complex numbers as pairs, dtypes unknown to us as bytes."""
+    """Return the same memory as a dtype that travels: complex numbers as pairs, dtypes unknown to us as bytes."""
     if flat.dtype in NATIVE:
         return flat
     if flat.dtype.is_complex:
@@ -55,14 +55,14 @@ def native(flat: Tensor) -> Tensor:
 
 
 def native_numel(numel: int, dtype: torch.dtype) -> int:
-    """The number of elements that `native` makes of `numel` elements."""
+    """Return the number of elements that `native` makes of `numel` elements."""
     if dtype in NATIVE:
         return numel
     return numel * (2 if dtype.is_complex else dtype.itemsize)
 
 
 def readable(*tensors: Tensor) -> Tensor:
-    """The tensors' elements one after the other: T[numel]; their own memory if it is contiguous."""
+    """Return the tensors' elements one after the other: T[numel]; their own memory if it is contiguous."""
     plain = [_plain(t) for t in tensors]
     _same_dtype(plain)
     joined = _joined(plain)
@@ -72,7 +72,7 @@ def readable(*tensors: Tensor) -> Tensor:
 
 
 def writable(*tensors: Tensor, filled: bool = False) -> Buffer:
-    """A buffer for the elements of all tensors, one after the other; `filled`: it starts with their values."""
+    """Make a buffer for the elements of all tensors, one after the other; `filled`: it starts with their values."""
     plain = [_own(t) for t in tensors]
     _same_dtype(plain)
     joined = _joined(plain)
@@ -88,7 +88,7 @@ def writable(*tensors: Tensor, filled: bool = False) -> Buffer:
 
 
 def writable_rows(tensors: Sequence[Tensor], rows: int) -> Buffer:
-    """A buffer [rows, sum(numel / rows)] whose row r is row r of every tensor: T[rows, numel / rows]."""
+    """Make a buffer [rows, sum(numel / rows)] whose row r is row r of every tensor: T[rows, numel / rows]."""
     if len(tensors) == 1:
         return writable(tensors[0])
     plain = [_own(t) for t in tensors]
@@ -104,7 +104,7 @@ def writable_rows(tensors: Sequence[Tensor], rows: int) -> Buffer:
 
 
 def readable_rows(tensors: Sequence[Tensor], rows: int) -> Tensor:
-    """T[rows * sum(numel / rows)]: row r of every tensor, for each r in turn."""
+    """Return T[rows * sum(numel / rows)]: row r of every tensor, for each r in order."""
     if len(tensors) == 1:
         return readable(tensors[0])
     plain = [_plain(t) for t in tensors]
@@ -113,7 +113,7 @@ def readable_rows(tensors: Sequence[Tensor], rows: int) -> Tensor:
 
 
 def _own(tensor: Tensor) -> Tensor:
-    """The tensor, outside of the graph; of one whose collective is still under way, its result.
+    """Return the tensor outside of the graph, after its collective if one is still under way.
 
     Raises:
         InvalidRequest: its elements are not in memory that can be read as bytes.
@@ -136,7 +136,7 @@ def _same_dtype(tensors: Sequence[Tensor]) -> None:
 
 
 def _joined(tensors: Sequence[Tensor]) -> Tensor | None:
-    """One flat tensor over the memory of all, if they are one after the other in one storage."""
+    """Return one flat tensor over the memory of all, if they lie one after the other in one storage."""
     first = tensors[0]
     if first.is_conj() or first.is_neg():
         return None

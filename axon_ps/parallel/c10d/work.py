@@ -1,7 +1,6 @@
-"""`Work` handles of c10d over ours: what `dist.all_reduce(..., async_op=True)` and DDP's buckets wait for.
+"""`Work` handles of c10d over ours, for `dist.all_reduce(..., async_op=True)` and DDP's buckets.
 
-Invariants: results have been copied to the user's tensors before a handle is complete; an error of ours is what `wait`
-raises.
+Invariants: results have been copied to the user's tensors before a handle is complete; `wait` raises errors of ours.
 """
 
 from __future__ import annotations
@@ -27,8 +26,8 @@ class AxonWork(C10dWork):
     """One operation.
 
     Args:
-        result: the tensors of its result: what its future gives.
-        what: for messages.
+        result: the tensors of its result, which its future gives.
+        what: its name, for messages.
         devices: the accelerators that the result is on.
     """
 
@@ -45,7 +44,7 @@ class AxonWork(C10dWork):
 
     @classmethod
     def done(cls, result: Any, what: str, value: object = None, devices: Sequence[torch.device] = ()) -> AxonWork:
-        """An operation that has ended well; `value` is what it gave."""
+        """Make the handle of an operation that has succeeded with `value`."""
         work = cls(result, what, devices)
         work._end(None, value)
         return work
@@ -54,7 +53,7 @@ class AxonWork(C10dWork):
     def following(
         cls, result: Any, ours: Work[Any], finish: Callable[[], object], devices: Sequence[torch.device] = ()
     ) -> AxonWork:
-        """An operation that ends when `ours` has, and then `finish`."""
+        """Make the handle of an operation that ends when `ours` has, and then `finish`."""
         work = cls(result, ours.what, devices)
 
         def ended(ours: Work[Any]) -> None:
@@ -77,8 +76,8 @@ class AxonWork(C10dWork):
         """Block until it has ended.
 
         Raises:
-            Timeout: it has not, after `timeout`; it goes on.
-            AxonError: what it failed with.
+            Timeout: it has not ended after `timeout`; it goes on.
+            AxonError: it failed with this error.
         """
         limit_s = timeout.total_seconds()
         if not self._ended.wait(limit_s if limit_s > 0 else None):
@@ -88,33 +87,33 @@ class AxonWork(C10dWork):
         return True
 
     def synchronize(self) -> None:
-        """`wait`, as C++ calls it."""
+        """Block until it has ended; C++ calls `wait` by this name."""
         self.wait()
 
     def is_completed(self) -> bool:
-        """Whether it has ended, well or not."""
+        """Return True if it has ended, well or not."""
         return self._ended.is_set()
 
     def is_success(self) -> bool:
-        """Whether it has ended well."""
+        """Return True if it has ended well."""
         return self._ended.is_set() and self._error is None
 
     def exception(self) -> BaseException | None:
-        """The error with which it failed; None when it went well or has not ended."""
+        """Return the error with which it failed; None when it went well or has not ended."""
         return self._error
 
     def result(self) -> Any:
-        """The tensors of the result."""
+        """Return the tensors of the result."""
         return self._result
 
     def source_rank(self) -> int:
-        """Receives: the rank (position in the group) that sent the message; else -1."""
+        """Return the rank (position in the group) that sent a received message, or -1 for other operations."""
         return self._source
 
     _source_rank = source_rank
 
     def get_future(self) -> Future[Any]:
-        """A future that gives the result's tensors; it fails with a `RuntimeError` that quotes our error."""
+        """Return a future that gives the result's tensors; it fails with a `RuntimeError` that quotes our error."""
         with self._lock:
             if self._future is not None:
                 return self._future
@@ -149,7 +148,7 @@ class CoalescedWork(C10dWork):
 
     Args:
         works: the operations, in their order.
-        result: what the future gives.
+        result: the tensors that the future gives.
     """
 
     def __init__(self, works: Sequence[AxonWork], result: list[Tensor]) -> None:
@@ -161,7 +160,7 @@ class CoalescedWork(C10dWork):
         """Block until all have ended.
 
         Raises:
-            AxonError: what the first of them that failed failed with; the others have ended, too.
+            AxonError: the error of the first that failed; the others have ended, too.
         """
         failure: AxonError | None = None
         for work in self._works:
@@ -174,27 +173,27 @@ class CoalescedWork(C10dWork):
         return True
 
     def synchronize(self) -> None:
-        """`wait`, as C++ calls it."""
+        """Block until all have ended; C++ calls `wait` by this name."""
         self.wait()
 
     def is_completed(self) -> bool:
-        """Whether all have ended, well or not."""
+        """Return True if all have ended, well or not."""
         return all(work.is_completed() for work in self._works)
 
     def is_success(self) -> bool:
-        """Whether all have ended well."""
+        """Return True if all have ended well."""
         return all(work.is_success() for work in self._works)
 
     def exception(self) -> BaseException | None:
-        """The error of the first that failed."""
+        """Return the error of the first that failed, or None."""
         return next((e for work in self._works if (e := work.exception()) is not None), None)
 
     def result(self) -> list[Tensor]:
-        """The tensors of the results."""
+        """Return the tensors of the results."""
         return self._result
 
     def get_future(self) -> Future[Any]:
-        """A future that gives all tensors."""
+        """Return a future that gives all tensors."""
         futures = torch.futures.collect_all([work.get_future() for work in self._works])
         return futures.then(lambda _: self._checked())
 

@@ -2,20 +2,20 @@
 
 Shard servers have parameters, so buffers are each worker's own once training has begun. It begins with those of the
 worker of lowest rank, non-persistent ones too, as under torch's DDP and with FSDP's `sync_module_states`. A checkpoint
-has the persistent ones of that worker, as a safetensors file by the names that state dicts have. After a restore every
-worker takes them, whoever ordered it.
+has the persistent ones of that worker, as a safetensors file by the names that state dicts have. After a restore, by
+any process, every worker takes them.
 
 Note: [Between a worker and a checkpoint]
     With servers the coordinator writes the file, from what workers have attached in the job's key-value store
     (`coordinator.client.attachments`). The worker of lowest rank attaches its buffers when it orders a checkpoint. For
-    those that nobody orders it does so after a committed step, at most every `CADENCE_S`: an automatic checkpoint may
-    have buffers that are so much older than its parameters. A restore puts the buffers there too, with the epoch that
-    it begins; a worker compares that with the epoch which it computes with.
+    automatic checkpoints it does so after a committed step, at most every `CADENCE_S`. So an automatic checkpoint may
+    have buffers that are older than its parameters by that time. A restore puts the buffers there too, with the epoch
+    that it begins; a worker compares that with its own epoch.
 
     The worker that gives a model its first values attaches its buffers before them, so others find them when the model
-    has values. Those that are not persistent are attached where no checkpoint has them. In a job that resumes no worker
-    gives first values, so the worker of lowest rank attaches them before it registers the model: the others register
-    later. A worker that joins takes what is there.
+    has values. Non-persistent buffers are attached under a key that no checkpoint includes. In a job that resumes no
+    worker gives first values, so the worker of lowest rank attaches them before it registers the model: the others
+    register later. A worker that joins takes what is there.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from axon_ps.worker.steps.view import ModelView
 from axon_ps.worker.world import World
 
 CADENCE_S: Final = 10.0
-"""Seconds between two times that buffers are attached without a checkpoint being ordered."""
+"""Seconds between two times that buffers are attached without an order for a checkpoint."""
 
 _NAMED: Final = 5
 """The most names in a message."""
@@ -51,11 +51,11 @@ _logger = logging.getLogger(__name__)
 
 
 class ModuleBuffers:
-    """The buffers of a module; the persistent ones where nothing else is said.
+    """The buffers of a module; the persistent ones by default.
 
     Args:
         module: the user's module.
-        dtypes: by name, the dtype that those were built with that `MixedPrecision.buffer_dtype` cast.
+        dtypes: by name, the dtype with which a buffer was built that `MixedPrecision.buffer_dtype` cast.
     """
 
     def __init__(self, module: nn.Module, dtypes: Mapping[str, torch.dtype]) -> None:
@@ -63,7 +63,7 @@ class ModuleBuffers:
         self._dtypes = dtypes
 
     def named(self, *, persistent: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
-        """By the names that state dicts have. Of those that are not `persistent`, the ones that can be sent."""
+        """Yield buffers by the names that state dicts have; of non-persistent ones, those that can be sent."""
         for prefix, child in self._module.named_modules(remove_duplicate=False):
             for name, buffer in child._buffers.items():
                 if buffer is None or (name not in child._non_persistent_buffers_set) != persistent:
@@ -72,11 +72,15 @@ class ModuleBuffers:
                     yield name_in_states(f"{prefix}.{name}" if prefix else name), buffer
 
     def described(self) -> list[str]:
-        """A line for each that can be sent."""
+        """Return a line for each buffer that can be sent."""
         return [f"{name}: {b.dtype}{list(b.shape)}, a buffer" for name, b in self._all()]
 
     def broadcast(self, group: ProcessGroup) -> list[str]:
-        """Take the first rank's of a group, persistent or not; collective. Returns the names of those that differed."""
+        """Take the buffers of a group's first rank, persistent or not; collective.
+
+        Returns:
+            The names of those that differed.
+        """
         own = self._all()
         values = [buffer.detach().clone(memory_format=torch.contiguous_format) for _, buffer in own]
         replicas.broadcast(group, values)
@@ -87,11 +91,11 @@ class ModuleBuffers:
         return list({id(b): (name, b) for name, b in found}.values())
 
     def state(self) -> tuple[tuple[int, int], ...]:
-        """Changes when a buffer does, as far as torch counts."""
+        """Return a value that changes when a buffer does, as far as torch counts."""
         return tuple((id(buffer), buffer._version) for _, buffer in self.named() if not buffer.is_inference())
 
     def encoded(self, *, persistent: bool = True) -> bytes | None:
-        """A safetensors file of them; None where there are none.
+        """Return a safetensors file of the buffers; None if there are none.
 
         Raises:
             InvalidRequest: one is of a dtype that the format does not have.
@@ -109,18 +113,18 @@ class ModuleBuffers:
             ) from error
 
     def load(self, content: bytes | None, source: str, *, persistent: bool = True) -> list[str]:
-        """Take the values of a safetensors file; the names that one side lacks are logged.
+        """Take the values of a safetensors file; log the names that one side lacks.
 
         Args:
-            content: the file; None = there is none, since it was written before buffers were, or the module had none.
-            source: where it comes from, for messages.
-            persistent: which ones it has.
+            content: the file; None = there is none, as in older checkpoints, or for a module that had no buffers.
+            source: its origin, for messages.
+            persistent: True if it has the persistent buffers, False if it has the others.
 
         Returns:
             The names of those that had other values.
 
         Raises:
-            CheckpointCorrupt: it is no safetensors file.
+            CheckpointCorrupt: it is not a safetensors file.
             InvalidRequest: a buffer has another shape; none is changed then.
         """
         own = dict(self.named(persistent=persistent))
@@ -147,11 +151,11 @@ class ModuleBuffers:
 
 
 class ServedBuffers:
-    """Those of a model on the servers; see Note: [Between a worker and a checkpoint].
+    """The buffers of a model on the servers; see Note: [Between a worker and a checkpoint].
 
     Args:
         world: the worker.
-        name: of the model in the job.
+        name: the model's name in the job.
         buffers: its buffers.
     """
 
@@ -162,17 +166,17 @@ class ServedBuffers:
         self._buffers = buffers
         self._key = f"{BUFFERS}{name}"
         self._unsaved_key = f"{UNSAVED}{self._key}"
-        self._epoch = 0  # that the buffers are of
-        self._state: Any = None  # what was attached last
+        self._epoch = 0  # of the buffers
+        self._state: Any = None  # of the buffers that were attached last
         self._attached_s = -CADENCE_S
         self._attaching: Future[None] | None = None
         self._first: dict[str, Attachment] = {}  # this worker's own, by key
 
     def prepare(self) -> None:
-        """Before this worker registers the model: the job has non-persistent buffers, if it is to have this one's.
+        """Attach the non-persistent buffers, if the job is to have this worker's, before it registers the model.
 
         Raises:
-            InvalidRequest: the persistent ones cannot be saved; on every worker, since each is asked.
+            InvalidRequest: the persistent ones cannot be saved; every worker raises it, since each encodes its own.
         """
         if (content := self._buffers.encoded()) is not None:
             self._first[self._key] = Attachment.made(self._key, content)
@@ -182,24 +186,24 @@ class ServedBuffers:
                 self._attach_unsaved(content)
 
     def give(self) -> None:
-        """Before this worker gives the model first values: attach its buffers."""
+        """Attach this worker's buffers, before it gives the model first values."""
         if (content := self._buffers.encoded(persistent=False)) is not None:
             self._attach_unsaved(content)
         if self._key in self._first:
             self._world.attachments.attach(self._key, self._first[self._key])
 
     def begin(self, view: ModelView, *, given: bool) -> list[str]:
-        """From now on they are those of a registered model that has values.
+        """Let the buffers be those of a registered model that has values.
 
         Args:
             view: the model.
-            given: whether this worker has given them.
+            given: True if this worker has given the values.
 
         Returns:
-            The names of those that differed from the values that the model begins with, and are no more.
+            The names of those that differed from the values that the model begins with, and do not any more.
 
         Raises:
-            InvalidRequest: some differ that are too large to be sent, or in shape.
+            InvalidRequest: some differ in shape, or differ and are too large to be sent.
         """
         self._view, weak = view, weakref.ref(self)
         self._world.attachments.register(
@@ -214,12 +218,12 @@ class ServedBuffers:
         return [*(differ if begins else ()), *self._take_unsaved(own.get(self._unsaved_key), begins=begins)]
 
     def follow(self) -> None:
-        """After a restore, take the buffers that came with it."""
+        """Take the buffers that came with a restore, if there was one."""
         if self._view is not None and self._view.epoch != self._epoch:
             self._take(self._view)
 
     def offer(self) -> None:
-        """After a committed step: attach what has changed, in the background."""
+        """Attach changed buffers in the background; called after a committed step."""
         if not self._world.is_main_process or time.monotonic() < self._attached_s + CADENCE_S:
             return
         if (attaching := self._attaching) is not None:
@@ -232,7 +236,7 @@ class ServedBuffers:
             self._state, self._attaching = state, self._world.attachments.offer(self._key, content)
 
     def release(self) -> None:
-        """The model is given up: later checkpoints do not have them."""
+        """Give up the model's buffers: later checkpoints do not have them."""
         self._world.attachments.forget(self._key)
         for key in (self._key, self._unsaved_key):
             self._world.attachments.remove(key)
@@ -248,7 +252,7 @@ class ServedBuffers:
         return []
 
     def _attach_unsaved(self, content: bytes) -> None:
-        """Attach those that are not persistent; where they are too large for the store, their hash."""
+        """Attach the non-persistent buffers; if they are too large for the store, attach their hash."""
         try:
             self._world.attachments.attach(self._unsaved_key, content)
         except (InvalidRequest, Busy):
@@ -275,7 +279,7 @@ class ServedBuffers:
 
 
 def _can_be_sent(buffer: torch.Tensor) -> bool:
-    """Whether it is a plain dense tensor of a dtype that safetensors has."""
+    """Return True for a plain dense tensor of a dtype that safetensors has."""
     if type(buffer) is not torch.Tensor or buffer.layout != torch.strided or buffer.is_quantized:
         return False
     return not (buffer.is_conj() or buffer.is_neg()) and buffer.dtype not in (torch.complex32, torch.complex128)
@@ -283,7 +287,7 @@ def _can_be_sent(buffer: torch.Tensor) -> bool:
 
 @torch.no_grad()
 def _set(values: Iterable[tuple[str, torch.Tensor, torch.Tensor]]) -> list[str]:
-    """Give buffers values; returns the names of those whose bits were others. One that has them is not touched."""
+    """Give buffers values, and return the names of those whose bits differed; equal ones are not touched."""
     differ = []
     for name, buffer, value in values:
         given = value.to(buffer.device, buffer.dtype)
@@ -298,7 +302,7 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def listed(names: Iterable[str]) -> str:
-    """The first few of names, and the number of the others, for a message."""
+    """Return the first few of names, and the number of the others, for a message."""
     names = list(names)
     more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
     return ", ".join(names[:_NAMED]) + more

@@ -2,14 +2,14 @@
 
     model.save_checkpoint(uri, optimizer, state={"scheduler": scheduler, "epoch": 3}, rank_state={"rng": RandomState()})
 
-What may be in it are objects with `state_dict()` and `load_state_dict()` (the protocol `Stateful` of
-torch.distributed.checkpoint), `torch.Generator`s, and plain values. `state` is the first worker's; of `rank_state` each
-worker has its own. Nothing is pickled: a worker's file is a safetensors file of the tensors, with the rest as JSON.
+It may have objects with `state_dict()` and `load_state_dict()` (the protocol `Stateful` of
+torch.distributed.checkpoint), `torch.Generator`s, and plain values. `state` is the first worker's; each worker has a
+`rank_state` of its own. Nothing is pickled: a worker's file has the tensors in safetensors, and the rest as JSON.
 
 Note: [Encoding]
     JSON has lists, strings, numbers and objects with strings as keys. Everything else is an object with one key that
     begins with "$": {"$tensor": 3}, {"$tuple": [...]}, {"$dict": [[key, value], ...]}. A function or a class is
-    {"$kept": "its name"}: on load the object keeps the one that it has.
+    {"$kept": "its name"}: on load the object keeps its own.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ class RandomState:
     """The random generators of this process: torch's, of the CPU and of the current GPU, Python's and numpy's."""
 
     def state_dict(self) -> dict[str, Any]:
-        """The states of all of them."""
+        """Return the states of all of them."""
         state = {"torch": torch.get_rng_state(), "python": random.getstate(), "numpy": np.random.get_state()}
         if torch.cuda.is_available():
             state["cuda"] = torch.cuda.get_rng_state()
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Put them there."""
+        """Set the states of all of them."""
         torch.set_rng_state(state_dict["torch"])
         random.setstate(state_dict["python"])
         np.random.set_state(state_dict["numpy"])
@@ -104,7 +104,7 @@ def load(
     state: MutableMapping[str, Any] | None,
     rank_state: MutableMapping[str, Any] | None,
 ) -> None:
-    """Load what `save` has written into objects and mappings: that of the first worker, and that of this rank.
+    """Load saved state into objects and mappings: that of the first worker, and that of this rank.
 
     Raises:
         InvalidRequest: the checkpoint lacks one of them.
@@ -123,13 +123,13 @@ def load(
 
 
 def plain(value: Any) -> Any:
-    """A value as JSON without tensors, those of one element being numbers; functions and the like are left out."""
+    """Encode a value as JSON; tensors of one element become numbers, others, functions and the like are left out."""
     encoder = Encoder(lambda tensor, path: tensor.item() if tensor.numel() == 1 else {"$kept": "a tensor"})
     return encoder.encode(value, "optimizer")
 
 
 def from_plain(tree: Any) -> Any:
-    """The value of what `plain` gave; what was left out is None."""
+    """Decode JSON that `plain` gave; left-out values are None."""
     return Decoder(lambda _: None, "the optimizer's groups").decode(tree, lambda: None)
 
 
@@ -137,7 +137,7 @@ def from_plain(tree: Any) -> Any:
 
 
 def _values(state: Mapping[str, Any]) -> dict[str, Any]:
-    """The values to be written of each object."""
+    """Return the values to write, by name."""
 
     def value_of(given: Any) -> Any:
         if isinstance(given, torch.Generator):
@@ -168,7 +168,7 @@ def _load(section: Section, into: MutableMapping[str, Any], where: str) -> None:
 
 
 def _now(current: Any) -> Callable[[], Any]:
-    """The value that an object has, of which functions are kept."""
+    """Return a function that gives an object's present value, from which functions are kept."""
     return current.state_dict if _is_stateful(current) else lambda: current
 
 
@@ -191,14 +191,14 @@ class Encoder:
     """Values to JSON; see Note: [Encoding].
 
     Args:
-        of_tensor: the JSON of a tensor, whose path is given for errors.
+        of_tensor: returns the JSON of a tensor, whose path is given for errors.
     """
 
     def __init__(self, of_tensor: Callable[[torch.Tensor, str], Any]) -> None:
         self._of_tensor = of_tensor
 
     def encode(self, value: Any, path: str, depth: int = 0) -> Any:
-        """The JSON of a value.
+        """Encode a value as JSON.
 
         Raises:
             InvalidRequest: it, or something in it, has no form.
@@ -249,7 +249,7 @@ class Decoder:
 
     Args:
         tensor: gives a tensor by its number.
-        where: what the JSON is of, for errors.
+        where: the source of the JSON, for errors.
     """
 
     def __init__(self, tensor: Callable[[Any], Any], where: str) -> None:
@@ -257,10 +257,10 @@ class Decoder:
         self._where = where
 
     def decode(self, tree: Any, current: Callable[[], Any]) -> Any:
-        """The value of JSON; `current` gives the value that there is now, of which functions are kept.
+        """Decode JSON; `current` gives the present value, from which functions are kept.
 
         Raises:
-            CheckpointCorrupt: it is not what an `Encoder` gives.
+            CheckpointCorrupt: no `Encoder` gives such JSON.
         """
         theirs = list[Exception]()
 
@@ -336,7 +336,7 @@ class Section:
 
     Args:
         tree: the JSON.
-        decoder: of its values.
+        decoder: decodes its values.
 
     Attributes:
         tree: JSON by name.
@@ -347,7 +347,7 @@ class Section:
         self._decoder = decoder
 
     def decode(self, name: str, current: Callable[[], Any]) -> Any:
-        """The value of a name."""
+        """Return the value of a name."""
         return self._decoder.decode(self.tree[name], current)
 
 
@@ -356,7 +356,7 @@ class StateFile:
 
     Args:
         tree: the JSON.
-        tensors: by number.
+        tensors: the tensors by number.
         where: the file, for errors.
     """
 
@@ -366,7 +366,7 @@ class StateFile:
         self._decoder = Decoder(tensors.__getitem__, where)
 
     def section(self, name: str) -> Section:
-        """A part of it, by name.
+        """Return a part of the file, by name.
 
         Raises:
             CheckpointCorrupt: there is none.
@@ -424,7 +424,7 @@ def _read(uri: str, entry: FileEntry | None) -> StateFile:
 
 @contextlib.contextmanager
 def _damage_named(where: str, theirs: Sequence[Exception] = ()) -> Iterator[None]:
-    """Convert what a file's content makes torch, numpy and Python raise to an error that names the file.
+    """Convert errors of torch, numpy and Python over a file's content to an error that names the file.
 
     Errors of ours, and those in `theirs`, stay as they are.
     """
@@ -444,7 +444,7 @@ def _on_any(group: ProcessGroup, mine: bool) -> bool:
 
 
 def _exchange(group: ProcessGroup, text: str) -> list[str]:
-    """Every worker's text, by rank."""
+    """Return every worker's text, by rank."""
     row = np.zeros(_ENTRY_BYTES, np.uint8)
     row[: len(text)] = np.frombuffer(text.encode(), np.uint8)
     rows = group.all_gather(row).reshape(group.size, -1)

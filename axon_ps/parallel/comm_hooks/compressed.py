@@ -1,4 +1,4 @@
-"""`CompressedHook`: gradients travel compressed, such as only the largest of them, and are summed in f32.
+"""`CompressedHook`: gradients are sent compressed (only the largest of them, say), and are summed in f32.
 
 Owns: the exchange of compressed segments, and their buffers. Refuses: to compress; a `compress.Compressor` does that.
 
@@ -6,7 +6,7 @@ Owns: the exchange of compressed segments, and their buffers. Refuses: to compre
 
 Invariants:
 - Every rank ends with the same bits, in every run: sums are in rank order, and all ranks expand the same bytes.
-- What a rank sends is quantised once, and what comes back is quantised once.
+- A rank's gradient is quantised once on the way there, and the average once on the way back.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ class _HostNumbers:
         self._compressor = compressor
 
     def read(self) -> None:
-        """Copy them from the bucket where they are not its memory."""
+        """Copy the numbers from the bucket, unless they are its memory."""
         self._host.read()
 
     def compress(self, at: slice, out: Array, residual: torch.Tensor | None) -> None:
@@ -141,16 +141,16 @@ class _HostNumbers:
         self._compressor.compress(self._host.values[at], out, None if residual is None else residual.numpy())
 
     def decompress(self, at: slice, data: Array) -> None:
-        """Set some of them to what `data`, in host memory, decompresses to."""
+        """Decompress `data`, in host memory, into some of them."""
         self._compressor.decompress(data, self._host.values[at])
 
     def write(self) -> None:
-        """Copy them to the bucket where they are not its memory."""
+        """Copy the numbers to the bucket, unless they are its memory."""
         self._host.write()
 
 
 class _DeviceNumbers:
-    """The same for a top-k of a bucket in device memory, on the device: only compressed bytes go to the host."""
+    """`_HostNumbers` for a top-k of a bucket in device memory, on the device: only compressed bytes go to the host."""
 
     def __init__(self, bucket: GradientBucket) -> None:
         self.where = bucket.flat.device
@@ -184,7 +184,7 @@ class _Segments:
     Attributes:
         spans: each rank's segment of the bucket.
         sizes: bytes of each segment, compressed.
-        numbers: what is compressed, and the average afterwards.
+        numbers: the numbers to compress, and the average afterwards.
         outgoing: u8[sum(sizes)]: this rank's gradient, compressed by segment.
         incoming: u8[n * sizes[rank]]: every rank's compressed gradient of this rank's segment.
         total: f32[N_rank]: the sum of those.
@@ -201,7 +201,7 @@ class _Segments:
 
     @classmethod
     def of(cls, bucket: GradientBucket, group: ProcessGroup, compressor: Compressor) -> _Segments:
-        """Allocate them."""
+        """Allocate the buffers of a bucket."""
         n = group.size
         numels = [bucket.numel // n + (p < bucket.numel % n) for p in range(n)]
         sizes = [compressor.compressed_bytes(numel) for numel in numels]
@@ -217,6 +217,6 @@ class _Segments:
         )
 
     def split(self, data: Array) -> list[Array]:
-        """The segments of `outgoing` or `gathered`."""
+        """Return the segments of `outgoing` or `gathered`."""
         ends = list(accumulate(self.sizes))
         return [data[end - size : end] for size, end in zip(self.sizes, ends, strict=True)]

@@ -6,8 +6,8 @@ memory.
 
     shape legend: n = numbers, k = ceil(n / 256) blocks, m = numbers that a top-k selects
 
-Edges are those of the two modules: a block with a NaN or an infinity becomes NaN as a whole and leaves its residual,
-one under 2^-100 becomes zeros; a top-k of anything that is not finite sends NaN and leaves the residual.
+Edge cases are those of the two modules. A block with a NaN or an infinity becomes all NaN and leaves its residual. A
+block under 2^-100 becomes zeros. A top-k of numbers that are not all finite sends NaN and leaves the residual.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 from axon_ps.types import INT8_BLOCK_NUMEL
 
 BLOCK_BYTES = 4 + INT8_BLOCK_NUMEL
-"""Of a block: its scale, f32, and its quants."""
+"""Bytes of a block: its scale, f32, and its quants."""
 
 _TINY, _LARGEST = 2.0**-100, 127.0
 
@@ -67,7 +67,7 @@ def top_k(values: Tensor, out: Tensor, residual: Tensor | None = None) -> None:
     Args:
         values: f32[n]; read only.
         out: u8[8 m]: indices u32[m], ascending, then values f32[m]; overwritten.
-        residual: f32[n]; added to the values first, then set to what was not selected. None = drop that.
+        residual: f32[n]; added to the values first, then set to the numbers not selected. None = drop those.
     """
     count = out.numel() // 8
     if not count:
@@ -92,7 +92,7 @@ def top_k(values: Tensor, out: Tensor, residual: Tensor | None = None) -> None:
 
 
 def expand_top_k(data: Tensor, values: Tensor, *, first: bool) -> None:
-    """values = what `top_k` selected and zeros elsewhere if `first`, else values += that.
+    """Set values to the numbers that `top_k` selected, zeros elsewhere, if `first`; else add those numbers to them.
 
     Args:
         data: u8[8 m], as `top_k` writes it.
@@ -106,7 +106,7 @@ def expand_top_k(data: Tensor, values: Tensor, *, first: bool) -> None:
 
 
 def _rows(values: Tensor) -> Tensor:
-    """f32[k, 256]: the numbers with zeros behind them."""
+    """Return f32[k, 256]: the numbers with zeros behind them."""
     missing = -values.numel() % INT8_BLOCK_NUMEL
     padded = torch.nn.functional.pad(values, (0, missing)) if missing else values
     return padded.view(-1, INT8_BLOCK_NUMEL)

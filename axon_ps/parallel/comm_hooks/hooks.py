@@ -1,7 +1,8 @@
-"""Communication hooks: how a bucket of gradients is averaged over the ranks.
+"""Communication hooks: ways to average a bucket of gradients over the ranks.
 
-Owns: what a hook is, and the hooks that make an all-reduce: `AllReduceHook` (the default), `CastHook` (bf16, fp16),
-`FunctionHook` (yours). `int8_hook` has blocks of int8 and `compressed_hook` top-k. Refuses: when a bucket is reduced.
+Owns: the interface of a hook, and the hooks that make an all-reduce: `AllReduceHook` (the default), `CastHook` (bf16,
+fp16), `FunctionHook` (yours). `int8` has blocks of int8 and `compressed` top-k. Refuses: to choose when a bucket is
+reduced.
 
     shape legend: N = elements of a bucket
 
@@ -9,9 +10,13 @@ Invariant: every rank ends with the same bits, in every run.
 
 Note: [Two buckets on their way]
     Through servers the last segments of an all-reduce come back when a card has nothing more to send. So neighbouring
-    buckets travel in two groups in turns, and one begins while the one before it ends. *Measured*, f32 on 4 + 4 hosts
-    at 500 Mbit/s, with buckets that grow from 1 MiB: a step takes 1.37 s instead of 1.43; its bytes alone take 1.13.
-    Calls through shared memory or NCCL have no such end, and stay in one group.
+    buckets are sent in two groups by turns, and one begins while the one before it ends. Calls through shared memory or
+    NCCL have no such end, and stay in one group. *Measured*, f32 on 4 + 4 hosts at 500 Mbit/s, with buckets that grow
+    from 1 MiB:
+
+        a step, two groups     1.37 s
+        a step, one group      1.43 s
+        its bytes alone        1.13 s
 """
 
 from __future__ import annotations
@@ -35,12 +40,12 @@ from axon_ps.types import ReduceOp
 T = TypeVar("T")
 
 _CLOSE_TIMEOUT_S = 5.0
-"""How long the end of a hook waits for its threads, which are idle by then. They must have ended before the process
-does: a thread that drops a tensor while the interpreter is torn down ends the process with SIGABRT."""
+"""Most seconds that the end of a hook waits for its threads, which are idle by then. They must have ended before the
+process does: a thread that drops a tensor while the interpreter is torn down ends the process with SIGABRT."""
 
 
 class CommunicationHook(ABC):
-    """Averages buckets over the ranks of a group, its own way. An object serves one wrapper.
+    """A way to average buckets over the ranks of a group. An object serves one wrapper.
 
     Attributes:
         feedback: its residuals, which are added to later gradients; None without error feedback.
@@ -49,12 +54,12 @@ class CommunicationHook(ABC):
     feedback: Residuals | None = None
 
     def attach(self, group: ProcessGroup) -> None:
-        """Set the group whose ranks it averages over; no other caller uses it. Called once, before all else."""
+        """Set the group whose ranks it averages over; no other caller uses it. This is called once, before all else."""
         self.group = group
         self._in_turns = (group, group.named_group("in_turns", range(group.size)))
 
     def group_of(self, bucket: GradientBucket) -> ProcessGroup:
-        """The group in which a bucket travels; see Note: [Two buckets on their way]."""
+        """Return the group in which a bucket is sent; see Note: [Two buckets on their way]."""
         through_servers = not cuda.memory().is_on_device(bucket.flat) and self.group.backend == "grpc"
         return self._in_turns[bucket.index % 2 if through_servers else 0]
 
@@ -66,15 +71,15 @@ class CommunicationHook(ABC):
         """
 
     def rebuild(self, before: Sequence[GradientBucket], after: Sequence[GradientBucket]) -> None:
-        """Gradients are in other buckets from now on, see `members`. No reduction is under way."""
+        """Follow gradients into other buckets, see `members`; no reduction is under way."""
         return
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The residuals of this rank, which a checkpoint needs: f32[N] by "residual.BUCKET"; see `Residuals`."""
+        """Return the residuals of this rank, for a checkpoint: f32[N] by "residual.BUCKET"; see `Residuals`."""
         return {} if self.feedback is None else self.feedback.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Take what `state_dict` of the same rank gave, for the same buckets.
+        """Load what `state_dict` of the same rank gave, for the same buckets.
 
         Raises:
             InvalidRequest: it does not fit.
@@ -125,8 +130,9 @@ class PackingHook(CommunicationHook):
 
     @abstractmethod
     def pack(self, bucket: GradientBucket) -> Any:
-        """The bucket's gradients in the other form, an array that the next call for this bucket may use again; None if
-        there is nothing to do.
+        """Return the bucket's gradients in the other form; None if there is nothing to do.
+
+        They are an array that the next call for this bucket may use again.
         """
 
     @abstractmethod
@@ -157,7 +163,7 @@ class CastHook(PackingHook):
 
     Args:
         dtype: torch.bfloat16 or torch.float16. Values beyond f16 become infinite.
-        error_feedback: whether the rounding error of a gradient is added to the next one.
+        error_feedback: True to add the rounding error of a gradient to the next one.
     """
 
     def __init__(self, dtype: torch.dtype, *, error_feedback: bool = False) -> None:
@@ -196,7 +202,7 @@ class CastHook(PackingHook):
 
 
 def on_this_stream(bucket: GradientBucket, call: Callable[[], T]) -> Callable[[], T]:
-    """The call, for another thread: device memory is read and written on the stream that is the current one here."""
+    """Return the call for another thread, on this thread's current stream of the bucket's device memory."""
     if not bucket.flat.is_cuda:
         return call
     stream = torch.cuda.current_stream(bucket.flat.device)
@@ -209,7 +215,7 @@ def on_this_stream(bucket: GradientBucket, call: Callable[[], T]) -> Callable[[]
 
 
 def work_queue_of(owner: CommunicationHook, what: str) -> WorkQueue:
-    """A work queue whose thread ends with its owner."""
+    """Make a work queue whose thread ends with its owner."""
     queue = WorkQueue(f"axon-ps-{type(owner).__name__}-{what}")
     fork.finalize(owner, queue.close, _CLOSE_TIMEOUT_S)
     return queue

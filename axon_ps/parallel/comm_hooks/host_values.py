@@ -1,6 +1,6 @@
 """`HostValues`: a bucket's numbers as f32 in host memory, where compressors read and write them.
 
-Owns: the copy, where one is needed. Refuses: to know what the numbers are used for.
+Owns: the copy, if one is needed. Refuses: to know what the numbers are used for.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ class HostValues:
     """The numbers of one bucket.
 
     Args:
-        bucket: whose; its memory stays where it is.
+        bucket: the bucket; its memory stays as it is.
 
     Attributes:
-        values: f32[N]: the bucket itself where that is f32 on the host, else a copy, in pinned memory for a GPU's.
+        values: f32[N]: the bucket itself if that is f32 on the host, else a copy, in pinned memory for a GPU's.
     """
 
     def __init__(self, bucket: GradientBucket) -> None:
@@ -30,11 +30,11 @@ class HostValues:
         self.values = (flat if self._staged is None else self._staged).numpy()
 
     def read(self) -> None:
-        """Copy the bucket to `values` where they are not its memory."""
+        """Copy the bucket to `values`, unless they are its memory."""
         if self._staged is not None:
             self._staged.copy_(self._flat)  # returns when the device has done it
 
     def write(self) -> None:
-        """Copy `values` to the bucket where they are not its memory."""
+        """Copy `values` to the bucket, unless they are its memory."""
         if self._staged is not None:
             self._flat.copy_(self._staged)

@@ -1,4 +1,4 @@
-"""`Int8Hook`: gradients travel in blocks of int8, and are added up in f32 on the way.
+"""`Int8Hook`: gradients are sent in blocks of int8, and are added up in f32 on the way.
 
 Owns: the blocks of each bucket. Refuses: to make them (`compress.int8_block`, and `device_codecs` where a bucket is in
 device memory: then only blocks are copied to the host) and to add them up (the backend).
@@ -26,7 +26,7 @@ from axon_ps.types import INT8_BLOCK_NUMEL, Array, DType
 class Int8Hook(PackingHook):
     """An all-reduce of blocks of int8: a quarter of the bytes of f32.
 
-    What a rank sends is rounded to the nearest, and the error is added to its next gradient. The average is
+    A rank's gradient is rounded to the nearest, and the error is added to its next gradient. The average is
     rounded once more, at random, and is right on average; see Note: [Sums are rounded at random] of
     `compress.int8_block`. With one rank nothing is compressed.
 
@@ -93,7 +93,7 @@ class _HostBlocks:
 
 
 class _DeviceBlocks:
-    """The same, made in device memory: only blocks are copied to the host."""
+    """Blocks of a bucket's numbers, made in device memory: only blocks are copied to the host."""
 
     def __init__(self, bucket: GradientBucket, blocks: Array) -> None:
         self.blocks = blocks

@@ -15,13 +15,13 @@ from axon_ps.parallel.comm_hooks.int8 import Int8Hook
 
 
 def comm_hook(name: str, *, error_feedback: bool | None = None, **options: Any) -> CommunicationHook:
-    """A hook by its name.
+    """Make a hook by its name.
 
     Args:
         name: "all_reduce", "bf16", "fp16", "int8", "int4", "top_k" or the name of any other compressor.
-        error_feedback: whether the compression error is added to the next gradient; None = the hook's default: bf16 and
+        error_feedback: True to add the compression error to the next gradient; None = the hook's default: bf16 and
             fp16 do not, all others do.
-        options: of the compressor, such as `fraction=0.01` of top_k; int8, bf16 and fp16 take none here.
+        options: options of the compressor, such as `fraction=0.01` of top_k; int8, bf16 and fp16 take none here.
 
     Raises:
         InvalidRequest: there is no hook of that name, or it does not take such an option.
@@ -43,7 +43,7 @@ def comm_hook(name: str, *, error_feedback: bool | None = None, **options: Any) 
 
 
 def as_hook(hook: CommunicationHook | str | Callable[..., object] | None) -> CommunicationHook:
-    """A hook, a hook's name, a function, or None for the default, as a hook.
+    """Make a hook of a hook, a hook's name, a function, or None for the default.
 
     Raises:
         InvalidRequest: it is none of these.

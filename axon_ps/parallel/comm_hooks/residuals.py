@@ -32,12 +32,12 @@ class Residuals:
         self._averages: dict[int, Tensor] = {}
 
     def of(self, bucket: GradientBucket, device: torch.device | None = None) -> Tensor:
-        """f32[N]: the error of the bucket's gradients."""
+        """Return the error of the bucket's gradients, f32[N]."""
         where = device or bucket.flat.device
         return self._get(self._gradients, bucket.index, bucket.numel, where)
 
     def of_average(self, bucket: GradientBucket, numel: int) -> Tensor:
-        """f32[N_rank]: the error of the average of this rank's segment."""
+        """Return the error of the average of this rank's segment, f32[N_rank]."""
         return self._get(self._averages, bucket.index, numel, _HOST)
 
     @staticmethod
@@ -70,7 +70,7 @@ class Residuals:
                 self._gradients[bucket.index] = torch.cat([by_member[member] for member in bucket.members])
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Every error, by name."""
+        """Return every error, by name."""
         return {
             f"{what}.{index}": residual
             for what, residuals in (("residual", self._gradients), ("average", self._averages))
@@ -78,7 +78,7 @@ class Residuals:
         }
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Take what `state_dict` gave.
+        """Load what `state_dict` gave.
 
         Raises:
             InvalidRequest: a name is not one of ours.

@@ -1,6 +1,6 @@
 """Buckets: many gradients in one flat array, so that they travel in one collective.
 
-Owns: which gradients are in which bucket, and the memory of buckets. Refuses: to know when a bucket is reduced
+Owns: the assignment of gradients to buckets, and the memory of buckets. Refuses: to know when a bucket is reduced
 (`parallel.rounds`), how (`comm_hooks`) and where its gradients come from (`reducer`, `synchronizer`).
 
     shape legend: T[numel] = a bucket's elements, all of one dtype on one device
@@ -31,7 +31,7 @@ def check_dtype(dtype: torch.dtype, what: str) -> None:
     """Check that gradients of this dtype can be summed.
 
     Raises:
-        InvalidRequest: they cannot; `what` names whose dtype it is, in the message.
+        InvalidRequest: they cannot; the message begins with `what`.
     """
     if dtype not in _NUMPY:
         known = ", ".join(str(d) for d in _NUMPY)
@@ -39,13 +39,13 @@ def check_dtype(dtype: torch.dtype, what: str) -> None:
 
 
 def flat_memory(numel: int, dtype: torch.dtype, device: torch.device, group: ProcessGroup | None) -> Tensor:
-    """T[numel], zeros: device memory, or host memory that the ranks of a host map (no collective copies it).
+    """Return T[numel] of zeros: device memory, or host memory that the ranks of a host map (no collective copies it).
 
     Args:
-        numel: how many elements.
-        dtype: of a floating-point type.
-        device: where.
-        group: whose collectives it is for; None = memory of this process alone.
+        numel: number of elements.
+        dtype: a floating-point type.
+        device: the device of the memory.
+        group: the group that reduces it; None = memory of this process alone.
     """
     if group is None or cuda.memory().is_device(device):
         return torch.zeros(numel, dtype=dtype, device=device)
@@ -58,15 +58,15 @@ class GradientBucket:
     """One flat array that gradients are put into and taken from.
 
     Args:
-        capacity: elements it has room for.
-        dtype: of its gradients.
-        device: of its gradients.
-        group: whose collectives it is for, so that the other ranks of the host can map its memory.
+        capacity: most elements that it can hold.
+        dtype: dtype of its gradients.
+        device: device of its gradients.
+        group: the group that reduces it, so that the other ranks of the host can map its memory.
         index: its position among the buckets that are reduced together.
 
     Attributes:
         members: number of each gradient in it, in the order they were put in.
-        views: of their memory, in the same order, in their shapes.
+        views: views of their memory, in the same order, in their shapes.
 
     Raises:
         InvalidRequest: `capacity` is negative, or gradients of this dtype cannot be summed.
@@ -98,21 +98,21 @@ class GradientBucket:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of every gradient in it."""
+        """The dtype of every gradient in it."""
         return self._memory.dtype
 
     @property
     def is_full(self) -> bool:
-        """Whether there is no room for one more element."""
+        """True if not one more element fits."""
         return self._numel >= self.capacity
 
     @property
     def flat(self) -> Tensor:
-        """T[numel]: everything in it. `extract` and `views` give what is written here."""
+        """T[numel]: all its elements. Values written here appear in `extract` and `views`."""
         return self._memory[: self._numel]
 
     def reserve(self, shape: Sequence[int], member: int) -> Tensor | None:
-        """Make room for a gradient; its view, of zeros, or None when there is not enough room."""
+        """Reserve memory for a gradient; return its view, of zeros, or None when it does not fit."""
         numel = math.prod(shape)
         if self._numel + numel > self.capacity:
             return None
@@ -126,7 +126,7 @@ class GradientBucket:
         """Copy a gradient into it.
 
         Returns:
-            False, with nothing changed, when there is not enough room.
+            False, with nothing changed, when it does not fit.
 
         Raises:
             InvalidRequest: it has another dtype than the bucket.
@@ -142,11 +142,11 @@ class GradientBucket:
         return True
 
     def extract(self) -> list[Tensor]:
-        """Copies of the gradients in it, in the order they were added and in their shapes."""
+        """Return copies of the gradients in it, in the order they were added and in their shapes."""
         return [view.clone() for view in self.views]
 
     def clear(self) -> None:
-        """Take everything out; its memory stays. Views that were taken from it will see what comes next."""
+        """Take everything out; its memory stays. Views that were taken from it will show the next gradients."""
         self._numel = 0
         self.members, self.views = [], []
 
@@ -154,14 +154,14 @@ class GradientBucket:
 def assign(
     tensors: Sequence[Tensor], order: Iterable[int], *, first_bytes: int, bucket_bytes: int
 ) -> list[tuple[int, ...]]:
-    """The tensors of each bucket: neighbours in `order` of one dtype and device, up to so many bytes.
+    """Assign tensors to buckets: neighbours in `order` of one dtype and device, up to so many bytes.
 
     The first bucket of each kind is small so that communication begins early (Li et al., "PyTorch Distributed",
-    https://arxiv.org/abs/2006.15704, section 3.2.2), and each has room for twice as much as the one before it, so
-    that the next is complete before the network waits for it. A tensor larger than a bucket has one for itself.
+    https://arxiv.org/abs/2006.15704, section 3.2.2). Each bucket is twice as large as the one before it, so that it is
+    complete before the network waits for it. A tensor larger than a bucket has a bucket of its own.
 
     Args:
-        tensors: what gradients are for.
+        tensors: the tensors whose gradients are assigned.
         order: the order in which gradients are expected; positions in `tensors`.
         first_bytes: size of the first bucket of each kind.
         bucket_bytes: size of the largest.
@@ -192,7 +192,7 @@ def assign(
 def build(
     tensors: Sequence[Tensor], plan: Sequence[Sequence[int]], group: ProcessGroup | None
 ) -> tuple[list[GradientBucket], dict[int, Tensor]]:
-    """The buckets of a plan made by `assign`, and by member its gradient's view."""
+    """Make the buckets of a plan from `assign`; return them, and by member its gradient's view."""
     buckets: list[GradientBucket] = []
     views: dict[int, Tensor] = {}
     for index, members in enumerate(plan):

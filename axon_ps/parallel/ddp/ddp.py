@@ -1,6 +1,6 @@
 """`DistributedDataParallel`: every rank has a replica of the module; gradients are averaged while backward runs.
 
-Owns: what happens around forward: buffers, parameters that are the same everywhere, ranks that run out of data.
+Owns: the work around forward: buffers, parameters that are the same everywhere, ranks that run out of data.
 Refuses: parameters on shard servers (`fsdp` has those) and gradients (`reducer` has them).
 """
 
@@ -36,30 +36,30 @@ class DistributedDataParallel(nn.Module):
     """Wrap a module so that all ranks train it together, each on data of its own (`DDP` is an alias).
 
     Use it like the module, with any torch optimizer made after wrapping. After `backward()` every `param.grad` is the
-    average over the ranks, so equal optimizers leave equal parameters. Gradients travel in buckets, which are
-    in shared memory of the ranks of a host, in the reverse order of `parameters()` at first and in the order in which
-    rank 0's gradients came from the second step on, while backward goes on. (Li et al., "PyTorch Distributed",
+    average over the ranks, so equal optimizers leave equal parameters. Gradients travel in buckets while backward goes
+    on. Buckets are in shared memory of the ranks of a host. Their order is the reverse of `parameters()` at first; from
+    the second step on it is the order in which rank 0's gradients came. (Li et al., "PyTorch Distributed",
     https://arxiv.org/abs/2006.15704.)
 
     Making it is collective, and so are its forwards with gradients in training mode (when there are buffers to
-    broadcast) and its backwards outside of `no_sync()`. A forward in `eval()` mode, or without gradients, is not: one
-    rank may evaluate by itself.
+    broadcast) and its backwards outside of `no_sync()`. A forward in `eval()` mode, or without gradients, is not
+    collective: one rank may evaluate by itself.
 
-    A module may be wrapped again, after an error or in another group; the wrappers before do nothing then.
+    A module may be wrapped again, after an error or in another group; its earlier wrappers do nothing then.
 
     Names in `state_dict()` are those of torch's wrapper of the same name: they begin with "module.".
 
     Args:
-        module: the module, the same on every rank; rank 0's values become everybody's.
+        module: the module, the same on every rank; every rank gets rank 0's values.
         group: the ranks; None = all workers of the current world.
         bucket_size_mb: gradients that travel together, in MiB. The first bucket has at most 1 MiB, the others double.
-        broadcast_buffers: whether buffers (running statistics, say) become rank 0's before each training forward.
-        gradient_as_bucket_view: whether `param.grad` is the bucket's memory. Saves as much memory as the gradients
+        broadcast_buffers: True = buffers (running statistics, say) become rank 0's before each training forward.
+        gradient_as_bucket_view: True = `param.grad` is the bucket's memory. This saves as much memory as the gradients
             take; `grad.detach_()` and `zero_grad(set_to_none=False)` work in place then.
-        find_unused_parameters: whether some parameters may get no gradient in some backward, on some ranks or all. It
+        find_unused_parameters: True = some parameters may get no gradient in some backward, on some ranks or all. It
             costs a walk over the graph each forward and a small all-reduce each backward. `param.grad` stays as it was
-            where no rank used the parameter.
-        grad_sync_strategy: when buckets are reduced. NO_SYNC leaves it to `sync_gradients()`.
+            if no rank used the parameter.
+        grad_sync_strategy: the time at which buckets are reduced. NO_SYNC leaves it to `sync_gradients()`.
 
     Raises:
         LayoutMismatch: another rank wraps another module; the message names the difference.
@@ -67,8 +67,8 @@ class DistributedDataParallel(nn.Module):
             averaged.
 
     After an error: the gradients of a backward that failed are undefined, and other ranks may wait for this one until
-    their deadline. If a rank has died they get `MemberLost` at once; make a group of those who are left and
-    wrap the module again.
+    their deadline. If a rank has died they get `MemberLost` at once; make a group of the ranks that are left and wrap
+    the module again.
     """
 
     def __init__(
@@ -121,8 +121,8 @@ class DistributedDataParallel(nn.Module):
 
         Raises:
             Misuse: the last backward was broken off; a parameter was replaced or added, has another dtype or device, or
-                trains that was frozen when it was wrapped; or this process is a fork of a worker.
-            AxonError: what broadcasting the buffers failed with.
+                was frozen when it was wrapped and trains now; or this process is a fork of a worker.
+            AxonError: the buffers could not be broadcast.
         """
         if not torch.is_grad_enabled():
             return self.module(*args, **kwargs)
@@ -145,7 +145,7 @@ class DistributedDataParallel(nn.Module):
                 f"parameter {late!r} was frozen when the module was wrapped and requires a gradient now, which would "
                 "not be averaged. Wrap the module while it requires one, then freeze it: requires_grad_(False)"
             )
-        if name := self._tree.look().untrained:  # pruning and parametrizations give one another place
+        if name := self._tree.look().untrained:  # pruning and parametrizations give a parameter another place
             raise Misuse(
                 f"parameter {name!r} was {self._tree.change_of(name)} since the module was wrapped (an assignment of "
                 "it or of a module, load_state_dict(assign=True)): its gradient would not be averaged. Copy values "
@@ -159,7 +159,7 @@ class DistributedDataParallel(nn.Module):
 
     @property
     def strategy(self) -> GradSyncStrategy:
-        """When gradients are averaged."""
+        """The time at which gradients are averaged."""
         return self._strategy
 
     @property
@@ -168,23 +168,29 @@ class DistributedDataParallel(nn.Module):
         return self._reducer.buckets
 
     def unwrap(self) -> nn.Module:
-        """The user's module."""
+        """Return the user's module."""
         return self.module
 
     def into_inner(self) -> nn.Module:
-        """`unwrap()`, by the name it has in the Rust crates."""
+        """Return `unwrap()`, by the name it has in the Rust crates."""
         return self.unwrap()
 
     def statistics(self) -> dict[str, float]:
-        """Counters: `rounds` (reductions of all gradients), `reduced_bytes` (of gradients, uncompressed), `buckets`,
-        `rebuilt`, and `wait_s`: seconds that backward waited at its end for reductions that did not overlap with it."""
+        """Return counters.
+
+        rounds           reductions of all gradients
+        reduced_bytes    bytes of gradients, uncompressed
+        buckets          number of buckets
+        rebuilt          times that the buckets were made anew
+        wait_s           seconds that backward waited at its end for reductions that did not overlap with it
+        """
         return self._reducer.statistics()
 
     # ------------------------------------------------------------------ synchronizing
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backwards inside leave their gradients in `param.grad`; the next one outside averages the sums."""
+        """Leave the gradients of backwards inside in `param.grad`; the next backward outside averages the sums."""
         before, self._reducer.syncing = self._reducer.syncing, False
         try:
             yield
@@ -192,18 +198,19 @@ class DistributedDataParallel(nn.Module):
             self._reducer.syncing = before
 
     def sync_parameters(self, root: int = 0) -> None:
-        """Parameters and buffers of every rank become the root's; collective.
+        """Replace parameters and buffers of every rank by the root's. Collective.
 
         Args:
-            root: position in the group of the rank whose values they are.
+            root: position in the group of the rank that has the values.
         """
         state = [*self.module.parameters(), *self.module.buffers()]
         replicas.broadcast(self._group, state, root)
 
     def sync_gradients(self) -> None:
-        """Average `param.grad` over the ranks now; collective. For NO_SYNC, and after backwards in `no_sync()`.
+        """Average `param.grad` over the ranks now. Collective.
 
-        A rank without a gradient counts as one of zeros; where no rank has one, it stays None.
+        Call it with NO_SYNC, and after backwards in `no_sync()`. A rank without a gradient counts as one of zeros; if
+        no rank has one, it stays None.
 
         Raises:
             Misuse: a backward is under way.
@@ -211,14 +218,14 @@ class DistributedDataParallel(nn.Module):
         self._reducer.reduce_now()
 
     def register_comm_hook(self, hook: CommunicationHook | str | Callable[..., object] | None) -> CommunicationHook:
-        """Have gradients averaged another way from now on; every rank must call it, with the same.
+        """Average gradients by a hook from now on; every rank must call it, with the same hook.
 
         Args:
             hook: a `CommunicationHook`; or the name of one ("bf16", "fp16", "int8", "top_k", "all_reduce"); or a
                 function of a bucket and a group that makes `bucket.flat` the average; None = the default.
 
         Returns:
-            The hook: `state_dict()` of it is what a checkpoint needs of its error feedback, by rank.
+            The hook: its `state_dict()` has the error feedback that a checkpoint needs, by rank.
 
         Raises:
             InvalidRequest: it is none of these.
@@ -232,7 +239,7 @@ class DistributedDataParallel(nn.Module):
 
     @contextmanager
     def join(self) -> Iterator[None]:
-        """Inside, ranks may have different numbers of batches; put the loop inside, on every rank.
+        """Allow different numbers of batches on the ranks; put the loop inside, on every rank.
 
         A rank that leaves takes part in the others' steps with gradients of zero until all have left, and ends with the
         parameters and buffers of the lowest rank that made the last step; averages are still over all ranks. Its
@@ -255,12 +262,12 @@ class DistributedDataParallel(nn.Module):
                     replicas.broadcast(self._group, list(self.module.buffers()), root)
                 self._reducer.reduce_nothing()
             last = self._group.all_reduce(np.array([root], np.int64), ReduceOp.MAX)
-            self.sync_parameters(max(0, int(last[0])))  # all left at the same step: everybody has the same
+            self.sync_parameters(max(0, int(last[0])))  # all left at the same step: every rank has the same values
         finally:
             self._joining = False
 
     def _announce(self, active: bool) -> int:
-        """Exchange which ranks still have data; the lowest rank that has, -1 if none."""
+        """Exchange which ranks still have data; return the lowest of them, -1 if none."""
         nobody = self._group.size
         mine = self._group.rank if active else nobody
         lowest = int(self._group.all_reduce(np.array([mine], np.int64), ReduceOp.MIN)[0])
@@ -268,7 +275,7 @@ class DistributedDataParallel(nn.Module):
 
 
 def _described(module: nn.Module) -> list[str]:
-    """A line for every parameter and buffer."""
+    """Return a line for every parameter and buffer."""
     params = [
         f"{name}: {p.dtype}{list(p.shape)}{'' if p.requires_grad else ', frozen'}"
         for name, p in module.named_parameters()

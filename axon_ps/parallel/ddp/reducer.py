@@ -10,9 +10,9 @@ Phases of one backward that synchronizes:
 3. Autograd is done (its final callback): the buckets are waited for, and `param.grad` holds the averages.
 
 Invariants:
-- Buckets travel in a sub-group of their own, so whatever the user does in the group meanwhile cannot get between them.
-- A parameter has one hook of ours, of the reducer that was made last. It is the tensor's: autograd makes the node of
-  the graph that accumulates a gradient anew when the parameter's data are set (`double()`, a parametrization).
+- Buckets travel in a sub-group of their own, so no call of the user's in the group can get between them.
+- A parameter has one hook of ours, of the reducer that was made last. The hook is the tensor's, because autograd makes
+  the node that accumulates the gradient anew when the parameter's data are set (`double()`, a parametrization).
 - Everything else that is collective happens in the caller's thread, in the order of the program.
 """
 
@@ -58,9 +58,9 @@ class Reducer:
         named: the parameters to train, each once, in the order of forward; the same on every rank.
         group: the ranks.
         bucket_bytes: size of a bucket.
-        as_views: whether `param.grad` is the bucket's memory.
-        find_unused: whether a backward may leave parameters out.
-        strategy: when buckets are reduced.
+        as_views: True = `param.grad` is the bucket's memory.
+        find_unused: True = a backward may leave parameters out.
+        strategy: the time at which buckets are reduced.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class Reducer:
         self._put_hooks_last()
 
     def set_hook(self, hook: CommunicationHook) -> None:
-        """Have buckets averaged another way from now on.
+        """Average buckets by another hook from now on.
 
         Raises:
             Misuse: a backward is under way.
@@ -114,7 +114,7 @@ class Reducer:
         return tuple(self._buckets)
 
     def statistics(self) -> dict[str, float]:
-        """Reductions of all buckets, bytes of gradients in them, seconds that backward waited for them at its end."""
+        """Return the counters of `DistributedDataParallel.statistics`."""
         return {**self._counters, "buckets": len(self._buckets)}
 
     # ------------------------------------------------------------------ calls of the wrapper
@@ -135,14 +135,14 @@ class Reducer:
         """Check, before a forward, that the gradients will fit into the buckets.
 
         Raises:
-            Misuse: a parameter has another dtype, device or shape since; the message names it.
+            Misuse: the dtype, device or shape of a parameter has changed since; the message names it.
         """
         for index in range(len(self.params)):
             self._check_fits(index)
         self._put_hooks_last()
 
     def watch(self, outputs: Sequence[Tensor]) -> None:
-        """Forward returned these: find out which parameters a backward from them will leave out."""
+        """Find out which parameters a backward from forward's outputs will leave out, and notice when it begins."""
         watched = [tensor for tensor in outputs if tensor.requires_grad]
         if self._strategy is GradSyncStrategy.NO_SYNC or not watched:
             return
@@ -153,7 +153,7 @@ class Reducer:
             tensor.register_hook(partial(_backward_begins, me))  # type: ignore[no-untyped-call]
 
     def reduce_now(self) -> None:
-        """Average what is in `param.grad`, outside of any backward. A gradient that no rank has stays None; collective.
+        """Average `param.grad`, outside of any backward. A gradient that no rank has stays None. Collective.
 
         Raises:
             Misuse: a backward is under way.
@@ -180,7 +180,7 @@ class Reducer:
     # ------------------------------------------------------------------ one backward
 
     def _put_hooks_last(self) -> None:
-        """Have our hook of each parameter run after those that the user has registered since."""
+        """Move our hook of each parameter behind those that the user has registered since."""
         for index, param in enumerate(self.params):
             hooks = param._post_accumulate_grad_hooks
             if hooks and _is_own(next(reversed(hooks.values()))):
@@ -205,11 +205,11 @@ class Reducer:
         return self.syncing and self._strategy is not GradSyncStrategy.NO_SYNC
 
     def backward_begins(self) -> None:
-        """Some gradient has arrived at forward's result, or at a parameter.
+        """Begin a round when some gradient has arrived at forward's result, or at a parameter.
 
-        It matters that the first is before the second: the final callback belongs to the backward that is running, and
-        a checkpoint with use_reentrant=True runs others inside, which end earlier. It matters, too, that a rank which
-        uses no parameter at all takes part where some may be unused.
+        The arrival at forward's result comes first, and that matters for two reasons. The final callback belongs to the
+        backward that is running, and a checkpoint with use_reentrant=True runs others inside, which end earlier. And if
+        some parameters may be unused, a rank that uses none at all must take part, too.
         """
         if self._round is not None or not self._active:
             return
@@ -221,13 +221,13 @@ class Reducer:
                     self._copy_to_bucket(index)
 
     def output_ready(self) -> None:
-        """The gradient of one of forward's results has arrived; no parameter's hooks are being called."""
+        """Notice the gradient of one of forward's results, at a time when no parameter's hooks are being called."""
         if self._round is None:
             self._put_hooks_last()
         self.backward_begins()
 
     def grad_ready(self, index: int) -> None:
-        """`param.grad` is complete, as far as this backward goes."""
+        """Take `param.grad`, which is complete as far as this backward goes."""
         self._used[index] = 1
         if not self._active:
             return
@@ -253,7 +253,7 @@ class Reducer:
 
     @torch.no_grad()
     def _copy_to_bucket(self, index: int) -> None:
-        """Copy the gradient to its view of its bucket, zeros if there is none."""
+        """Copy the gradient to its view of its bucket, or zeros if there is none."""
         assert self._round is not None
         if index not in self._round.missing:
             raise Misuse(f"{self.names[index]} {_AGAIN}")
@@ -321,7 +321,7 @@ class Reducer:
         return buckets.assign(self.params, self._order, first_bytes=first_bytes, bucket_bytes=self._bucket_bytes)
 
     def _rebuild(self, ready_order: Sequence[int]) -> None:
-        """Buckets in the order in which rank 0's gradients came the first time; collective."""
+        """Rebuild the buckets in the order in which rank 0's gradients came the first time. Collective."""
         self._ready_order = None
         first = dict.fromkeys(ready_order)
         order = [*first, *(index for index in self._order if index not in first)]
@@ -336,7 +336,7 @@ class Reducer:
 
 
 def leaves(outputs: Sequence[Tensor]) -> list[Tensor]:
-    """The leaf tensors that a backward from `outputs` would give gradients to."""
+    """Return the leaf tensors that a backward from `outputs` would give gradients to."""
     found: list[Tensor] = [tensor for tensor in outputs if tensor.grad_fn is None]
     todo = [tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None]
     known = set(todo)
@@ -353,7 +353,7 @@ def leaves(outputs: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _own_group(group: ProcessGroup) -> ProcessGroup:
-    """A sub-group of all ranks for buckets alone. Ranks make their reducers in the same order, so names agree."""
+    """Make a sub-group of all ranks for buckets alone. Ranks make their reducers in the same order, so names agree."""
     number = _counted.get(group, 0)
     _counted[group] = number + 1
     return group.named_group(f"gradients{number}", range(group.size))
@@ -369,7 +369,7 @@ def _is_own(hook: Any) -> bool:
 
 
 def _own_hook(param: nn.Parameter) -> int | None:
-    """The key of a reducer's hook among those of a parameter; None = it has none."""
+    """Return the key of a reducer's hook among those of a parameter; None = it has none."""
     hooks = param._post_accumulate_grad_hooks or {}
     return next((key for key, hook in hooks.items() if _is_own(hook)), None)
 

@@ -1,6 +1,6 @@
-"""That every rank has the same module: the same parameters by name, and the same values.
+"""The same module on every rank: the same parameters by name, and the same values.
 
-Owns: comparing what ranks wrapped, and making tensors on all ranks those of one. Refuses: gradients.
+Owns: comparing the modules of the ranks, and giving all ranks the tensors of one. Refuses: gradients.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ PACKED_BYTES = 25 << 20
 
 
 def check_same(group: ProcessGroup, lines: Sequence[str]) -> None:
-    """Check that every rank has the same lines; collective.
+    """Check that every rank has the same lines. Collective.
 
     Args:
         group: the ranks.
         lines: a description, one parameter a line.
 
     Raises:
-        LayoutMismatch: some differ from those of rank 0, on every rank; the message names the ranks, and the line if
-            this rank is one of them.
+        LayoutMismatch: some ranks differ from rank 0; raised on every rank. The message names those ranks, or on one of
+            them the line that differs.
     """
     text = np.frombuffer("\n".join(lines).encode(), np.uint8)
     digest = np.frombuffer(hashlib.sha256(text.tobytes()).digest(), np.uint8)
@@ -50,21 +50,21 @@ def check_same(group: ProcessGroup, lines: Sequence[str]) -> None:
 
 @torch.no_grad()
 def broadcast(group: ProcessGroup, tensors: Sequence[Tensor], root: int = 0) -> int:
-    """Every rank's tensors become the root's; collective. Tensors of a host travel packed.
+    """Replace every rank's tensors by the root's. Collective. Small tensors travel packed.
 
     Args:
         group: the ranks.
         tensors: dense ones of any dtype, the same in number, shape and dtype on every rank.
-        root: whose values.
+        root: the rank that has the values.
 
     Returns:
         The bytes of all tensors.
 
     Raises:
         InvalidRequest: a tensor is sparse, quantised, on the meta device, or of a class that holds others.
-        AxonError: what a collective failed with.
+        AxonError: a collective failed.
     """
-    # not detach(), whose changes autograd counts: a forward whose backward is to come may have saved a buffer
+    # not detach(), whose changes autograd counts: a forward may have saved a buffer for a backward that is to come
     plain = [tensor.data for tensor in tensors if tensor.numel()]
     for tensor in plain:
         check_memory(tensor, "a parameter or buffer")
@@ -75,7 +75,7 @@ def broadcast(group: ProcessGroup, tensors: Sequence[Tensor], root: int = 0) -> 
 
 
 def _packs(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Neighbours on one device, up to `PACKED_BYTES`."""
+    """Yield neighbours on one device, up to `PACKED_BYTES`."""
     pack: list[Tensor] = []
     for tensor in tensors:
         if pack and (tensor.device != pack[0].device or sum(t.nbytes for t in pack) + tensor.nbytes > PACKED_BYTES):
@@ -98,5 +98,5 @@ def _send(group: ProcessGroup, pack: Sequence[Tensor], root: int) -> None:
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    """u8[nbytes]: the same memory."""
+    """Return u8[nbytes]: the same memory."""
     return tensor.view(-1).view(torch.uint8)

@@ -1,7 +1,7 @@
 """`SyncBatchNorm`: batch normalisation over the batches of all ranks of a group together.
 
-Owns: the layer and its exchange. It gives what torch's BatchNorm gives in one process that has all ranks' batches, one
-after the other; torch's own SyncBatchNorm does so on GPUs alone.
+Owns: the layer and its exchange. Its results are those of torch's BatchNorm in one process that has all ranks' batches,
+one after the other; torch's own SyncBatchNorm does so on GPUs alone.
 
     shape legend: x: [N, C, ...], n = values per channel on this rank, T = of all ranks, R = ranks
 
@@ -44,21 +44,21 @@ class SyncBatchNorm(_BatchNorm):
     Args:
         num_features: C, of inputs [N, C, ...].
         eps: added to the variance.
-        momentum: how much a batch counts in the running statistics; None = all batches count the same.
-        affine: whether there are weight and bias.
-        track_running_stats: whether there are running statistics; without, evaluation uses its own batch's.
-        process_group: the ranks: a group, or a world for all of its workers; None = the current world, whoever is in
-            it at the time.
+        momentum: weight of a batch in the running statistics; None = all batches count the same.
+        affine: True = there are weight and bias.
+        track_running_stats: True = there are running statistics; without, evaluation uses its own batch's.
+        process_group: the ranks: a group, or a world for all of its workers; None = the current world, with the workers
+            that it has at the time.
         device: of the parameters.
         dtype: of the parameters.
-        bias: whether there is a bias with the weight.
+        bias: True = there is a bias with the weight.
 
     Raises:
         InvalidRequest: in a training forward: the input has other channels or fewer than two dimensions (the other
             ranks get the error too), or all ranks together have one value per channel or none.
         Misuse: in a training forward: no group was given and there is no current world.
 
-    After an error: see `ProcessGroup`. The running statistics are what they were.
+    After an error: see `ProcessGroup`. The running statistics are unchanged.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class SyncBatchNorm(_BatchNorm):
             x: [N, C, ...]; the other ranks' may have another N and, in training, other sizes after C.
 
         Returns:
-            Of x's shape and dtype.
+            A tensor of x's shape and dtype.
         """
         if not self.training:
             self._check_input_dim(x)
@@ -106,7 +106,7 @@ class SyncBatchNorm(_BatchNorm):
             raise InvalidRequest(f"SyncBatchNorm({n}) was given {list(input.shape)}; it needs [N, {n}, ...]")
 
     def _track(self, mean: torch.Tensor, var: torch.Tensor, total: float) -> None:
-        """Let a batch count in the running statistics."""
+        """Count a batch in the running statistics."""
         if self.running_mean is None or self.running_var is None or self.num_batches_tracked is None:
             return
         self.num_batches_tracked.add_(1)
@@ -177,7 +177,7 @@ def _in_training(layer: SyncBatchNorm, x: torch.Tensor) -> torch.Tensor:
 
 
 def _statistics(x: torch.Tensor, group: ProcessGroup) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """Mean and variance by channel of all ranks' values, f64[C] each, and how many values there are. Collective."""
+    """Return mean and variance by channel of all ranks' values, f64[C] each, and their number. Collective."""
     channels, count = x.size(1), x.numel() // x.size(1)
     ours = x.new_zeros(2 * channels + 1, dtype=torch.float64)
     if count:
@@ -241,7 +241,7 @@ class _Normalise(torch.autograd.Function):
 
 
 def _accurate(x: torch.Tensor) -> torch.dtype:
-    """The dtype in which sums of x are computed."""
+    """Return the dtype in which sums of x are computed."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 

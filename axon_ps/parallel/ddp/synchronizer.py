@@ -26,21 +26,21 @@ BUCKET_NUMEL = 25 * (1 << 20) // 4
 
 
 class GradSyncStrategy(enum.Enum):
-    """When gradients are averaged over the ranks."""
+    """The time at which gradients are averaged over the ranks."""
 
     SYNCHRONOUS = "synchronous"
-    """All buckets after the last gradient has come."""
+    """All buckets are reduced after the last gradient has come."""
     OVERLAPPED = "overlapped"
-    """Each bucket as soon as it is complete, while other gradients are still being computed."""
+    """Each bucket is reduced as soon as it is complete, while other gradients are still being computed."""
     NO_SYNC = "no_sync"
-    """Never by itself."""
+    """Nothing is reduced by itself."""
 
 
 class GradientSynchronizer:
     """Averages gradients that it is given one by one.
 
         synchronizer = GradientSynchronizer(GradSyncStrategy.OVERLAPPED)
-        synchronizer.prepare(tensors)                # once: what gradients will come, in the order they are expected
+        synchronizer.prepare(tensors)                # once: like the gradients, in the order they are expected
         for i, gradient in ...:
             synchronizer.add_gradient(i, gradient)   # OVERLAPPED: complete buckets are on their way
         averaged = synchronizer.sync_all()           # in the order of `prepare`
@@ -49,7 +49,7 @@ class GradientSynchronizer:
     Every rank must prepare the same shapes and dtypes; gradients may come in any order, another one on every rank.
 
     Args:
-        strategy: when buckets are reduced; with NO_SYNC `sync_all` gives this rank's own gradients.
+        strategy: the time at which buckets are reduced; with NO_SYNC `sync_all` gives this rank's own gradients.
         bucket_numel: elements of a bucket.
         group: the ranks; None = all workers of the current world.
 
@@ -75,17 +75,17 @@ class GradientSynchronizer:
 
     @property
     def buckets(self) -> tuple[GradientBucket, ...]:
-        """The buckets of what was prepared, in the order in which they are reduced."""
+        """The buckets of the prepared tensors, in the order in which they are reduced."""
         return tuple(self._buckets)
 
     def prepare(self, tensors: Sequence[Tensor]) -> None:
-        """Make buckets for gradients of these shapes, dtypes and devices. Collective when it is the first time.
+        """Make buckets for gradients of these shapes, dtypes and devices. The first call is collective.
 
         Args:
             tensors: parameters, or anything like their gradients, in the order in which gradients are expected.
 
         Raises:
-            InvalidRequest: they are no tensors, or gradients of some dtype cannot be summed.
+            InvalidRequest: they are not tensors, or gradients of some dtype cannot be summed.
         """
         if not isinstance(tensors, Sequence) or not all(isinstance(t, Tensor) for t in tensors):
             raise InvalidRequest(
@@ -101,9 +101,9 @@ class GradientSynchronizer:
         self.clear()
 
     def add_gradient(self, index: int, gradient: Tensor) -> None:
-        """Give the gradient of tensor `index`; it is copied.
+        """Copy the gradient of tensor `index` into its bucket.
 
-        With NO_SYNC a gradient that comes again before `clear` is added to what came.
+        With NO_SYNC a gradient that comes again before `clear` is added to the earlier one.
 
         Raises:
             Misuse: it came before, or everything was averaged; call `clear` before the next step.
@@ -128,7 +128,7 @@ class GradientSynchronizer:
         """Wait until everything is averaged.
 
         Args:
-            group: the ranks, as in the Rust crates; None = those of the constructor, which it must be in any case.
+            group: the ranks, as in the Rust crates; None = the constructor's group. No other group is accepted.
 
         Returns:
             The gradients, in the order of `prepare`; they are views of the buckets and valid until `clear`.
@@ -136,7 +136,7 @@ class GradientSynchronizer:
         Raises:
             Misuse: gradients are missing; the message names them.
             InvalidRequest: it is another group.
-            AxonError: what a collective failed with.
+            AxonError: a collective failed.
 
         After an error: `Misuse` and `InvalidRequest` changed nothing. After any other the gradients are undefined.
         """
@@ -155,7 +155,7 @@ class GradientSynchronizer:
         return [self._views[i] for i in range(len(self._views))]
 
     def clear(self) -> None:
-        """Forget the gradients; the buckets stay. Waits for what is on its way."""
+        """Forget the gradients, after the reductions that are on their way; the buckets stay."""
         list(self._round.results())
         for bucket in self._buckets:
             bucket.flat.zero_()

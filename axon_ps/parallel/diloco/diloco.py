@@ -1,4 +1,4 @@
-"""Local SGD and DiLoCo: train on a copy for H steps, then let the servers move everybody by the average progress.
+"""Local SGD and DiLoCo: train on a copy for H steps, then let the servers update all by the average progress.
 
     outer step t, on every worker w:
         local_w = parameters_t
@@ -8,21 +8,21 @@
         parameters_{t+1} = outer_optimizer(parameters_t, average of the pseudo-gradients)
 
 The push is an ordinary synchronous step with another meaning of gradient, so deaths, joins, exactly-once and
-checkpoints are those of every step. The average is weighted by what each worker has trained. Sources: Stich 2019 (local
+checkpoints are those of every step. The average is weighted by each worker's training. Sources: Stich 2019 (local
 SGD); Douillard et al. 2023 (DiLoCo: AdamW inside, SGD with Nesterov momentum outside).
 
 Note: [Streaming]
-    Douillard et al. 2025 (Streaming DiLoCo, https://arxiv.org/abs/2501.18512): the module is divided into P fragments,
-    each of which makes its outer step every H inner steps, H / P after the one before it; and while a fragment's outer
-    step is under way, `overlap_steps` more inner steps are made. So what travels at once is a P-th, and has time. What
-    of these inner steps remains is for `mixing` to say: Note: [Where a worker goes on] in `fragment`.
+    Douillard et al. 2025 (Streaming DiLoCo, https://arxiv.org/abs/2501.18512) divide the module into P fragments, each
+    of which makes its outer step every H inner steps, H / P after the fragment before it. While a fragment's outer step
+    is under way, `overlap_steps` more inner steps are made. So a P-th of the parameters is sent at once, and has time.
+    `mixing` says what remains of these inner steps: Note: [Where a worker goes on] in `fragment`.
 
-    Which fragment is next is the same on every worker: the one with the fewest outer steps, of these the first. So
-    workers agree also after one was lost in the middle, and one that joins goes on where the others are: its first push
-    is after its first inner step, and the others wait for nothing else of it.
+    The next fragment is the same on every worker: the first of those with the fewest outer steps. So workers agree also
+    after one was lost in the middle. A worker that joins goes on where the others are: its first push is after its
+    first inner step, and the others wait for nothing else of it.
 
-Owns: when a fragment makes its outer step. Refuses to touch the inner optimizer's state, which is this worker's own,
-and buffers (running statistics), which are not averaged.
+Owns: the times at which fragments make their outer steps. Refuses: to touch the inner optimizer's state, which is this
+worker's own, and buffers (running statistics), which are not averaged.
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ from axon_ps.types import DType, Hyper, Outcome, StepResult
 from axon_ps.worker.world import World, world_of
 
 _LEAST_WEIGHT = 1e-6
-"""Of a step that counts at all; at most it may be one over this."""
+"""Least weight of a step that counts at all; the largest weight is one over this."""
 
 _BUFFERS = 2
-"""Limit of the push buffers, in units of the largest one, where the worker waits for the outer step."""
+"""Limit of the push buffers, in units of the largest one, if the worker waits for the outer step."""
 
 
 class _UnderWay:
@@ -81,28 +81,28 @@ class DiLoCo:
         inner_steps: local steps between two outer steps of a parameter, H.
         outer_lr: learning rate of the outer SGD.
         outer_momentum: its momentum; 0 with `outer_lr=1` and `nesterov=False` is plain averaging (local SGD).
-        nesterov: whether that momentum is Nesterov's.
-        wire_dtype: what pseudo-gradients travel as: a dtype, or a compressor or its name, with error feedback.
-        param_wire_dtype: what parameters travel as: torch.float32, or a compressor or its name.
-        fragments: how many there are, P; see Note: [Streaming]. Units go to them in turn.
+        nesterov: True if that momentum is Nesterov's.
+        wire_dtype: form in which pseudo-gradients are sent: a dtype, or a compressor or its name, with error feedback.
+        param_wire_dtype: form in which parameters are sent: torch.float32, or a compressor or its name.
+        fragments: number of fragments, P; see Note: [Streaming]. Units are dealt to them one by one.
         overlap_steps: inner steps that are made while an outer step is under way; fewer than H / P.
         mixing: from 0 to 1, alpha of Streaming DiLoCo's Algorithm 2: after an outer step during which inner steps were
             made, parameters are mixing * local + (1 - mixing) * new. That damps the outer momentum, and is better
-            with one. None = what was trained meanwhile is added to the new values whole: better for plain averaging,
+            with one. None = the progress made meanwhile is added to the new values in full: better for plain averaging,
             where mixing would only lose some of it.
         quorum: the fraction of the workers that need not wait for the others: `grace_s` seconds after so many have come
             to an outer step, those that still train come to it, too, after their present inner step. Their progress
-            counts by what they have trained. Workers then make different numbers of inner steps between outer steps:
-            what all do together (the end of training, a checkpoint, a barrier) must go by `version`. Train no other
-            model in the same loop. None = all make all their inner steps.
-        grace_s: how long the others then have to come by themselves.
-        unit_types: module classes that travel as units of their own; the rest of the module is one unit.
-        plan_options: how finely units are cut.
-        name: as for `FullyShardedDataParallel`; with fragments, what their names begin with.
+            counts by their training. Workers then make different numbers of inner steps between outer steps, so joint
+            actions (the end of training, a checkpoint, a barrier) must go by `version`. Train no other model in the
+            same loop. None = all make all their inner steps.
+        grace_s: seconds in which the others may then come by themselves.
+        unit_types: module classes that are sent as units of their own; the rest of the module is one unit.
+        plan_options: the sizes in which units are cut.
+        name: as for `FullyShardedDataParallel`; with fragments, the beginning of their names.
 
     Attributes:
-        outer_lr: of the coming outer step; the same on every worker.
-        name: what the job calls the model.
+        outer_lr: learning rate of the coming outer step; the same on every worker.
+        name: the job's name for the model.
 
     Raises:
         LayoutMismatch: another worker registered another module, `inner_steps` or outer optimizer.
@@ -209,23 +209,23 @@ class DiLoCo:
     # ------------------------------------------------------------------ steps
 
     def step(self, closure: Callable[[], float] | None = None, *, weight: float = 1.0) -> StepResult | None:
-        """One step of the inner optimizer; when it is time, an outer step with everybody begins, or ends.
+        """Make one step of the inner optimizer; when it is time, begin or end an outer step with all workers.
 
         Args:
             closure: as the inner optimizer takes it.
-            weight: what it counts for in the average over workers: as the number of its tokens, over the usual number.
+            weight: its weight in the average over workers: the number of its tokens over the usual number, say.
 
         Returns:
-            None after most inner steps. When an outer step has ended what was decided: committed, and the parameters
-            are the servers' new ones, with what was trained meanwhile as `mixing` says; or not committed, and the
-            parameters retain their local progress, which is pushed with that of the steps to come. Exceptions to that:
-            after non-finite pseudo-gradients, a worker whose own were non-finite goes back to the last sync with a
-            fresh inner optimizer; and a worker whose job was restored from a checkpoint takes the servers' values and
-            loses its progress, at once, whatever the number of steps made. A worker that the job went on without takes
-            what the others did meanwhile, and retains its progress.
+            None after most inner steps; the result of an outer step that has ended. If it committed, the parameters are
+            the servers' new ones, with the progress made meanwhile as `mixing` says. If not, the parameters retain
+            their local progress, which is pushed with that of the steps to come. There are exceptions. After
+            non-finite pseudo-gradients, a worker whose own were non-finite goes back to the last sync with a fresh
+            inner optimizer. A worker whose job was restored from a checkpoint takes the servers' values and loses its
+            progress, at once, after any number of steps. If the job went on without a worker, that worker takes the
+            changes that the others made, and retains its progress.
 
         Raises:
-            InvalidRequest: the weight is negative, or no number.
+            InvalidRequest: the weight is negative, or not a number.
             Timeout: no decision came in time.
             Broken: the coordinator or a shard server is gone for good.
 
@@ -258,10 +258,11 @@ class DiLoCo:
         return result
 
     def outer_step(self) -> StepResult:
-        """Push a fragment's progress since its last sync and take what comes of it; `step` does when it is time.
+        """Push a fragment's progress since its last sync and take the result; `step` does so when it is time.
 
-        Every worker must call it, or the step waits for those that do not. An outer step that is under way ends before.
-        Progress that was not made by `step` counts as that of `inner_steps` steps. Returns and raises as `step` does.
+        Every worker must call it, or the step waits for those that do not. An outer step under way is ended first.
+        Progress that was not made by `step` counts as that of `inner_steps` steps. Results and errors are those of
+        `step`.
         """
         if self._under_way is not None:
             self._end()
@@ -273,11 +274,11 @@ class DiLoCo:
         return self._end()
 
     def _next(self) -> Fragment:
-        """The fragment whose outer step is next; see Note: [Streaming]."""
+        """Return the fragment whose outer step is next; see Note: [Streaming]."""
         return min(self._fragments, key=lambda f: f.steps.view.latest_version)
 
     def _is_due(self) -> bool:
-        """Whether a quorum waits for this worker in an outer step that it has not begun."""
+        """Return True if a quorum waits for this worker in an outer step that it has not begun."""
         fragment = self._next()
         if (begun := fragment.begun) is not None and fragment.steps.attempt == (
             begun.ticket.generation,
@@ -287,14 +288,13 @@ class DiLoCo:
         return fragment.steps.is_due
 
     def sync(self) -> list[StepResult]:
-        """An outer step of every fragment that was trained since its last: what all have trained is in the parameters.
+        """Make an outer step of every fragment trained since its last, so that the parameters have all progress.
 
-        For the end of training, and before a checkpoint that is to have everything; every worker must call it. What was
-        trained with a weight of 0 is lost by it.
+        It is for the end of training, and before a checkpoint that is to have everything; every worker must call it.
+        Progress with a weight of 0 is lost by it.
 
         Returns:
-            What was decided of each; where one did not commit, the progress is retained, and `sync` may be called
-            again.
+            The result of each. If one did not commit, its progress is retained, and `sync` may be called again.
 
         Raises:
             Timeout: a worker did not come, or no decision.
@@ -316,7 +316,7 @@ class DiLoCo:
         return results
 
     def _left_to_sync(self) -> list[Fragment]:
-        """The fragments of which anybody has trained something since their last outer step; none is under way then.
+        """Return the fragments that any worker has trained since their last outer step; none is under way then.
 
         Raises:
             GenerationChanged: the members changed meanwhile.
@@ -329,7 +329,7 @@ class DiLoCo:
     def _end_open(self) -> None:
         """End the outer step that is under way on any worker, unless others have ended it, and this worker's.
 
-        Who does not know of it takes part; whose is over by what another knows only learns how it ended.
+        A worker that has not begun it takes part. A worker whose outer step is over for another only gets its result.
 
         Raises:
             GenerationChanged: the members changed meanwhile.
@@ -350,7 +350,7 @@ class DiLoCo:
             self._end()
 
     def _gather_json(self, what: str, value: Any) -> list[Any]:
-        """The report of each worker, by rank."""
+        """Return the report of each worker, by rank."""
         return world_of(self._group).gather_json(value, name=f"axon_ps/diloco/{self.name}/{what}")
 
     def pull(self) -> None:
@@ -372,7 +372,7 @@ class DiLoCo:
         self._counters["pulls"] += 1
 
     def _catch_up(self) -> StepResult | None:
-        """Take what the job has done without this worker; the result of a step that was one of the others."""
+        """Take the changes that the job made without this worker; return a result if it had to pull."""
         busy = None if self._under_way is None else self._under_way.fragment
         moved = [f for f in self._fragments if f is not busy and f.synced != f.now]
         if any(f.synced[0] != f.now[0] for f in moved):
@@ -383,7 +383,7 @@ class DiLoCo:
             return StepResult(committed=False, version=self.version, grad_norm=0.0, reason=reason)
         for fragment in moved:
             at, values = fragment.gather()
-            known = fragment.begun is None  # else what was pushed may be among it
+            known = fragment.begun is None  # else the last push may be among the changes
             fragment.move(at, values, fragment.anchor if known else None)
             self._counters["rebases" if known else "pulls"] += 1
         return None
@@ -396,7 +396,7 @@ class DiLoCo:
         self._left = self._interval
 
     def _end(self) -> StepResult:
-        """Wait for the outer step that is under way, and take what came of it."""
+        """Wait for the outer step that is under way, and take its result."""
         assert self._under_way is not None
         under_way, self._under_way = self._under_way, None
         fragment, push = under_way.fragment, under_way.push
@@ -420,11 +420,11 @@ class DiLoCo:
 
     @contextmanager
     def synced_parameters(self) -> Iterator[nn.Module]:
-        """Inside, the module has the values of the last sync, the same on every worker: for evaluation.
+        """Give the module the values of the last sync, the same on every worker, inside the block: for evaluation.
 
-        (Of parameters below f32 up to their rounding, where training went on during an outer step.)
+        (Parameters below f32 have them up to their rounding, if training went on during an outer step.)
 
-        Do not train inside. Costs a second copy of the parameters meanwhile.
+        Do not train inside. It costs a second copy of the parameters meanwhile.
         """
         params = [p for fragment in self._fragments for p in fragment.params()]
         local = [p.detach().clone() for p in params]
@@ -448,7 +448,7 @@ class DiLoCo:
         return sum(fragment.steps.view.latest_version for fragment in self._fragments)
 
     def release(self) -> None:
-        """As `FullyShardedDataParallel.release`; the module retains its values, and is a module like any other."""
+        """Release as `FullyShardedDataParallel.release`; the module retains its values, and is like any other."""
         self._end_open()
         world_of(self._group).barrier("axon_ps/release")
         for fragment in self._fragments:
@@ -456,7 +456,7 @@ class DiLoCo:
         self._queue.close(0.0)
 
     def statistics(self) -> dict[str, float]:
-        """Inner and outer steps, pulls, bytes of the copy at the last sync; the data plane's counters as `wire_*`.
+        """Return inner and outer steps, pulls, bytes of the copy at the last sync; the data plane's are `wire_*`.
 
         `inner_steps_committed` are those of this worker whose progress is in the job's parameters, each times its
         weight: over `inner_steps` that is its goodput.
@@ -491,7 +491,7 @@ def _check_schedule(inner_steps: int, fragments: int, overlap_steps: int, mixing
 
 
 def _divided(units: Sequence[wrap.WrappedUnit], fragments: int) -> list[tuple[wrap.WrappedUnit, ...]]:
-    """The units of each fragment: neighbours are in different ones, as are layers of strided fragments in the paper.
+    """Return the units of each fragment; neighbours are in different ones, as in the paper's strided fragments.
 
     Raises:
         InvalidRequest: there are fewer units that can be trained than fragments.
@@ -517,7 +517,7 @@ class LocalSGD(DiLoCo):
         group: as for `DiLoCo`.
         inner_steps: as for `DiLoCo`.
         mixing: as for `DiLoCo`; None, since a plain average has no momentum to damp.
-        options: other arguments of `DiLoCo`, as `wire_dtype`, `fragments`, `unit_types`.
+        options: other arguments of `DiLoCo`, such as `wire_dtype`, `fragments`, `unit_types`.
     """
 
     def __init__(

@@ -1,27 +1,27 @@
 """`Fragment`: units of a module that are synchronized together. To the job it is a model, with versions of its own.
 
-Owns: the copy at the last sync (f32, on the host), and how much was trained since. Refuses: to know when it is time.
+Owns: the copy at the last sync (f32, on the host), and the weight of the training since. Refuses: to know when to sync.
 
 Note: [Where a worker goes on]
     progress = local - anchor         since the last sync
-    push:    sent = local             what is pushed is anchor - sent
+    push:    sent = local             the push is anchor - sent
     commit:  local' = new + progress', anchor' = new, and progress' is
         mixing None:  local - sent
         mixing a:     a * (local - new), so local' = a * local + (1 - a) * new
     the job went on without this worker:  local' = new + (local - anchor), anchor' = new
-    What was trained while a push was under way is progress from the new values, and goes with the next push. Without
+    Progress made while a push is under way is progress from the new values, and goes with the next push. Without
     mixing none of it is lost or counted twice. Mixing (Wang et al. 2020, Overlap Local-SGD,
     https://arxiv.org/abs/2002.09539; Douillard et al. 2025, Streaming DiLoCo, Algorithm 2,
     https://arxiv.org/abs/2501.18512) retains a of it, and a of the way back from new to sent. Momentum takes new
-    beyond the average of what was sent, and the next push takes some of that back: mixing damps the momentum. Plain
-    averaging has none to damp. Where no inner step was made after the push began, nothing is mixed: local' = new.
-    (After an error the same numbers may be pushed again: then what was trained in between is progress, as with None.)
+    beyond the average of the values sent, and the next push takes some of that back: mixing damps the momentum. Plain
+    averaging has none to damp. If no inner step was made after the push began, nothing is mixed: local' = new.
+    (After an error the same numbers may be pushed again: then the training in between is progress, as with None.)
 
-    Of parameters below f32 the new local values are rounded, and anchor' is the rounded values minus progress', so
+    For parameters below f32 the new local values are rounded, and anchor' is the rounded values minus progress', so
     rounding is never pushed as progress.
 
-    Mixing does not change weights: a push counts for the inner steps since the one before it. A weight is what a
-    worker's training counts for in the average beside that of others, and all retain the same fraction of it.
+    Mixing does not change weights: a push counts for the inner steps since the one before it. A weight says how much a
+    worker's training counts in the average beside that of others, and all retain the same fraction of it.
 
 Invariant: `anchor` has the servers' values at `synced`, (epoch, version); the parameters are that plus progress.
 """
@@ -50,7 +50,7 @@ from axon_ps.worker.steps.ticket import Ticket
 from axon_ps.worker.world import World
 
 UNKNOWN: Position = (-1, -1)
-"""Of an anchor that has no version's values."""
+"""Position of an anchor that has no version's values."""
 
 
 @dataclass(kw_only=True)
@@ -58,12 +58,12 @@ class Push:
     """An outer step of a fragment that this worker has begun.
 
     Attributes:
-        ticket: of the attempt.
-        sent: f32[unit_numel] by unit, the parameters that pseudo-gradients are made of; of a frozen unit None.
-        weight: what they count for.
-        works: those that are under way.
-        finite: whether they are.
-        repeated: whether the same numbers were pushed before, which ended in an error.
+        ticket: the attempt's ticket.
+        sent: f32[unit_numel] by unit, the parameters that pseudo-gradients are made of; None for a frozen unit.
+        weight: the weight of the pseudo-gradients.
+        works: the transfers under way.
+        finite: True if the pseudo-gradients are finite.
+        repeated: True if the same numbers were pushed before, in an attempt that ended in an error.
     """
 
     ticket: Ticket
@@ -81,7 +81,7 @@ class Ended:
     Attributes:
         decision: the coordinator's.
         at: (epoch, version) of `values`.
-        values: f32[unit_numel] by unit, what the parameters are now; None where it did not commit.
+        values: f32[unit_numel] by unit, the new parameters; None if it did not commit.
     """
 
     decision: Decision
@@ -90,21 +90,21 @@ class Ended:
 
 
 class Fragment:
-    """One fragment of a module; see this module.
+    """One fragment of a module; see the docstring of this file.
 
     Args:
         world: the workers that train it.
-        spec: what it is registered with.
+        spec: the spec that it is registered with.
         units: its units.
-        name: of its model in the job.
-        pinned: whether copies are in page-locked memory, as of a module on a GPU.
+        name: its model's name in the job.
+        pinned: True if copies are in page-locked memory, for a module on a GPU.
 
     Attributes:
         units: its units.
         steps: this worker's part in its outer steps.
         synced: (epoch, version) of the anchor.
-        weight: what was trained since the last sync that committed counts for.
-        begun: an outer step of which this worker does not know how it ended.
+        weight: the weight of the training since the last sync that committed.
+        begun: an outer step whose end this worker does not know.
         anchor: f32[unit_numel] by unit, the values of the last sync.
     """
 
@@ -148,8 +148,8 @@ class Fragment:
     def push(self, out: BufferPool) -> Push:
         """Begin an outer step: push weight * (anchor - parameters). Without a weight there is nothing to push.
 
-        After an error: `begun` is what was begun. The same attempt is begun with the same numbers, of which the servers
-        may have some.
+        After an error: `begun` has the outer step. The same attempt is begun again with the same numbers, of which the
+        servers may have some.
         """
         ticket = self.steps.ticket(self.synced)
         if self.begun is None or self.begun.ticket != ticket:
@@ -174,7 +174,7 @@ class Fragment:
         return begun
 
     def end(self, push: Push, hyper: Hyper) -> Ended:
-        """Vote for what was pushed, wait for the decision, and gather what it makes of the parameters.
+        """Vote for a push, wait for the decision, and gather the resulting parameters.
 
         Raises:
             Timeout: no decision came in time, or a shard server did not answer.
@@ -190,7 +190,7 @@ class Fragment:
         return Ended(decision=decision, at=at, values=values)
 
     def take(self, push: Push, ended: Ended, mixing: float | None) -> None:
-        """Go on from what an outer step has made of the parameters; see Note: [Where a worker goes on]."""
+        """Go on from the result of an outer step; see Note: [Where a worker goes on]."""
         assert ended.values is not None
         self.move(ended.at, ended.values, push.sent, mixing)
         self.weight -= push.weight
@@ -198,7 +198,7 @@ class Fragment:
     # ------------------------------------------------------------------ values
 
     def gather(self) -> tuple[Position, list[torch.Tensor]]:
-        """The job's parameters, and their (epoch, version).
+        """Return the (epoch, version) of the job's parameters, and the parameters.
 
         Raises:
             Timeout: a shard server did not answer in time.
@@ -224,9 +224,9 @@ class Fragment:
         begun: Sequence[torch.Tensor | None] | None,
         mixing: float | None = None,
     ) -> None:
-        """Give the parameters these values, and what was trained since `begun`; None = what was trained is lost.
+        """Set the parameters to these values plus the progress since `begun`; None = the progress is lost.
 
-        With `mixing` they get the mean of both instead: so much of their own, the rest of these.
+        With `mixing` they are set to a mean instead: this fraction of their own values, the rest of these.
         """
         self.synced = UNKNOWN  # if this is interrupted
         with torch.no_grad():
@@ -256,7 +256,7 @@ class Fragment:
                     param.copy_(_of(anchor, spec))
 
     def params(self) -> Iterator[nn.Parameter]:
-        """Its parameters."""
+        """Return its parameters."""
         return (param for wrapped in self.units for param in wrapped.params)
 
     def _new_values(self) -> list[torch.Tensor]:
@@ -265,7 +265,7 @@ class Fragment:
 
     @staticmethod
     def _local(wrapped: wrap.WrappedUnit) -> torch.Tensor:
-        """f32[unit_numel] on the host: the parameters of a unit."""
+        """Return the parameters of a unit, f32[unit_numel] on the host."""
         local = torch.empty(wrapped.unit.numel, dtype=torch.float32, device="cpu")
         with torch.no_grad():
             for spec, param in zip(wrapped.unit.parameters, wrapped.params, strict=True):
@@ -274,5 +274,5 @@ class Fragment:
 
 
 def _of(values: torch.Tensor, spec: Parameter) -> torch.Tensor:
-    """The values of a parameter in those of its unit."""
+    """Return the values of a parameter in those of its unit."""
     return values[spec.offset : spec.end].view(spec.shape)

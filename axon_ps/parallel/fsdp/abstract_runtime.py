@@ -1,6 +1,6 @@
-"""`AbstractRuntime`: how the steps of a wrapped model are made, which differs by strategy.
+"""`AbstractRuntime`: the steps of a wrapped model, which differ by strategy.
 
-`ServerRuntime` makes them on the shard servers, `ReplicatedRuntime` on every worker. What happens when is `runtime`'s.
+`ServerRuntime` makes them on the shard servers, `ReplicatedRuntime` on every worker. `runtime` has the order of events.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from axon_ps.worker.checkpoints import CheckpointInfo
 LOAD_FAILED: Final = "the checkpoint was not loaded, since that failed"
 
 _LONGEST: Final = 2000
-"""Characters of an error that the other workers are told."""
+"""Most characters of an error that are sent to the other workers."""
 
 
 class AbstractRuntime(Uncopied):
@@ -47,20 +47,20 @@ class AbstractRuntime(Uncopied):
         raise NotImplementedError
 
     def change_optimizer(self, spec: OptimizerSpec, *, retains_moments: bool = False) -> None:
-        """Have another optimizer take the place of the model's with the next step; its moments begin anew, or stay."""
+        """Replace the model's optimizer by another one with the next step; its moments begin anew, or stay."""
         raise NotImplementedError
 
     def retain_moments(self) -> None:
-        """An optimizer that is to take the place of the model's goes on with its moments."""
+        """Let an optimizer that is to replace the model's go on with its moments."""
         raise NotImplementedError
 
     @property
     def changes_optimizer(self) -> bool:
-        """Whether another optimizer takes the place of the model's with the next step."""
+        """True if another optimizer replaces the model's with the next step."""
         raise NotImplementedError
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[torch.Tensor, dict[str, Any]]:
-        """The state of an optimizer of ours on this worker, by parameter and torch's names; empty with servers."""
+        """Return the state of our optimizer on this worker, by parameter and torch's names; empty with servers."""
         return {}
 
     def load_optimizer_state(self, state: Mapping[torch.Tensor, Mapping[str, Any]], hyper: Sequence[Hyper]) -> None:
@@ -68,16 +68,16 @@ class AbstractRuntime(Uncopied):
         raise NotImplementedError
 
     def step(self, hyper: Sequence[Hyper], commit: Mapping[str, str]) -> StepResult:
-        """Make a step of the gradients that there are, and commit these values with it."""
+        """Make a step of the present gradients, and commit these values with it."""
         raise NotImplementedError
 
     def standing(self) -> Standing:
-        """This worker's place among those that take part in the next step, once all are there."""
+        """Return this worker's `Standing` in the next step, once all members are there."""
         raise NotImplementedError
 
     @property
     def place(self) -> Place:
-        """This worker's among those that take part in the next step, as far as it knows."""
+        """This worker's place among the members of the next step, as far as it knows."""
         raise NotImplementedError
 
     @property
@@ -86,15 +86,15 @@ class AbstractRuntime(Uncopied):
         return {}
 
     def copy_from(self, other: Self, weight: float) -> StepResult:
-        """A step that needs no gradients: the model becomes (1 - weight) * its values + weight * another's."""
+        """Make a step without gradients: the model becomes (1 - weight) * its values + weight * another's."""
         raise NotImplementedError
 
     def _push(self, flat: FlatUnit) -> None:
-        """A unit's gradient is complete: give it to the other replicas."""
+        """Give a unit's complete gradient to the other replicas."""
         raise NotImplementedError
 
     def masters(self) -> Iterator[torch.Tensor]:
-        """Every unit's values, f32[unit_numel], in layout order; see `FullyShardedDataParallel.full_parameters`."""
+        """Yield units' values, f32[unit_numel], in layout order; see `FullyShardedDataParallel.full_parameters`."""
         raise NotImplementedError
 
     def replace(self, values: Iterator[torch.Tensor]) -> None:
@@ -102,19 +102,19 @@ class AbstractRuntime(Uncopied):
         raise NotImplementedError
 
     def gather(self, value: Any) -> list[Any]:
-        """A small value of every worker that has the model, in rank order; collective."""
+        """Return a small value of every worker that has the model, in rank order; collective."""
         raise NotImplementedError
 
     def together(self, failed: str, perform: Callable[[], Any]) -> list[Any]:
-        """A small value that `perform` gives on every worker, in rank order, once it has ended on all; collective.
+        """Return small values that `perform` gives, in rank order, once it has ended on all workers; collective.
 
         Args:
-            failed: how the message begins that the others get if it fails on one.
-            perform: what each worker does by itself.
+            failed: beginning of the message that the others get if it fails on one.
+            perform: the part of each worker.
 
         Raises:
-            Exception: what `perform` raised here.
-            Disagreement: what it raised on another worker blames what was given there.
+            Exception: `perform` raised it here.
+            Disagreement: the error of another worker blames the arguments that were given there.
             AxonError: it failed on another worker by an error of this class.
         """
         value, problem = None, None
@@ -141,7 +141,7 @@ class AbstractRuntime(Uncopied):
         states: Mapping[int, FileEntry],
         version: int | None,
     ) -> CheckpointInfo | None:
-        """Write on the worker that writes; None on the others, which do not wait for it.
+        """Write on the worker that writes; return None on the others, which do not wait for it.
 
         `states` are the files that workers have written, by rank; see `FullyShardedDataParallel.save_checkpoint`.
         """
@@ -152,16 +152,16 @@ class AbstractRuntime(Uncopied):
         raise NotImplementedError
 
     def release(self) -> None:
-        """Give back what others have of the model."""
+        """Release what other processes hold of the model."""
 
     def agree(self) -> None:
-        """Before anything is gathered for a forward: settle with the other workers of a replica on a version."""
+        """Agree on a version with the other workers of a replica, before anything is gathered for a forward."""
 
     def refresh(self) -> None:
-        """Bring what stays of the parameters on this worker up to date, beside units that are resident."""
+        """Update the parameters that stay on this worker, beside units that are resident."""
 
     def clip(self, max_norm: float) -> torch.Tensor:
-        """Clip the gradients of this step to a global L2 norm; the norm before, pending if servers compute it."""
+        """Clip the gradients of this step to a global L2 norm; return the norm before, pending with servers."""
         return self.sent.clip(max_norm)
 
     @property
@@ -176,7 +176,7 @@ class AbstractRuntime(Uncopied):
 
 
 def _error_of_another(name: str) -> type[AxonError]:
-    """The class of error for a worker on whose fellow an error of this name was raised."""
+    """Return the class of error to raise here when another worker raised an error of this name."""
     kind = getattr(errors, name, None)
     if isinstance(kind, type) and issubclass(kind, AxonError) and not issubclass(kind, InvalidRequest):
         return kind

@@ -1,8 +1,8 @@
 """The arguments of `FullyShardedDataParallel` and their other spellings: each is understood, or refused by name.
 
-Owns a table of what every argument may be. A name of a strategy and torch's own enums, policies and precisions mean
-what they mean in torch; anything else is refused before a module is touched. Whether arguments go together is checked
-in `strategy`.
+A table has the accepted values of every argument. A name of a strategy and torch's own enums, policies and precisions
+mean what they mean in torch; anything else is refused before a module is touched. `strategy` checks whether arguments
+go together.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ _ValueT = TypeVar("_ValueT")
 
 
 class _Refused(Exception):
-    """The value is none that the argument may have."""
+    """The argument may not have this value."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Arguments:
-    """The arguments of `FullyShardedDataParallel` as they are meant; see there."""
+    """The arguments of `FullyShardedDataParallel` in their canonical form; see there."""
 
     module: nn.Module
     sharding_strategy: ShardingStrategy
@@ -52,10 +52,10 @@ class Arguments:
 
 
 def checked(**given: Any) -> Arguments:
-    """The arguments by name, as they are meant.
+    """Return the arguments by name, in their canonical form.
 
     Raises:
-        InvalidRequest: one of them cannot be; the message says what was given and what there is.
+        InvalidRequest: an argument may not have this value; the message has the value and the accepted ones.
     """
     arguments = Arguments(**{name: understood(name, value) for name, value in given.items()})
     if arguments.unit_types and arguments.auto_wrap_policy is not None:
@@ -64,7 +64,7 @@ def checked(**given: Any) -> Arguments:
 
 
 def understood(name: str, value: Any) -> Any:
-    """One argument as it is meant; errors as of `checked`."""
+    """Return one argument in its canonical form; errors as of `checked`."""
     meaning, wanted = _TABLE[name]
     try:
         return meaning(value)
@@ -74,7 +74,7 @@ def understood(name: str, value: Any) -> Any:
 
 
 def strategy_of(value: Any) -> ShardingStrategy:
-    """A sharding strategy by its name, or by torch's enum; errors as of `checked`."""
+    """Return a sharding strategy by its name, or by torch's enum; errors as of `checked`."""
     strategy: ShardingStrategy = understood("sharding_strategy", value)
     return strategy
 
@@ -83,7 +83,7 @@ def strategy_of(value: Any) -> ShardingStrategy:
 
 
 def _is_torchs(value: Any, name: str) -> bool:
-    """Whether the value is of a class of torch's distributed package, which may never have been imported."""
+    """Return True if the value is of a class of torch's distributed package, which may never have been imported."""
     return type(value).__name__ == name and type(value).__module__.startswith("torch.distributed.")
 
 
@@ -136,7 +136,7 @@ def _kinds(value: Any) -> tuple[type[nn.Module], ...]:
 
 
 def _wrap_policy(value: Any) -> Callable[[nn.Module], bool] | None:
-    """A policy, torch's included: those are asked about a module, and get its number of parameters."""
+    """Return a policy that takes a module; torch's own are called with its number of parameters, too."""
     if value is None:
         return None
     if not callable(value) or isinstance(value, type):
@@ -216,4 +216,4 @@ _TABLE: dict[str, tuple[Callable[[Any], Any], str]] = {
     ),
     "name": (partial(_or_none, partial(_an, str)), "a string, or None"),
 }
-"""Per argument, its meaning and what messages say that it may be."""
+"""By argument, the function that converts it, and the accepted values in messages."""

@@ -1,6 +1,6 @@
 """The parts of a wrapped model, by its strategy: first values, units, sources of parameters, the runtime.
 
-The one place that knows which strategy takes which source and which runtime; no other code asks.
+No other module knows which strategy takes which source and which runtime.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Init: TypeAlias = Callable[[nn.Module], None] | None
 def broadcast_values(
     wrapping: Wrapping, module: nn.Module, wrapped_units: WrappedUnits, init: Init, buffers: ModuleBuffers
 ) -> list[torch.Tensor]:
-    """The first worker's values of every unit, f32, once all are found to have the same layout (NO_SHARD).
+    """Return the first worker's values of every unit, f32, once all are found to have the same layout (NO_SHARD).
 
     The buffers become that worker's.
 
@@ -70,7 +70,7 @@ def broadcast_values(
 def replicated_runtime(
     wrapping: Wrapping, module: nn.Module, wrapped_units: WrappedUnits, values: list[torch.Tensor]
 ) -> ReplicatedRuntime:
-    """The runtime of NO_SHARD, with these first values, f32 by unit."""
+    """Make the runtime of NO_SHARD, with these first values, f32 by unit."""
     flats = [ReplicatedUnit(index, wrapped, wrapping) for index, wrapped in enumerate(wrapped_units)]
     for flat, value in zip(flats, values, strict=True):
         flat.master.copy_(value)
@@ -80,7 +80,7 @@ def replicated_runtime(
 def server_runtime(
     wrapping: Wrapping, module: nn.Module, wrapped_units: WrappedUnits, client: StepClient, wrapper: nn.Module
 ) -> ServerRuntime:
-    """The runtime of the strategies that use the shard servers; what it starts ends with `wrapper`."""
+    """Make the runtime of the strategies that use the shard servers; what it starts ends with `wrapper`."""
     node = None
     if wrapping.strategy is ShardingStrategy.HYBRID_SHARD:
         node = _node_steps(wrapping, client)
@@ -132,7 +132,7 @@ def _node_steps(wrapping: Wrapping, client: StepClient) -> NodeSteps:
 
 
 def _module_units(module: nn.Module, wrapped_units: WrappedUnits, flats: Sequence[FlatUnit]) -> list[ModuleUnit]:
-    """The module units of a module, the root first, with these flat units."""
+    """Return the module units of a module, the root first, with these flat units."""
     units: dict[str, ModuleUnit] = {"": ModuleUnit(number=0, name="", module=module, flats=[])}
     for wrapped, flat in zip(wrapped_units, flats, strict=True):
         if wrapped.owner not in units:

@@ -2,41 +2,40 @@
 
 Note: [Memory that comes and goes]
     While a unit is unsharded its parameters are views of `flat`. Resharding resizes flat's *storage* to zero bytes;
-    gathering resizes it back and fills it, so that the parameters stay the same objects. What autograd saves of them in
-    forward is no memory but a `SavedParameter`, which gathers the unit again when backward reads it; see
-    `saved_tensors`.
+    gathering resizes it back and fills it, so that the parameters stay the same objects. Autograd saves no memory of
+    them in forward, but a `SavedParameter`, which gathers the unit again when backward reads it; see `saved_tensors`.
 
     While a unit is resharded, its parameters are NaN expanded to their shape (a view of the emptied storage would
-    crash), and of a class that raises when values are read or written; see `sharded_parameter`. So they are between
-    uses also where the values stay in memory (SHARD_GRAD_OP): they may be those of an older version.
+    crash), and of a class that raises when values are read or written; see `sharded_parameter`. This is so between
+    uses also if the values stay in memory (SHARD_GRAD_OP): they may be those of an older version.
 
     `tensor.numpy()` would forbid resizing for ever, so the loop's thread writes through a raw view of the memory
     (`sources._window`), which lives only while a gather is under way and the storage cannot be resized.
 
 Note: [Mapped units]
-    Where the unit's server is on this host, `flat` is the server's own wire copy, mapped: gathering waits until it is
-    at the version wanted, and resharding makes it unreadable. Nothing is allocated or copied, and what autograd saved
+    If the unit's server is on this host, `flat` is the server's own wire copy, mapped: gathering waits until it is at
+    the version wanted, and resharding makes it unreadable. Nothing is allocated or copied, and what autograd saved
     stays valid. Another mapping comes only with another server, which has the same values at the same version.
 
 Note: [States of a unit]
-    Two things are always known of a unit: whether `flat` has values, and whether others are on their way, be it of a
-    version that is decided or of a step that is not (`UnitState`). `_TRANSITIONS` has every change there is:
+    The state of a unit (`UnitState`) says whether `flat` has values, and whether others are on their way, of a decided
+    version or of an undecided step. `_TRANSITIONS` has every change of state:
 
     SHARDED                 nothing here
     GATHERING               nothing here, values on their way
     SPECULATIVE             nothing here any more, those of an undecided step on their way
     UNSHARDED               `flat` has values: those of `values_at`, which may be an older version
     UNSHARDED_GATHERING     it has, and newer ones come into a buffer beside it, or into memory that will be mapped
-    UNSHARDED_SPECULATIVE   it has, and those of an undecided step come into a buffer beside it (SHARD_GRAD_OP, where
-                            what travels must be cast or copied to a GPU)
+    UNSHARDED_SPECULATIVE   it has, and those of an undecided step come into a buffer beside it (SHARD_GRAD_OP, if
+                            they must be cast or copied to a GPU)
 
-    What is under way is one `PendingGather`. A unit of which another version is needed before a step is decided drops
-    what it has of the step, which cannot commit any more.
+    The values on their way are one `PendingGather`. If another version of a unit is needed before a step is decided,
+    the unit drops the values of that step, which cannot commit any more.
 
 A unit gathers *directly* into `flat` when the wire dtype is the compute dtype and the memory is of the same kind; else
-into a buffer that `unshard` copies (and casts) from. It comes in host memory, but under HYBRID_SHARD on GPUs. What was
-in `flat` is lost then, also where the unit is resident: of a step that is aborted it is gathered once more. `sources`
-has the ways in.
+into a buffer that `unshard` copies (and casts) from. The buffer is in host memory, but under HYBRID_SHARD on GPUs. A
+direct gather overwrites `flat`, also if the unit is resident: when a step is aborted, it is gathered once more.
+`sources` has the ways in.
 
 Shapes: flat: param_dtype[unit_numel]; buffer: wire[unit_numel].
 """
@@ -102,8 +101,8 @@ class FlatUnit:
     Args:
         index: number of the unit in the layout.
         wrapped: its layout and its parameters, whose `data` is set from now on.
-        source: where its values come from.
-        wrapping: how the model is wrapped.
+        source: the source of its values.
+        wrapping: the options with which the model is wrapped.
         resident: retain the values between uses (SHARD_GRAD_OP).
 
     Attributes:
@@ -111,16 +110,16 @@ class FlatUnit:
         unit: its layout.
         params: its parameters, in layout order.
         nbytes: memory of `flat`.
-        wire: what travels.
-        wire_bytes: memory of the unit as it travels.
+        wire: the dtype of gathered values.
+        wire_bytes: memory of the unit in that dtype.
         values_at: (epoch, version) of the values in `flat`; None = it has none.
-        runtime: what gathers it when backward reads what was saved of it; None = nothing does yet.
+        runtime: returns the runtime, which gathers it when backward reads what was saved of it; None = not yet set.
     """
 
     sharded = True
-    """Whether values and gradients are elsewhere between uses."""
+    """True if values and gradients are elsewhere between uses."""
     swapped = False
-    """Whether the module computes with a copy of what the optimizer moves, which is on this worker."""
+    """True if the module computes with a copy of the values that the optimizer updates, which are on this worker."""
 
     def __init__(
         self,
@@ -144,12 +143,12 @@ class FlatUnit:
         self.state = UnitState.SHARDED
         self.values_at: Position | None = None
         self.runtime: Callable[[], saved_tensors.Gatherer | None] = lambda: None
-        self._pending: PendingGather | None = None  # while something is under way
+        self._pending: PendingGather | None = None  # while a gather is under way
         self._classes = [states_of(type(p)) for p in self.params] if self.sharded else []
         self._readable: bool | None = None
         self._nan = torch.empty((), dtype=dtype, device=device)
         self._sharded_data = [self._nan.expand(p.shape) for p in unit.parameters]
-        self._mapped: Mapped | None = None  # what `flat` is; None = memory of our own
+        self._mapped: Mapped | None = None  # the memory of `flat`; None = memory of our own
         self._allocated = False
         self._outliving = Outliving(dtype)
         self._set_flat(torch.empty(unit.numel, dtype=dtype, device=device))
@@ -157,12 +156,12 @@ class FlatUnit:
         self._free_flat()  # the parameters' own values are dropped
         self.stage_device = torch.device("cpu") if wrapping.offload.stages_grads else wrapping.device
         self._staged: list[torch.Tensor | None] = [None] * len(self.params)
-        self.repeated = 0  # gathers that were begun again, since what was under way was of no use
+        self.repeated = 0  # gathers that were begun again, since the one under way was of no use
         self._versions: list[int] = []  # autograd's counts of changes in place, when the parameters became readable
 
     @property
     def trainable(self) -> bool:
-        """Whether the optimizer moves it."""
+        """True if the optimizer updates it."""
         return self.unit.trainable
 
     @property
@@ -188,12 +187,12 @@ class FlatUnit:
 
     @property
     def is_current(self) -> bool:
-        """Whether the values in `flat` are current."""
+        """True if the values in `flat` are current."""
         return self.values_at is not None and self.values_at == self.source.wanted(self)
 
     @property
     def missing(self) -> bool:
-        """Whether current values are neither here nor being gathered."""
+        """True if current values are neither here nor being gathered."""
         return self._is_missing(self.source.wanted(self))
 
     def _is_missing(self, wanted: Position) -> bool:
@@ -203,7 +202,7 @@ class FlatUnit:
 
     @property
     def may_speculate(self) -> bool:
-        """Whether the values of an undecided step may be gathered now: nothing reads those that they overwrite."""
+        """True if the values of an undecided step may be gathered now: nothing reads those that they overwrite."""
         if not self.source.speculates(self) or self.state not in (UnitState.SHARDED, UnitState.UNSHARDED):
             return False
         if self.source.buffered and not self.source.retains:
@@ -223,25 +222,25 @@ class FlatUnit:
         self._enter(UnitState.UNSHARDED_GATHERING if beside else UnitState.GATHERING, pending)
 
     def start_speculative(self, ticket: Ticket, hyper: Sequence[Hyper]) -> None:
-        """Begin to gather the expected result of this step, where `may_speculate`."""
+        """Begin to gather the expected result of this step, if `may_speculate`."""
         self._count(remote=True)
         pending = self.source.start_speculative(self, ticket, hyper)
         beside = self.state.has_values and not pending.in_place
         self._enter(UnitState.UNSHARDED_SPECULATIVE if beside else UnitState.SPECULATIVE, pending)
 
     def commit_speculative(self) -> None:
-        """The step committed as expected: the speculative gather becomes the ordinary one."""
+        """Make the speculative gather the ordinary one: the step committed as expected."""
         if self.state.speculative and (pending := self._pending) is not None:
             pending.at = self.source.wanted(self)
             self._enter(UnitState.UNSHARDED_GATHERING if self.state.has_values else UnitState.GATHERING, pending)
 
     def discard_speculative(self) -> None:
-        """The step was not decided as expected: cancel the speculative gather and free its memory."""
+        """Cancel the speculative gather and free its memory: the step was not decided as expected."""
         if self.state.speculative:
             self.abandon()
 
     def abandon(self) -> None:
-        """Stop what is under way; its memory is not touched afterwards."""
+        """Stop the gather under way; its memory is not touched afterwards."""
         if (pending := self._pending) is not None:
             self.source.cancel(pending)
             self._enter(UnitState.UNSHARDED if self.state.has_values else UnitState.SHARDED)
@@ -257,7 +256,7 @@ class FlatUnit:
             try:
                 result = pending.result if pending.work is None else pending.work.wait()
             except AxonError as error:
-                # restored to an older version meanwhile: gather that; it was speculative: gather in the ordinary way
+                # restored to an older version meanwhile: gather that; after a speculative gather: make an ordinary one
                 again = pending.speculative or (
                     isinstance(error, StepAborted) and pending.at != self.source.wanted(self)
                 )
@@ -285,7 +284,7 @@ class FlatUnit:
         self._set_readable(False)
 
     def _enter(self, state: UnitState, pending: PendingGather | None = None) -> None:
-        """Be in another state; the only place that changes it."""
+        """Enter another state; nothing else changes it."""
         if state not in _TRANSITIONS[self.state]:
             raise InternalError(f"unit {self.unit.name!r} cannot go from {self.state.name} to {state.name}")
         self.state, self._pending = state, pending
@@ -301,14 +300,14 @@ class FlatUnit:
 
     @property
     def is_readable(self) -> bool:
-        """Whether the parameters have current values, for readers."""
+        """True if the parameters have current values, for readers."""
         return bool(self._readable) and self.is_current
 
     def check_unchanged(self) -> None:
-        """Refuse what somebody has written to the parameters: the values are the servers', and it would be lost.
+        """Refuse writes to the parameters: the values are the servers', and the writes would be lost.
 
         Raises:
-            Misuse: one was changed in place. The memory is given back, so that it is not read.
+            Misuse: a parameter was changed in place. The memory is freed, so that the change is not read.
         """
         versions = [p._version for p in self.params]
         if versions == self._versions or not (self._readable and self.sharded):
@@ -321,13 +320,13 @@ class FlatUnit:
             f"parameter {names[0]!r} was changed in place (an assignment, clamp_(), "
             "Embedding(max_norm=...)), and what is written to the memory of a sharded parameter is lost. Make it a "
             "buffer, give it to ignored_parameters, compute the changed value in forward (torch.nn.utils.parametrize "
-            "before wrapping), or use ShardingStrategy.NO_SHARD; see docs/fsdp.md"
+            "before wrapping), or use ShardingStrategy.NO_SHARD; see docs/wrapped_model.md"
         )
 
     # ------------------------------------------------------------------ memory
 
     def allocate(self) -> None:
-        """Have memory for the values, if there is none."""
+        """Allocate memory for the values, if there is none."""
         if not self._allocated:
             self._allocated = True
             if self._mapped is None:
@@ -350,11 +349,11 @@ class FlatUnit:
             self._storage.resize_(0)
 
     def expire_views(self) -> None:
-        """See Note: [Views that outlive their unit]; where a step has been made since."""
+        """Expire views if a step has been made since; see Note: [Views that outlive their unit]."""
         self._outliving.expire(self.source.wanted(self))
 
     def free_storage(self) -> None:
-        """Free the memory, resident or not; nothing is under way."""
+        """Free the memory, resident or not, while no gather is under way."""
         at = self.values_at
         if self.state is UnitState.UNSHARDED:
             self._enter(UnitState.SHARDED)
@@ -399,7 +398,7 @@ class FlatUnit:
         return grads
 
     def drop_staged(self) -> None:
-        """Forget the gradients that were put aside."""
+        """Forget the staged gradients."""
         self._staged = [None] * len(self.params)
 
     def pack_grads(self, out: torch.Tensor, scale: float) -> list[bool]:
@@ -408,7 +407,7 @@ class FlatUnit:
         Those in device memory are assembled there, so that one copy goes to the host.
 
         Returns:
-            By parameter, whether there was one.
+            By parameter, True if it had a gradient.
         """
         grads, memory, packed = self.pop_grads(), cuda.memory(), out
         if not memory.is_on_device(out) and any(g is not None and memory.is_on_device(g) for g in grads):
@@ -427,7 +426,7 @@ class FlatUnit:
 
     @property
     def has_grads(self) -> bool:
-        """Whether any parameter has a gradient, here or on the host."""
+        """True if any parameter has a gradient, here or on the host."""
         return any(own_grad(p) is not None for p in self.params) or any(s is not None for s in self._staged)
 
     @property
@@ -446,7 +445,7 @@ class FlatUnit:
         self._holders = holders(self._storage)
 
     def _free_flat(self, at: Position | None = None) -> None:
-        self._nan.fill_(float("nan"))  # somebody may have written to it
+        self._nan.fill_(float("nan"))  # the program may have written to it
         self._set_data(self._sharded_data)
         self._set_readable(False)
         if self._mapped is not None:
@@ -482,9 +481,9 @@ class ModuleUnit:
         name: name of the module; "" for the root.
         module: the module.
         flats: one or two flat units.
-        slots: where its parameters are.
+        slots: the entries of modules that have its parameters.
         tree: the root's: all modules and parameters.
-        grad_hooks: by parameter, what calls `Runtime.grad_ready` when its gradient is there.
+        grad_hooks: by parameter, the hook that calls `Runtime.grad_ready` when its gradient is there.
     """
 
     number: int
@@ -494,7 +493,7 @@ class ModuleUnit:
     depth: int = 0  # forwards of it under way
     uses: int = 0  # forwards with gradients since the last backward
     fired: set[nn.Parameter] = field(default_factory=set)
-    expected: int = 0  # how many parameters will fire: those that require a gradient
+    expected: int = 0  # number of parameters that will fire: those that require a gradient
     pushes: list[tuple[int, bool]] = field(default_factory=list)  # its forwards under way: thread, whether hooks began
     held: bool = False  # a graph of a gradient reads its memory without hooks
     slots: list[Slot] = field(default_factory=list)
@@ -507,17 +506,17 @@ class ModuleUnit:
             self.grad_hooks[param] = param.register_post_accumulate_grad_hook(grad_ready)  # type: ignore[no-untyped-call]
 
     def end_watching(self) -> None:
-        """The model is no more."""
+        """Remove the hooks: the model is gone."""
         for hook in self.grad_hooks.values():
             hook.remove()
 
     def check_parameters(self) -> None:
-        """Before a forward: refuse what was done to the parameters since the model was wrapped that has no effect.
+        """Refuse changes to the parameters since the model was wrapped, if they have no effect; before a forward.
 
         Hooks that the user has registered since are moved before ours, which may send the gradient.
 
         Raises:
-            Misuse: one was replaced, removed or added, or one that was frozen then requires a gradient now.
+            Misuse: a parameter was replaced, removed or added, or was frozen then and requires a gradient now.
         """
         self.check_replaced()
         if self.tree is not None and torch.is_grad_enabled() and (name := self.tree.untrained):
@@ -543,7 +542,7 @@ class ModuleUnit:
                 )
 
     def check_replaced(self) -> None:
-        """Refuse that another parameter is in the place of one.
+        """Refuse a parameter that was replaced by another one.
 
         Raises:
             Misuse: the message names it.
@@ -561,33 +560,33 @@ class ModuleUnit:
 
     @property
     def is_root(self) -> bool:
-        """Whether it stays unsharded between forward and backward."""
+        """True for the root, which stays unsharded between forward and backward."""
         return self.number == 0
 
     @property
     def trainable(self) -> FlatUnit | None:
-        """The flat unit that the optimizer moves."""
+        """The flat unit that the optimizer updates."""
         return next((f for f in self.flats if f.trainable), None)
 
     @property
     def has_frozen(self) -> bool:
-        """Whether it has a frozen flat unit."""
+        """True if it has a frozen flat unit."""
         return any(not f.trainable for f in self.flats)
 
     @property
     def nbytes(self) -> int:
-        """Memory of it when gathered."""
+        """Its memory when gathered."""
         return sum(f.nbytes for f in self.flats)
 
 
 def check_unchanged(flats: Sequence[FlatUnit]) -> None:
-    """Refuse what somebody has written to parameters of these units; see `FlatUnit.check_unchanged`."""
+    """Refuse writes to parameters of these units; see `FlatUnit.check_unchanged`."""
     for flat in flats:
         flat.check_unchanged()
 
 
 def release_held(units: Sequence[ModuleUnit]) -> None:
-    """Graphs of gradients are not read any more: reshard the units that were held for them."""
+    """Reshard the units that were held for graphs of gradients, which are not read any more."""
     for unit in (u for u in units if u.held):
         unit.held = False
         for flat in unit.flats if not unit.depth else ():

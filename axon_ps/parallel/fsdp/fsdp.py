@@ -1,7 +1,7 @@
 """`FullyShardedDataParallel`: a module whose parameters live on the shard servers.
 
-Terms, used here and in the modules below as the design defines them: *unit* (parameters gathered together), *slice*
-(what one server owns of a unit), *replica* (what contributes one gradient per step), *version* (committed steps).
+These terms are used here and in the modules below: *unit* (parameters gathered together), *slice* (the part of a unit
+that one server owns), *replica* (the source of one gradient per step), *version* (the number of committed steps).
 """
 
 from __future__ import annotations
@@ -61,24 +61,24 @@ class FullyShardedDataParallel(ShardedValues):
             warning if they differ.
         group: the workers that train it: a world, or its default group; None = the current world. Under NO_SHARD it may
             be any group of the world.
-        sharding_strategy: what stays in a worker's memory between uses. Its name and torch's `ShardingStrategy` are
-            taken, too.
-        cpu_offload: what of it is in host memory; torch's `CPUOffload` is taken, too, and True for FULL.
+        sharding_strategy: the part of the model that stays in a worker's memory between uses; its name and torch's
+            `ShardingStrategy` are accepted, too.
+        cpu_offload: the part of that in host memory; torch's `CPUOffload` is accepted, too, and True for FULL.
         mixed_precision: dtypes of compute and wire; a dtype for `MixedPrecision(param_dtype=...)`, True for bfloat16,
             or torch's `MixedPrecision`.
         unit_types: module classes that become units, or one class.
-        auto_wrap_policy: whether a module becomes a unit; instead of `unit_types`. Torch's `ModuleWrapPolicy` and
-            `transformer_auto_wrap_policy` are taken, too.
+        auto_wrap_policy: returns True for a module that becomes a unit; instead of `unit_types`. Torch's
+            `ModuleWrapPolicy` and `transformer_auto_wrap_policy` are accepted, too.
         ignored_parameters: parameters that stay what they are: each worker's own, not averaged.
         intra_node_size: HYBRID_SHARD: the workers of a node, G; None = as many as this node has.
         prefetch: gather the next units before they are needed; else only `prefetch_forward_params()` does.
         param_init_fn: gives a submodule on the meta device its values; None = its own `reset_parameters()`.
-        plan_options: how finely units are cut; None = chunks of about 2^18 elements (2^19 where all that travels is
-            compressed), as long as the largest units need to be cut evenly.
-        device: where parameters compute; None = where the module is (the CPU for the meta device).
-        policy: which replicas wait for each other between steps: `Synchronous()` (None), `BoundedStaleness(...)`,
-            `Asynchronous()`.
-        name: what the job calls the model; None = "model 0", "model 1" and so on, in the order in which this process
+        plan_options: the sizes in which units are cut; None = chunks of about 2^18 elements (2^19 if all values are
+            sent compressed), of a length that cuts the largest units evenly.
+        device: the device on which parameters compute; None = the module's (the CPU for the meta device).
+        policy: the way in which replicas wait for each other between steps: `Synchronous()` (None),
+            `BoundedStaleness(...)`, `Asynchronous()`.
+        name: the job's name for the model; None = "model 0", "model 1" and so on, in the order in which this process
             wraps models. Workers find each other's models by it.
 
     Raises:
@@ -217,10 +217,10 @@ class FullyShardedDataParallel(ShardedValues):
         """Run the module with its parameters gathered unit by unit.
 
         A forward whose parameters changed meanwhile (this worker was frozen or cut off, and the job went on) is run
-        again: what it returns is of one version.
+        again: its result is of one version.
 
         Raises:
-            StepAborted: the parameters change faster than it can read them, since this worker is no member.
+            StepAborted: the parameters change faster than it can read them, since this worker is not a member.
             Misuse: this process is a fork of a worker.
         """
         while True:
@@ -282,17 +282,17 @@ class FullyShardedDataParallel(ShardedValues):
     def copy_from(self, other: FullyShardedDataParallel, weight: float = 1.0) -> StepResult:
         """Move the values towards another model's, on the servers: (1 - weight) * these + weight * the other's.
 
-        For target networks and averages of weights. It is a step of this model, of the other's version at that moment:
-        every worker calls it, all of them see it from their next forward on, and it commits for all or for none. The
-        optimizer's state stays as it is. Nothing but votes and decisions travels.
+        It serves target networks and averages of weights. It is a step of this model, with the other's version at that
+        moment. Every worker calls it. All of them see the result from their next forward on, and it commits for all or
+        for none. The optimizer's state stays as it is. Only votes and decisions are sent.
 
         Args:
             other: a model whose module is built and wrapped alike.
             weight: above 0, at most 1.
 
         Returns:
-            Whether it committed, as of `optimizer.step()`. When it did not (a worker left or joined) the values are
-            as they were; go on as after a step that did not commit.
+            The result, as of `optimizer.step()`. If it did not commit (a worker left or joined), the values are as they
+            were; go on as after any step that did not commit.
 
         Raises:
             InvalidRequest: the weight is out of range, the other has another layout, or one of the two is asynchronous.
@@ -313,7 +313,7 @@ class FullyShardedDataParallel(ShardedValues):
         return self._runtime.copy_from(other.runtime, weight)
 
     def release(self) -> None:
-        """Have the servers forget the model and give its memory back; every worker calls it, and none uses it again.
+        """Have the servers forget the model and free its memory; every worker calls it, and none uses it again.
 
         Its name may be used for another model then. Checkpoints that have it stay as they are.
 
@@ -330,9 +330,9 @@ class FullyShardedDataParallel(ShardedValues):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backwards inside leave their gradients in `param.grad`, to be added to those of the next backward outside.
+        """Leave the gradients of backwards inside in `param.grad`; the next backward outside adds its own to them.
 
-        A step without one sends them too, but under NO_SHARD of several workers, where it is refused (`Misuse`).
+        A step without such a backward sends them too. Under NO_SHARD of several workers it is refused (`Misuse`).
         """
         before, self._runtime.syncing = self._runtime.syncing, False
         try:
@@ -364,7 +364,9 @@ class FullyShardedDataParallel(ShardedValues):
         return None if isinstance(norm, PendingNorm) else float(norm)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        """`clip_grad_norm` by the name and with the result that torch's FSDP has; accelerate and Lightning call it.
+        """Clip as `clip_grad_norm` does, by the name and with the result of torch's FSDP.
+
+        accelerate and Lightning call it.
 
         `torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)` does the same.
 
@@ -408,7 +410,7 @@ class FullyShardedDataParallel(ShardedValues):
         self._runtime.push_accumulated()
 
     def prefetch_forward_params(self) -> None:
-        """Begin to gather what the next forward needs first. With `prefetch=True` the end of a step does it.
+        """Begin to gather the parameters that the next forward needs first; with `prefetch=True` a step's end does so.
 
         Raises:
             Misuse: it was called before and no forward has come since, or the strategy does not reshard parameters.
@@ -423,14 +425,14 @@ class FullyShardedDataParallel(ShardedValues):
         self._runtime.prefetch()
 
     def has_pending_prefetch(self) -> bool:
-        """Whether `prefetch_forward_params()` was called and no forward has come since."""
+        """Return True if `prefetch_forward_params()` was called and no forward has come since."""
         return self._runtime.prefetched
 
     def broadcast_updated_params(self) -> None:
         """Bring the parameters that stay on this worker up to the current version now, not at the next forward.
 
-        SHARD_GRAD_OP: the full parameters. HYBRID_SHARD: this worker's shard. NO_SHARD: every worker's parameters
-        become those of the first. FULL_SHARD: none stay, and nothing happens.
+        Under SHARD_GRAD_OP these are the full parameters, under HYBRID_SHARD this worker's shard. Under NO_SHARD every
+        worker's parameters become those of the first. Under FULL_SHARD none stay, and nothing happens.
         """
         if self.strategy is ShardingStrategy.SHARD_GRAD_OP:
             self._runtime.gather_all()
@@ -438,14 +440,14 @@ class FullyShardedDataParallel(ShardedValues):
         else:
             self._runtime.refresh()
 
-    # ------------------------------------------------------------------ what it costs
+    # ------------------------------------------------------------------ measures
 
     def statistics(self) -> dict[str, float]:
-        """Counters and memory of this worker: bytes, seconds, steps; with the data plane's as `wire_*`."""
+        """Return counters and memory of this worker: bytes, seconds, steps; the data plane's are `wire_*`."""
         return self._runtime.statistics()
 
     def memory_estimate(self) -> FSDPMemoryStats:
-        """The memory of this worker at the peak of a step, by strategy; `stats` has the formulas."""
+        """Estimate the memory of this worker at the peak of a step, by strategy; `stats` has the formulas."""
         runtime, wrapping, layout = self._runtime, self._wrapping, self.spec.layout
         built, compute = wrapping.built, wrapping.precision.compute(wrapping.built)
         trainable, state_bytes = max(1, layout.trainable_numel), runtime.optimizer_bytes
@@ -472,7 +474,7 @@ class FullyShardedDataParallel(ShardedValues):
         )
 
     def memory_stats(self) -> MemoryStats:
-        """The memory of the parameters, and of gradients on their way, in this worker: now and at most."""
+        """Return the memory of the parameters, and of gradients on their way, in this worker: current and peak."""
         s = self._runtime.statistics()
         return MemoryStats(
             peak_memory_mb=s["peak_memory_bytes"] / stats.MIB,

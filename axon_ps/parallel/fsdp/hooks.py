@@ -1,7 +1,7 @@
-"""The hooks that autograd and modules call the runtime by: the only place that registers them.
+"""The hooks by which autograd and modules call the runtime; no other module registers any.
 
-Under `torch.compile` of a wrapped model every one of these is a break between graphs: what gathers and frees parameters
-runs in Python, what computes with them is compiled.
+Under `torch.compile` of a wrapped model each hook is a break between graphs: parameters are gathered and freed in
+Python, and the computation with them is compiled.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from axon_ps.parallel.fsdp.tensors.sharded_parameter import in_backward
 
 
 def tensors_of(value: Any) -> Iterator[torch.Tensor]:
-    """Every tensor in nested lists, tuples, mappings and dataclasses."""
+    """Yield every tensor in nested lists, tuples, mappings and dataclasses."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, Mapping):
@@ -42,7 +42,7 @@ def tensors_of(value: Any) -> Iterator[torch.Tensor]:
 def attach(runtime: Runtime, wrapper: nn.Module) -> None:
     """Register every hook of every unit. The root's forward is called by the wrapper itself.
 
-    Those of parameters end with `wrapper`: Python's garbage collector does not see what a tensor's hooks refer to.
+    Hooks of parameters end with `wrapper`: Python's garbage collector does not see what a tensor's hooks refer to.
     """
     for unit in runtime.units:
         if not unit.is_root:
@@ -61,10 +61,10 @@ def attach(runtime: Runtime, wrapper: nn.Module) -> None:
 def _watch_inputs(
     runtime: Runtime, unit: ModuleUnit, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
-    """Have a unit with frozen parameters resharded when the gradients of its inputs are there."""
+    """Reshard a unit with frozen parameters when the gradients of its inputs are there."""
     if torch.is_grad_enabled() and not in_backward():
         inputs = [t for t in tensors_of((args, kwargs)) if t.requires_grad]
-        missing = itertools.cycle(range(len(inputs) - 1, -1, -1))  # a graph that is retained is gone through again
+        missing = itertools.cycle(range(len(inputs) - 1, -1, -1))  # a retained graph is traversed again
 
         def come(_: torch.Tensor) -> None:
             if not next(missing):
@@ -76,13 +76,13 @@ def _watch_inputs(
 
 @uncompiled
 def _begin_saving(unit: ModuleUnit, *_: object) -> None:
-    """Its forward has begun: what autograd saves of it is `saved_tensors`'."""
+    """Begin a forward: `saved_tensors` handles what autograd saves of it."""
     unit.pushes.append((threading.get_ident(), saved_tensors.push()))
 
 
 @uncompiled
 def _after_forward(runtime: Runtime, unit: ModuleUnit, module: nn.Module, args: Any, output: Any) -> None:
-    """Also where forward has raised; nothing is to be done where it was refused, in this thread, before it began."""
+    """End a forward, also if it raised; do nothing if it was refused, in this thread, before it began."""
     if not unit.pushes or unit.pushes[-1][0] != threading.get_ident():
         return
     if unit.pushes.pop()[1]:
@@ -93,7 +93,7 @@ def _after_forward(runtime: Runtime, unit: ModuleUnit, module: nn.Module, args: 
 
 @uncompiled
 def before_root(runtime: Runtime) -> bool:
-    """The wrapper is about to run the module inside; whether `saved_tensors.pop` must follow.
+    """Prepare for the wrapper to run the module inside; return True if `saved_tensors.pop` must follow.
 
     Raises:
         Misuse: this process is a fork of a worker.
@@ -105,26 +105,26 @@ def before_root(runtime: Runtime) -> bool:
 
 @uncompiled
 def end_root(pushed: bool) -> None:
-    """The module inside has run, or has raised."""
+    """End the saving of tensors: the module inside has run, or has raised."""
     if pushed:
         saved_tensors.pop()
 
 
 @uncompiled
 def after_root(runtime: Runtime, output: Any) -> None:
-    """The module inside has run."""
+    """End the root's forward: the module inside has run."""
     watch_outputs(runtime, runtime.units[0], output)
     runtime.after_forward(runtime.units[0])
 
 
 @uncompiled
 def again(runtime: Runtime) -> bool:
-    """Whether the module inside must run once more, since its parameters changed meanwhile."""
+    """Return True if the module inside must run once more, since its parameters changed meanwhile."""
     return runtime.forward_again()
 
 
 def watch_outputs(runtime: Runtime, unit: ModuleUnit, output: Any) -> None:
-    """Have the unit gathered again when the gradient of any of its outputs arrives."""
+    """Gather the unit again when the gradient of any of its outputs arrives."""
     if not torch.is_grad_enabled():
         return
     for tensor in tensors_of(output):

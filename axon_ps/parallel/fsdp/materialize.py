@@ -1,8 +1,8 @@
 """First values: from the user's module to the shard servers, one unit at a time, also when it is on the meta device.
 
-Those of the worker of lowest rank count, and the others' are dropped; so it is with buffers (`checkpoints.buffers`). A
-worker whose own differed says so: it compares a digest of its values with that of the worker that uploaded, which is in
-the job's key-value store.
+The values of the worker of lowest rank count, and the others' are dropped; the same holds for buffers
+(`checkpoints.buffers`). A worker whose own values differed logs it: it compares their digest with that of the worker
+that uploaded, which is in the job's key-value store.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _KEY = "axon_ps/first_values/{}"
 """Key of the digest of a model's first values, by its number."""
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""By the bytes of an element, the integers that its bits are added up as."""
+"""The integers in which the bits of an element are summed, by the element's bytes."""
 
 _logger = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ def register(
     Args:
         world: the worker.
         spec: the layout.
-        name: of the model in the job.
+        name: the model's name in the job.
         module, wrapped_units, init: as for `upload`.
         buffers: the model's; None = each worker has its own.
 
@@ -84,7 +84,7 @@ def register(
 
 
 def digest(wrapped_units: Sequence[WrappedUnit]) -> str:
-    """A digest of all values, equal on any device; empty where parameters on the meta device have none."""
+    """Return a digest of all values, equal on any device; empty if parameters on the meta device have none."""
     total = hashlib.sha256()
     for wrapped in wrapped_units:
         for spec, param in zip(wrapped.unit.parameters, wrapped.params, strict=True):
@@ -96,7 +96,7 @@ def digest(wrapped_units: Sequence[WrappedUnit]) -> str:
 
 
 def warn(rank: int, name: str, differ: Sequence[str], first: int) -> None:
-    """Warn if some of this worker's own values were others than those of rank `first`."""
+    """Warn if some of this worker's own values differed from those of rank `first`."""
     if differ:
         _logger.warning(
             "the values that rank %d has given model %r are not used (%s): they differ from those of rank %d, which "
@@ -119,7 +119,7 @@ def upload(
     Args:
         module: the user's module.
         wrapped_units: its units.
-        steps: where to send.
+        steps: sends them.
         init: gives a submodule on the meta device its values; None = its own `reset_parameters()`.
 
     Raises:
@@ -131,7 +131,7 @@ def upload(
 
 
 def values_of(module: nn.Module, wrapped: WrappedUnit, init: Callable[[nn.Module], None] | None) -> torch.Tensor:
-    """The first values of a unit, f32[unit_numel] on the host; arguments and errors as of `upload`."""
+    """Return the first values of a unit, f32[unit_numel] on the host; arguments and errors as of `upload`."""
     values = torch.empty(wrapped.unit.numel, dtype=torch.float32, device="cpu")
     made = _meta_values(module, wrapped, init)
     with torch.no_grad():
@@ -143,7 +143,7 @@ def values_of(module: nn.Module, wrapped: WrappedUnit, init: Callable[[nn.Module
 def _meta_values(
     module: nn.Module, wrapped: WrappedUnit, init: Callable[[nn.Module], None] | None
 ) -> dict[str, torch.Tensor]:
-    """Values for the parameters of a unit that are on the meta device, made by their own submodules."""
+    """Make the values of a unit's parameters that are on the meta device, by their own submodules."""
     values: dict[str, torch.Tensor] = {}
     done: set[str] = set()
     for spec, param in zip(wrapped.unit.parameters, wrapped.params, strict=True):
@@ -180,7 +180,7 @@ def _initialize(child: nn.Module, name: str, init: Callable[[nn.Module], None] |
 
 
 def make_buffers(module: nn.Module, init: Callable[[nn.Module], None] | None, device: torch.device) -> None:
-    """Give buffers that are on the meta device memory, and the values that their submodules' initialisation gives.
+    """Give buffers on the meta device memory and values, from the initialisation of their submodules.
 
     Raises:
         InvalidRequest: a submodule with such a buffer has no way to get values.
@@ -205,7 +205,7 @@ def make_buffers(module: nn.Module, init: Callable[[nn.Module], None] | None, de
 
 
 def cast_buffers(module: nn.Module, dtype: torch.dtype | None) -> dict[str, torch.dtype]:
-    """Let floating-point buffers be of `dtype`; by name, which dtype those had that changed."""
+    """Cast floating-point buffers to `dtype`; return the previous dtypes of those that changed, by name."""
     before: dict[str, torch.dtype] = {}
     for prefix, child in module.named_modules():
         for key, b in child._buffers.items():

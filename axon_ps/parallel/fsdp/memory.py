@@ -1,4 +1,4 @@
-"""Buffers for what travels and a count of the bytes they take, so that memory promises can be tested."""
+"""Buffers for values on their way, and a count of the bytes they take, so that memory bounds can be tested."""
 
 from __future__ import annotations
 
@@ -30,23 +30,23 @@ class Meter:
 
 
 def host_empty(numel: int, dtype: torch.dtype, *, pinned: bool) -> torch.Tensor:
-    """T[numel] in host memory, page-locked if `pinned`."""
+    """Allocate T[numel] in host memory, page-locked if `pinned`."""
     if not pinned:
         return torch.empty(numel, dtype=dtype, device="cpu")
     return torch.from_numpy(cuda.memory().pinned(numel * dtype.itemsize)).view(dtype)
 
 
 class BufferPool:
-    """Buffers for what travels. Idle ones are pooled, for buffers as large or smaller, while all are within the limit.
+    """Buffers for values on their way. Idle ones are pooled, for buffers as large or smaller, within the limit.
 
     Args:
-        limit_bytes: of the buffers in use, for `wait_for_room` and `has_room`.
+        limit_bytes: most bytes of buffers in use, for `wait_for_room` and `has_room`.
         meter: counts the memory, idle buffers included.
         pinned: page-lock the buffers, for copies to and from a GPU.
-        device: where the buffers are; None = in host memory.
+        device: the device of the buffers; None = in host memory.
         make: gives memory for a buffer, u8[size]; None = torch does.
-        timeout_s: how long `wait_for_room` waits at most. What uses buffers ends by itself before, when the membership
-            changes or its own deadline passes.
+        timeout_s: most seconds that `wait_for_room` waits. Users of buffers end by themselves before, when the
+            membership changes or their own deadline passes.
     """
 
     def __init__(
@@ -64,27 +64,27 @@ class BufferPool:
         self._device = device
         self._make = cuda.memory().pinned if pinned and device is None else make
         self._changed = threading.Condition()
-        self._idle: list[torch.Tensor] = []  # u8, the one that is idle for longest first
+        self._idle: list[torch.Tensor] = []  # u8, the longest idle first
         self._out: dict[int, torch.Tensor] = {}  # u8, by address
         self._out_bytes = 0  # of the memory behind them, which may be more than was asked for
         self._idle_bytes = 0
         self._meter = meter
 
     def extend(self, extra_bytes: int) -> None:
-        """From now on, buffers in use may be so much more than the limit that it was made with."""
+        """Set the limit to this many bytes more than the pool was made with."""
         with self._changed:
             self._limit_bytes = self._least_bytes + extra_bytes
             self._changed.notify_all()
 
     def has_room(self, size_bytes: int) -> bool:
-        """Whether a buffer of this size stays within the limit; one buffer always does."""
+        """Return True if a buffer of this size stays within the limit; one buffer always does."""
         return self._out_bytes == 0 or self._out_bytes + size_bytes <= self._limit_bytes
 
     def wait_for_room(self, size_bytes: int, timeout_s: float = math.inf) -> None:
-        """Block until there is room; another thread must be giving buffers back.
+        """Block until a buffer of this size stays within the limit; another thread must be giving buffers back.
 
         Raises:
-            Timeout: none was given back for so long, or for as long as the pool waits at most.
+            Timeout: too few were given back within this time, or within the pool's own time-out.
         """
         timeout_s = min(timeout_s, self._timeout_s)
         with self._changed:
@@ -95,7 +95,7 @@ class BufferPool:
                 )
 
     def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """A buffer of exactly `numel` elements, room or not."""
+        """Return a buffer of exactly `numel` elements, also beyond the limit."""
         size_bytes = numel * dtype.itemsize
         if size_bytes == 0:
             return torch.empty(0, dtype=dtype, device="cpu")
@@ -134,7 +134,7 @@ class BufferPool:
         return torch.empty(size_bytes, dtype=torch.uint8, device=self._device)
 
     def _smallest_idle(self, size_bytes: int) -> torch.Tensor | None:
-        """An idle buffer that is large enough, which is idle no more."""
+        """Take an idle buffer that is large enough out of the pool; None if there is none."""
         fitting = [i for i, memory in enumerate(self._idle) if memory.nbytes >= size_bytes]
         if not fitting:
             return None

@@ -1,9 +1,9 @@
 """`OneThread`: a wrapped model runs in one thread at a time.
 
 Note: [One thread]
-    Units are gathered and resharded for one forward or backward at a time, so a second thread inside one is refused. A
-    forward or a backward that raised leaves the runtime as if it were still under way, and one that has just begun does
-    not show there yet. So where the thread is another one, the stack of the thread that began the last forward decides.
+    Units are gathered and resharded for one forward or backward at a time, so a second thread inside one is refused.
+    After a forward or a backward raised, the runtime looks as if it were still under way; just after one has begun, the
+    runtime does not show it yet. So in another thread, the stack of the thread that began the last forward decides.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ class OneThread:
     """The thread that runs a model; see Note: [One thread].
 
     Args:
-        runtime: of the model, which the stack of a thread that runs it has as `runtime`.
+        runtime: the model's runtime, which the stack of a thread that runs the model has as `runtime`.
     """
 
     def __init__(self, runtime: object) -> None:
         self._runtime = weakref.ref(runtime)
-        self._thread = threading.get_ident()  # that began the last forward
+        self._thread = threading.get_ident()  # the thread that began the last forward
         self._beginning = threading.Lock()
 
     def begin(self, what: str, *, busy: bool) -> None:
-        """This thread begins a forward; as `check`."""
+        """Begin a forward in this thread; errors as of `check`."""
         with self._beginning:
             self.check(what, ("forward", "backward"), busy=busy)
             self._thread = threading.get_ident()
@@ -42,9 +42,9 @@ class OneThread:
         """Refuse a second thread.
 
         Args:
-            what: what this thread is about to do.
-            during: what the other thread must not be in the midst of, of "forward" and "backward".
-            busy: whether a forward or a backward seems to be under way. A backward without it is another model's.
+            what: the action that this thread begins.
+            during: the actions of the other thread that this one must not interrupt, of "forward" and "backward".
+            busy: True if a forward or a backward seems to be under way. A backward without it is another model's.
 
         Raises:
             Misuse: the other thread is in the midst of one of these.
@@ -61,7 +61,7 @@ class OneThread:
             )
 
     def _doing(self, *, busy: bool) -> str | None:
-        """The other thread's work with the model, as its stack tells: "forward", "backward" or nothing."""
+        """Return the other thread's work with the model, by its stack: "forward", "backward" or None."""
         for frame in _stack(sys._current_frames().get(self._thread)):
             if busy and frame.f_code is _engine_run_backward.__code__:
                 return "backward"
@@ -71,12 +71,12 @@ class OneThread:
 
 
 def in_reentrant_checkpoint() -> bool:
-    """Whether this thread runs the backward of `torch.utils.checkpoint.checkpoint(use_reentrant=True)`."""
+    """Return True if this thread runs the backward of `torch.utils.checkpoint.checkpoint(use_reentrant=True)`."""
     return any(frame.f_code is CheckpointFunction.backward.__code__ for frame in _stack(sys._getframe()))
 
 
 def _stack(frame: FrameType | None) -> Iterator[FrameType]:
-    """A frame and those that called it."""
+    """Yield a frame and those that called it."""
     while frame is not None:
         yield frame
         frame = frame.f_back

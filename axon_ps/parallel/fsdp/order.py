@@ -1,4 +1,4 @@
-"""The order in which units will be needed: that of the last iteration is expected for this one. Pure."""
+"""The order in which units will be needed: the last iteration's is expected for this one. Pure."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ class GatherOrder:
                 continue
 
     def upcoming(self) -> Iterator[int]:
-        """The units expected after the last one visited, in order, repetitions included."""
+        """Yield the units expected after the last one visited, in order, repetitions included."""
         yield from self._expected[self._next :]
 
     def first(self) -> Iterator[int]:
-        """The units expected in the next iteration, in order, repetitions included."""
+        """Yield the units expected in the next iteration, in order, repetitions included."""
         yield from self._expected
 
     def finish(self) -> None:
-        """The iteration is complete: what was seen is what to expect."""
+        """End a complete iteration: its order is expected from now on."""
         if self._seen:
             self._expected = self._seen
         self.restart()

@@ -9,30 +9,30 @@ Note: [When a gradient is complete]
     once since the last backward is therefore pushed when all of backward ends, not before.
 
 Note: [When memory may be freed in backward]
-    Once all trainable parameters of a module have fired, backward is most likely done with them; where parameters of it
-    are frozen (an adapter's gradient is complete while the weights it adapts are still to be read), once the gradient
-    of its inputs is there. The module counts as finished then, and is resharded when backward comes to another one, or
-    ends. That is a guess about when, no more: what is read again is gathered again (`saved_tensors`).
+    Once all trainable parameters of a module have fired, backward is most likely done with the module. If it has frozen
+    parameters, backward is done once the gradient of its inputs is there: an adapter's gradient is complete while the
+    weights it adapts are still to be read. The module counts as finished then, and is resharded when backward comes to
+    another one, or ends. The time is only a guess: values that are read again are gathered again (`saved_tensors`).
 
 Note: [Backward that is broken off]
-    An error in backward leaves some gradients sent and others not made. Nothing is made of them: `zero_grad()` drops
-    them, and withdraws what was sent, so that the step is aborted for all; until then a step or another backward is
-    refused.
+    An error in backward leaves some gradients sent and others not made. None of them is used: `zero_grad()` drops them,
+    and withdraws those sent, so that the step is aborted for all. Until then a step or another backward is refused.
 
 Note: [Memory]
-    Under FULL_SHARD the parameters in memory are the root, the unit in use and one more: the next is gathered while
-    its memory plus what is in use stays within two of the largest unit, and what fills the lines to the servers for a
-    round trip where that is long (`shard.client.line`). What backward needs first, the units that
-    forward used last, is not resharded in between if it fits, and so not gathered twice.
+    Under FULL_SHARD the parameters in memory are the root, the unit in use and one more. The next unit is gathered
+    while its memory and the memory in use stay within a budget. The budget is two of the largest unit and, if round
+    trips are long, the bytes that fill the connections to the servers for a round trip (`shard.client.line`). The units
+    that forward used last are the first that backward needs. They are not resharded in between if they fit, and so are
+    not gathered twice.
 
 Note: [One version a step]
     While this worker is a member nothing commits without its vote, so all that a step reads is of one version. A worker
     that the coordinator gave up (it was frozen, or cut off) does not know it: others commit, units that it has mapped
     change while it reads them, and once it is back the rest of its step would be of a later version. So a forward that
-    was not of one version from its first to its last read is made again, before anybody sees what came of it; and a
-    step during which the version moved gets a void ticket: its gradients are not sent, and it aborts. (A step begins
-    where the one before it ended, since that is when its batch is drawn: others may have had the same samples since. It
-    begins anew where this worker itself asked for other parameters, as `load_checkpoint` does.)
+    was not of one version from its first to its last read is made again, before its output is seen. A step during which
+    the version moved gets a void ticket: its gradients are not sent, and it aborts. (A step begins where the one before
+    it ended, since that is when its batch is drawn: others may have had the same samples since. It begins anew if this
+    worker itself asked for other parameters, as `load_checkpoint` does.)
 """
 
 from __future__ import annotations
@@ -68,17 +68,17 @@ from axon_ps.types import Hyper
 TORN = "the parameters changed while they were read: the job went on without this worker; read them again"
 
 _MAX_FORWARDS = 8
-"""How often a forward is run before it raises; see Note: [One version a step]."""
+"""Runs of a forward before it raises; see Note: [One version a step]."""
 
 BUFFERS = 2
-"""How many of the largest unit the prefetched gathers, and the pushes under way, may hold each."""
+"""Limit of the prefetched gathers, and of the pushes under way, as a multiple of the largest unit."""
 
 
 _NOTHING = contextlib.nullcontext()
 
 
 def ordinary_tensors() -> AbstractContextManager[object]:
-    """Make ordinary tensors, also where the user's code is in inference mode: they outlive it."""
+    """Let ordinary tensors be made, also if the user's code is in inference mode: they outlive it."""
     return torch.inference_mode(False) if torch.is_inference_mode_enabled() else _NOTHING
 
 
@@ -86,30 +86,30 @@ class Runtime(AbstractRuntime):
     """The order of events in one wrapped model, wherever its steps are made: `ServerRuntime`, `ReplicatedRuntime`.
 
     Args:
-        wrapping: how the model is wrapped.
+        wrapping: the options with which the model is wrapped.
         units: module units; the first is the root.
-        gather_buffers: what gathers come into that cannot come into their unit.
+        gather_buffers: buffers for gathers that cannot come into their unit.
 
     Attributes:
         flats: the flat units of all module units, in layout order.
-        sent: gradients that have left this worker for the step under way, and what they are clipped to.
-        has_gradients: whether a backward has been made for the step under way.
-        loss_scale: what the loss was multiplied by; gradients are divided by it before they are pushed.
-        syncing: whether gradients are pushed; not inside `no_sync()`.
-        prefetched: a prefetch by hand is pending.
-        marks: what it is doing, for profilers and traces.
+        sent: gradients that have left this worker for the step under way, and the norm that they are clipped to.
+        has_gradients: True if a backward has been made for the step under way.
+        loss_scale: the factor of the loss; gradients are divided by it before they are pushed.
+        syncing: True if gradients are pushed; False inside `no_sync()`.
+        prefetched: True if a prefetch by hand is pending.
+        marks: the parts of its steps, for profilers and traces.
         optimizers: those of ours that make its steps.
-        current: the one of ours that was made last, which alone makes steps; None before there is one.
-        moments_of: the version at which the moments began that the optimizer has.
+        current: the optimizer of ours that was made last, which alone makes steps; None before there is one.
+        moments_of: the version at which the optimizer's moments began.
         expected_hyper: the hyperparameters that the optimizer has now; None = the next step's cannot be known.
-        batch: what the next backward's gradients are of, where a loader deals the samples; see `begin_batch`.
-        decisions: how many steps have ended, whatever came of them.
-        resends: how often the gradients of a step that was aborted are sent again; a copy of them is retained then.
-        on_abort: called when a step was aborted, before anything is waited for; it may raise.
-        buffers: those of the module, which checkpoints have.
+        batch: the batch of the next backward's gradients, if a loader deals the samples; see `begin_batch`.
+        decisions: number of steps that have ended, in whatever way.
+        resends: number of times that the gradients of an aborted step are sent again; if any, a copy is retained.
+        on_abort: called when a step was aborted, before any wait; it may raise.
+        buffers: the module's buffers, which checkpoints have.
         on_commit: called when a step has committed.
         left: parameters in no group whose gradients were forgotten here, and not in torch.
-        last_reason: why the last step did not commit, in words.
+        last_reason: the reason for which the last step did not commit, in words.
     """
 
     def __init__(self, wrapping: Wrapping, units: Sequence[ModuleUnit], gather_buffers: BufferPool) -> None:
@@ -135,8 +135,8 @@ class Runtime(AbstractRuntime):
         self._pushed: set[int] = set()  # units whose gradients have left for this step
         self._zeroed: set[nn.Parameter] = set()  # their gradients are zeros, where torch's would be
         self.left: set[nn.Parameter] = set()
-        self._finished: list[ModuleUnit] = []  # with which backward seems to be done
-        self._broken = False  # the last backward was, and `zero_grad` was not called since
+        self._finished: list[ModuleUnit] = []  # units with which backward seems to be done
+        self._broken = False  # True if the last backward was broken off, and `zero_grad` was not called since
         self._makes_graph = False  # of the backward under way
         self._unit_of = {flat.index: unit for unit in self.units for flat in unit.flats}
         for flat in self.flats:
@@ -159,21 +159,21 @@ class Runtime(AbstractRuntime):
         self.prefetched = False
 
     def _extend_prefetch(self, extra_bytes: int) -> None:
-        """From now on, gather (and push) so much more before it is needed; see Note: [Memory]."""
+        """Extend the budget of gathers (and pushes) before they are needed; see Note: [Memory]."""
         self._budget_bytes = self._least_bytes + extra_bytes
         self.gather_buffers.extend(extra_bytes)
 
     def _begin_step(self) -> None:
-        """The first forward of a step may be about to run."""
+        """Prepare for a forward that may be the first of a step."""
 
     def _gather_speculative(self, unit: ModuleUnit, flat: FlatUnit) -> None:
-        """Behind its push, gather a unit as the step is expected to leave it."""
+        """Gather a unit behind its push, as the step is expected to leave it."""
 
     # ------------------------------------------------------------------ forward
 
     @uncompiled
     def before_forward(self, unit: ModuleUnit, *_: object) -> None:
-        """A module is about to run: unshard it.
+        """Unshard a module that is about to run.
 
         Raises:
             Misuse: its parameters are not those that were wrapped, or a transform of torch.func or a tracer runs it.
@@ -204,7 +204,7 @@ class Runtime(AbstractRuntime):
             reached(Moment.FORWARD)
 
     def after_forward(self, unit: ModuleUnit) -> None:
-        """A module has run: reshard it, unless it is needed again at once."""
+        """Reshard a module that has run, unless it is needed again at once."""
         if in_backward():
             return
         unit.depth -= 1
@@ -223,14 +223,14 @@ class Runtime(AbstractRuntime):
 
     @property
     def torn(self) -> bool:
-        """Whether what was read since the forward began is not of one version."""
+        """True if the values read since the forward began are not of one version."""
         return self._read != self.now or any(flat.source.torn(flat) for flat in self.flats)
 
     def forward_again(self) -> bool:
-        """After the root's forward: whether it must be made again. See Note: [One version a step].
+        """Return True if the root's forward must be made again; see Note: [One version a step].
 
         Raises:
-            StepAborted: it was made often enough; the parameters change faster than it reads them.
+            StepAborted: it was made `_MAX_FORWARDS` times; the parameters change faster than it reads them.
         """
         if in_backward() or not self.torn:
             self._forwards = 0
@@ -248,7 +248,7 @@ class Runtime(AbstractRuntime):
         return True
 
     def _needed_soon(self, unit: ModuleUnit, upcoming: Iterable[int]) -> bool:
-        """Whether it is among the upcoming units that there is room for; see Note: [Memory]."""
+        """Return True if the unit is among the upcoming ones that fit into the budget; see Note: [Memory]."""
         room = self._budget_bytes
         for number in dict.fromkeys(upcoming):
             other = self.units[number]
@@ -263,19 +263,19 @@ class Runtime(AbstractRuntime):
 
     @uncompiled
     def before_backward(self, unit: ModuleUnit, grad: torch.Tensor) -> None:
-        """The gradient of a module's output is there: unshard it again."""
+        """Unshard a module again: the gradient of its output is there."""
         self._begin_backward()
         self._need(unit)
         if not unit.is_root:
             reached(Moment.BACKWARD)
 
     def gather_for_backward(self, flat: int) -> None:
-        """Backward reads parameters of a flat unit, of this number."""
+        """Unshard the flat unit of this number: backward reads its parameters."""
         self._begin_backward()
         self._need(self._unit_of[flat])
 
     def gather_saved(self, saved: SavedParameter) -> None:
-        """Backward reads what was saved of a unit; see `saved_tensors`.
+        """Gather a unit again: backward reads what was saved of it; see `saved_tensors`.
 
         Raises:
             Misuse: a step was made since forward, so that the values are gone.
@@ -293,11 +293,11 @@ class Runtime(AbstractRuntime):
         unit.held = unit.held or self._makes_graph
 
     def _begin_backward(self) -> None:
-        """Backward has come here: to be called by whatever it meets first.
+        """Begin a backward, unless it has begun; each of its first possible events calls this.
 
         Raises:
-            Misuse: the one before was broken off, and what it left was not dropped; or its loss has another scale
-                than that of the gradients that it would be added to.
+            Misuse: the backward before was broken off, and its gradients were not dropped; or the loss has another
+                scale than that of the gradients that its own would be added to.
         """
         if self._callback_queued:
             return
@@ -316,11 +316,11 @@ class Runtime(AbstractRuntime):
 
     @property
     def _is_busy(self) -> bool:
-        """Whether a forward or a backward seems to be under way."""
+        """True if a forward or a backward seems to be under way."""
         return self.units[0].depth > 0 or self._callback_queued
 
     def _settle_backward(self) -> None:
-        """Outside of backward: if the last one was broken off, forget which gradients it had made."""
+        """Forget which gradients the last backward had made, if it was broken off; called outside of backward."""
         if not self._callback_queued or in_backward():
             return
         self._callback_queued = False
@@ -335,11 +335,11 @@ class Runtime(AbstractRuntime):
 
     @property
     def _is_partial(self) -> bool:
-        """Whether a backward that was broken off now has left gradients that would count."""
+        """True if a backward that was broken off now has left gradients that would count."""
         return self.has_gradients
 
     def check_backward(self) -> None:
-        """Before a step: refuse gradients of a backward that was broken off, and values that somebody has changed.
+        """Refuse gradients of a broken-off backward and parameters changed in place; called before a step.
 
         Raises:
             Misuse: there are some.
@@ -354,10 +354,10 @@ class Runtime(AbstractRuntime):
 
     @uncompiled
     def grad_ready(self, unit: ModuleUnit, param: nn.Parameter) -> None:
-        """A parameter's gradient is complete in this backward; see Note: [When a gradient is complete].
+        """Record that a parameter's gradient is complete; see Note: [When a gradient is complete].
 
         Raises:
-            Misuse: that of the step before was not dropped.
+            Misuse: the gradient of the step before was not dropped.
         """
         self._begin_backward()
         self.sent.check_not_retained(param._axon_home)  # type: ignore[attr-defined]
@@ -377,18 +377,18 @@ class Runtime(AbstractRuntime):
         self._prefetch()
 
     def inputs_done(self, unit: ModuleUnit) -> None:
-        """The gradients of a module's inputs are there: backward is done with it, unless it is used again."""
+        """Finish a module, unless it is used again: the gradients of its inputs are there."""
         flat = unit.trainable
         if flat is None or len(unit.fired) in (0, unit.expected):
             self._finish(unit)
 
     def _finish(self, unit: ModuleUnit) -> None:
-        """Backward is done with a unit; see Note: [When memory may be freed in backward]."""
+        """Record that backward is done with a unit; see Note: [When memory may be freed in backward]."""
         if not unit.is_root and unit not in self._finished:
             self._finished.append(unit)
 
     def _free_finished(self, needed: ModuleUnit) -> None:
-        """Backward has come to another unit."""
+        """Free the units that backward is done with: it has come to another one."""
         finished, self._finished = self._finished, []
         for unit in finished:
             if unit is not needed:
@@ -402,7 +402,7 @@ class Runtime(AbstractRuntime):
             self._gather_speculative(unit, flat)
 
     def _after_backward(self) -> None:
-        """All of backward is done: push what is left, reshard everything but modules whose forward is under way."""
+        """End a backward: push what is left, reshard everything but modules whose forward is under way."""
         self._callback_queued = False
         self._finished.clear()
         for unit in reversed(self.units):
@@ -431,7 +431,7 @@ class Runtime(AbstractRuntime):
                 flat.unshard()
 
     def prefetch(self) -> None:
-        """Begin to gather what the next forward needs first, as far as Note: [Memory] allows."""
+        """Begin to gather the units that the next forward needs first, as far as Note: [Memory] allows."""
         self.agree()
         self._orders[True].restart()
         self._training, self.prefetched = True, True
@@ -476,7 +476,7 @@ class Runtime(AbstractRuntime):
                     flat.start_gather()
 
     def _reshardable_bytes(self) -> int:
-        """Memory of parameters beside the root: gathered, and under way."""
+        """Return the memory of parameters beside the root: gathered, and under way."""
         return sum(f.reshardable_bytes for u in self.units[1:] for f in u.flats)
 
     def _reshard(self, unit: ModuleUnit) -> None:
@@ -487,13 +487,13 @@ class Runtime(AbstractRuntime):
     # ------------------------------------------------------------------ gradients
 
     def begin_batch(self, batch: StepBatch) -> None:
-        """A loader gives the program a batch: the next backward's gradients are of it.
+        """Set the batch of the next backward's gradients, which a loader gives to the program.
 
-        Those that wait from the batches before it in this step will be multiplied by its weight when they are pushed,
-        so that they are brought to it here.
+        Gradients of the step's earlier batches will be multiplied by its weight when they are pushed, so they are
+        rescaled for it here.
 
         Raises:
-            Misuse: it counts for nothing, and gradients of batches that do are waiting.
+            Misuse: the batch counts for nothing, and gradients of batches that count are waiting.
         """
         before, self.batch = self.batch, batch
         if before is None or before.weight == batch.weight or not self.has_gradients:
@@ -510,12 +510,12 @@ class Runtime(AbstractRuntime):
 
     @property
     def accumulating(self) -> bool:
-        """Whether gradients stay here, since more of the step are still to come on this worker."""
+        """True if gradients stay here, since more of the step are still to come on this worker."""
         return self.batch is not None and not self.batch.is_last
 
     @property
     def accumulates(self) -> bool:
-        """Whether this worker's gradient of the step is a sum over several batches, which must not be dropped."""
+        """True if this worker's gradient of the step is a sum over several batches, which must not be dropped."""
         return self.batch is not None and self.batch.count > 1
 
     @property
@@ -524,18 +524,18 @@ class Runtime(AbstractRuntime):
 
     @property
     def _stages_now(self) -> bool:
-        """Whether gradients are put aside; those of a micro-batch always, so that nothing clips them by themselves."""
+        """True if gradients are staged; those of a micro-batch always are, so that nothing clips them by themselves."""
         return self._stage_grads or self.accumulating
 
     def _stage(self, flat: FlatUnit) -> None:
-        """Put the gradients of `no_sync()`, or of a micro-batch, aside."""
+        """Stage the gradients of `no_sync()`, or of a micro-batch."""
         before = flat.staged_bytes
         flat.stage_grads()
         self.sent.add(flat.index, len(flat.params))
         self.grad_meter.add(flat.staged_bytes - before)
 
     def zero_grad(self, *, set_to_none: bool, leaving: Iterable[nn.Parameter] = ()) -> bool:
-        """Forget the gradients that there are, unless they are of a batch that an `ElasticLoader` has cut.
+        """Forget the present gradients, unless they are of a batch that an `ElasticLoader` has cut.
 
         Those that were sent for the step under way are withdrawn: the step is aborted, for all workers.
 
@@ -544,10 +544,10 @@ class Runtime(AbstractRuntime):
             leaving: parameters whose gradients torch would leave as they are, to be added to.
 
         Returns:
-            Whether they are forgotten.
+            True if they are forgotten.
 
         Raises:
-            Misuse: some are on their way to other workers, which cannot be withdrawn.
+            Misuse: some are on their way to other workers, and cannot be withdrawn.
         """
         self._settle_backward()
         release_held(self.units)
@@ -568,19 +568,19 @@ class Runtime(AbstractRuntime):
 
     @property
     def _sums_batches(self) -> bool:
-        """Whether there are gradients of earlier micro-batches of the step."""
+        """True if there are gradients of earlier micro-batches of the step."""
         return self.accumulates and self.has_gradients and not self._broken
 
     def _with_gradients(self) -> set[nn.Parameter]:
-        """The parameters that have a gradient, as torch would see them."""
+        """Return the parameters that have a gradient, as torch would see them."""
         return {p for flat in self.flats for p in flat.params if p.grad is not None} | self._zeroed
 
     def _withdraw(self) -> None:
-        """Have what was sent for the step under way not count."""
+        """Withdraw the gradients that were sent for the step under way."""
         raise NotImplementedError
 
     def reset(self) -> None:
-        """Reshard everything; for code that wants the memory, and at the end."""
+        """Reshard everything; called when memory is needed, and at the end."""
         self.prefetched = False
         for unit in self.units:
             unit.depth, unit.held = 0, False
@@ -590,12 +590,12 @@ class Runtime(AbstractRuntime):
         self.gather_buffers.trim()
 
     def begin_anew(self) -> None:
-        """Be as a worker that has just come: without values, and without knowing in which order units are needed."""
+        """Drop all values, and the order in which units are needed, as in a worker that has just come."""
         self.reset()
         self._orders = _first_orders(len(self.units))
 
     def statistics(self) -> dict[str, float]:
-        """Counters and memory of this worker; bytes and seconds."""
+        """Return counters and memory of this worker; bytes and seconds."""
         return stats.measured(self.counters, sum(f.repeated for f in self.flats), self.meter, self.grad_meter)
 
 
@@ -614,6 +614,6 @@ def _refuse_transforms() -> None:
 
 
 def _first_orders(units: int) -> dict[bool, GatherOrder]:
-    """In which order units are expected to be needed, with and without a backward, before any was."""
+    """Return the orders in which units are expected at first, with and without a backward."""
     numbers = list(range(units))
     return {True: GatherOrder(numbers + numbers[::-1]), False: GatherOrder(numbers)}

@@ -1,20 +1,20 @@
 """`ServerRuntime`: the steps of a model whose parameters are on the shard servers: push, vote, take the decision.
 
 Note: [Speculative gathers]
-    Under SHARD_GRAD_OP a step would push the whole model one way and only then pull it the other way. When gradients
-    are not clipped, what a unit will be is known to its servers as soon as every replica has pushed it; so each unit is
+    Under SHARD_GRAD_OP a step would push the full model one way and only then pull it the other way. When gradients
+    are not clipped, a unit's servers know its new values as soon as every replica has pushed it. So each unit is
     gathered right behind its own push, into a buffer beside the current values, expecting the hyperparameters that the
-    optimizer has now. `step()` commits the buffers if the decision is as expected and discards them if not, so nobody
-    ever sees parameters of a step that did not commit. This costs a second copy of the parameters, as they travel. It
-    begins once a step went by without clipping.
-    Under FULL_SHARD the units that the next forward needs first are gathered so, as many as there is room for once
-    backward has freed them: straight into their own memory, which is free then.
+    optimizer has now. `step()` commits the buffers if the decision is as expected and discards them if not, so
+    parameters of a step that did not commit are never seen. This costs a second copy of the parameters, in wire dtype.
+    It begins once a step went by without clipping.
+    Under FULL_SHARD the units that the next forward needs first are gathered in this way, as many as fit into memory
+    once backward has freed them: straight into their own memory, which is free then.
 
 Note: [Sending again]
     An aborted step has changed no parameter, so the gradients that were sent for it are still those of the present
-    version. Where the training loop is somebody else's and cannot make its batch again, the runtime retains a copy of
-    what it sends (`resends` > 0) and sends it for the next attempt, among however many replicas there are then. A
-    replica that has left took its batch with it; one that has come sends its own.
+    version. For a training loop that cannot make its batch again, the runtime retains a copy of the gradients sent
+    (`resends` > 0). It sends them for the next attempt, scaled to the number of replicas then. The batch of a replica
+    that has left is lost; a replica that has joined sends its own.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ from axon_ps.worker.world import world_of
 _logger = logging.getLogger(__name__)
 
 MOST_REFUSED = 3
-"""Steps in a row that are aborted because of the votes until that is an error on every worker."""
+"""Steps in a row, aborted because of the votes, that are an error on every worker."""
 
 
 class ServerRuntime(Runtime):
@@ -62,7 +62,7 @@ class ServerRuntime(Runtime):
     Args:
         client: the worker's step client.
         steps: makes the worker's half of a step; None = `client`.
-        device: where `steps` takes gradients; None = in host memory.
+        device: the device on which `steps` takes gradients; None = in host memory.
         wrapping, units, gather_buffers: as for `Runtime`.
     """
 
@@ -95,15 +95,15 @@ class ServerRuntime(Runtime):
         self._pushes: list[Pending] = []
         self._expected: Sequence[Hyper] | None = None  # of this step; see Note: [Speculative gathers]
         self._unclipped = False
-        self._change: OptimizerChange | None = None  # with the next step, which is the one from this version
+        self._change: OptimizerChange | None = None  # with the next step, from version `_change_at`
         self._change_at = 0
-        self._optimizer = ""  # the one that makes the steps, by name
+        self._optimizer = ""  # name of the optimizer that makes the steps
         self._retained: dict[int, Any] = {}  # by unit, copies of what was sent; see Note: [Sending again]
         numbers = accumulate((len(flat.params) for flat in self.flats), initial=0)
         self._first_parameter = dict(zip((flat.index for flat in self.flats), numbers, strict=False))
         self._untouched: list[int] = []  # numbers of the parameters that have no gradient in this step
-        self._applied: list[nn.Parameter] = []  # those that have
-        self._withdrawn: StepResult | None = None  # of the step that ended so, until the next forward
+        self._applied: list[nn.Parameter] = []  # the parameters that have one
+        self._withdrawn: StepResult | None = None  # result of a withdrawn step, until the next forward
 
     @property
     def now(self) -> Position:
@@ -120,7 +120,7 @@ class ServerRuntime(Runtime):
         self._out.extend(extra_bytes)
 
     def _begin_step(self) -> None:
-        """A step begins where the one before ended, or anew if this worker itself asked for other parameters since."""
+        """Begin a step where the one before ended, or anew if this worker itself asked for other parameters since."""
         if self._began is None or self._began[0] < self._read[0] == self._steps.view.asked_epoch:
             self._began = self._read
         self._withdrawn = None
@@ -156,7 +156,7 @@ class ServerRuntime(Runtime):
         with profiled("push", flat.unit.name):
             if weight:
                 given = flat.pack_grads(buffer, weight / self.loss_scale.value)
-            else:  # not 0 times them, which may be no numbers
+            else:  # not 0 times them, which may be NaN
                 flat.pop_grads()
                 buffer.zero_()
                 given = [False] * len(flat.params)
@@ -169,7 +169,7 @@ class ServerRuntime(Runtime):
         self._pushed.add(flat.index)
 
     def _note_gradients(self, flat: FlatUnit, given: Iterable[bool]) -> None:
-        """The parameters of a unit with a gradient in this step."""
+        """Record which parameters of a unit have a gradient in this step."""
         for number, (param, has) in enumerate(zip(flat.params, given, strict=True), self._first_parameter[flat.index]):
             if has or param in self._zeroed:
                 self._applied.append(param)
@@ -183,7 +183,7 @@ class ServerRuntime(Runtime):
         return self._steps.gradients.push(unit, sent, ticket, done)
 
     def _gather_speculative(self, unit: ModuleUnit, flat: FlatUnit) -> None:
-        """Behind its push, gather a unit as the step is expected to leave it, if it stays here or is needed first."""
+        """Gather a unit behind its push, as the step is expected to leave it, if it stays here or is needed first."""
         if self._expected is None or self._ticket is None or not flat.may_speculate:
             return
         if not (flat.resident or flat.source.retains):
@@ -202,7 +202,7 @@ class ServerRuntime(Runtime):
         return self._ticket
 
     def _expect(self, hyper: Sequence[Hyper] | None) -> None:
-        """The hyperparameters that this step will be voted for with, unclipped; None = they are not known."""
+        """Expect these hyperparameters in the vote for this step, unclipped; None = they are not known."""
 
     # ------------------------------------------------------------------ the step
 
@@ -210,7 +210,7 @@ class ServerRuntime(Runtime):
         """Give the job its optimizer.
 
         Raises:
-            LayoutMismatch: another worker made another one.
+            LayoutMismatch: another worker made another optimizer.
         """
         self._steps.register_optimizer(spec)
         self._optimizer = spec.name
@@ -220,7 +220,7 @@ class ServerRuntime(Runtime):
 
         Raises:
             Misuse: replicas step asynchronously, so no step is the next one of all.
-            InvalidRequest: it cannot be.
+            InvalidRequest: the model cannot have this optimizer.
             Busy: the shard servers have no memory for its moments.
         """
         if self._wrapping.spec.policy.asynchronous:
@@ -239,7 +239,7 @@ class ServerRuntime(Runtime):
 
     @property
     def changes_optimizer(self) -> bool:
-        """See `Runtime.changes_optimizer`; where the others have made that step without this worker it is over."""
+        """See `Runtime.changes_optimizer`; False once the others have made that step without this worker."""
         return self._change is not None and self._change_at == self.version
 
     @property
@@ -266,10 +266,10 @@ class ServerRuntime(Runtime):
         )
 
     def step(self, hyper: Sequence[Hyper], commit: Mapping[str, str]) -> StepResult:
-        """Send what was not sent, vote, wait for the decision, and start gathering for the next step.
+        """Send the remaining gradients, vote, wait for the decision, and start gathering for the next step.
 
-        Without a forward since gradients were withdrawn this is the step that the withdrawal has ended already: others
-        make no further one.
+        If gradients were withdrawn and no forward came since, this is the step that the withdrawal has ended already:
+        the other workers make no further one.
         """
         if self.accumulating:
             assert self.batch is not None
@@ -338,7 +338,7 @@ class ServerRuntime(Runtime):
         return result
 
     def _end_step(self, decision: Decision | None) -> None:
-        """A step is over; None = nobody knows how it was decided."""
+        """End a step; None = its decision is not known."""
         release_held(self.units)
         self.sent.decided(None if decision is None else decision.grad_norm)
         if decision is not None and decision.outcome is not Outcome.ABORT:
@@ -357,7 +357,7 @@ class ServerRuntime(Runtime):
         began, decision = time.perf_counter(), None
         try:
             ticket = self._current_ticket()
-            for flat in self.flats:  # nobody's gradients wait for these
+            for flat in self.flats:  # no gradients of others wait for these
                 if flat.trainable and flat.index not in self._pushed:
                     self._pushes.append(self._send(flat.index, None, ticket))
             decision = self._steps.vote(ticket, self._pushes, max_norm=0.0, hyper=(), withdrawn=True)
@@ -374,7 +374,7 @@ class ServerRuntime(Runtime):
         self._withdrawn = self._decided(decision, 0.0)
 
     def _send_again(self, before: Ticket, ticket: Ticket) -> list[Pending]:
-        """Send what was retained, for another attempt at the step; see Note: [Sending again]."""
+        """Send the retained gradients, for another attempt at the step; see Note: [Sending again]."""
         if before.num_replicas != ticket.num_replicas:
             for copy in self._retained.values():
                 if copy is not None:
@@ -416,7 +416,7 @@ class ServerRuntime(Runtime):
         return self.counters.counted(result)
 
     def _settle_speculative(self, decision: Decision | None) -> None:
-        """Retain what was gathered of the step if it was decided so; None = it is gathered again."""
+        """Retain speculative gathers if the step was decided as expected, else discard them; None = discard."""
         as_expected = decision is not None and self._expected is not None and decision.applies(self._expected)
         untouched = set() if decision is None else set(decision.untouched)
         for flat in self.flats:
@@ -427,10 +427,10 @@ class ServerRuntime(Runtime):
                 flat.discard_speculative()
         self._expected = None
 
-    # ------------------------------------------------------------------ what the servers have
+    # ------------------------------------------------------------------ the servers' values
 
     def masters(self) -> Iterator[torch.Tensor]:
-        """See `Runtime.masters`. Takes the memory of one unit at a time."""
+        """See `Runtime.masters`; it takes the memory of one unit at a time."""
         check_unchanged(self.flats)
         view, spec = self._client.view, self._wrapping.spec
         began = view.epoch, view.latest_version
@@ -467,7 +467,7 @@ class ServerRuntime(Runtime):
         """See `Runtime.load`.
 
         Raises:
-            Misuse: the optimizer is to take the place of one of another type with the next step.
+            Misuse: the optimizer is to replace another type of optimizer with the next step.
         """
         world, view = world_of(self._wrapping.group), self._client.view
         change = self._change if optimizer is not None and self.changes_optimizer else None
@@ -502,5 +502,5 @@ class ServerRuntime(Runtime):
         self._out.trim()
 
     def statistics(self) -> dict[str, float]:
-        """See `Runtime.statistics`; the data plane's as `wire_*`."""
+        """See `Runtime.statistics`; the data plane's are `wire_*`."""
         return {**super().statistics(), **{f"wire_{k}": v for k, v in self._client.statistics().items()}}

@@ -1,13 +1,13 @@
 """`ParameterSource`: the ways in which the values of a unit come into this worker's memory.
 
-source           where the values are              how they come
+source           place of the values               way of the values
 RemoteSource     on the shard servers              as messages, into `flat` or into a buffer beside it
 MappedSource     on a server of this host          `flat` is the server's memory; see `flat_unit`, Note: [Mapped units]
 NodeSource       in shards on the node's workers   as from the servers; in device memory where the node's groups are
 HostCopySource   in host memory, once gathered     copied from there (CPUOffload.PARAMS)
 LocalSource      in the masters, on this worker    copied from there (NO_SHARD; in `no_shard.replicated_unit`)
 
-Which one a unit has is decided when the model is wrapped. What is under way is a `PendingGather`.
+A unit's source is chosen when the model is wrapped. Values on their way are a `PendingGather`.
 """
 
 from __future__ import annotations
@@ -32,15 +32,16 @@ _STORAGE_VIEW = {DType.F32: torch.float32, DType.BF16: torch.uint16, DType.F16: 
 
 
 def array_of(buffer: torch.Tensor, wire: DType) -> Array:
-    """A host buffer as numpy sees it (bf16 as uint16), without a copy."""
+    """Return a host buffer as a numpy array (bf16 as uint16), without a copy."""
     array: Array = buffer.view(_STORAGE_VIEW[wire]).numpy()
     return array
 
 
 def _window(tensor: torch.Tensor, wire: DType) -> Array:
-    """Memory of a host tensor as numpy, without torch knowing; see `flat_unit`, Note: [Memory that comes and goes].
+    """Return a host tensor's memory as a numpy array that torch does not know of.
 
-    It keeps the tensor alive: a model may be dropped while a gather writes there.
+    See `flat_unit`, Note: [Memory that comes and goes]. The array keeps the tensor alive: a model may be dropped while
+    a gather writes there.
     """
     raw = (ctypes.c_byte * tensor.nbytes).from_address(tensor.data_ptr())
     raw.tensor = tensor  # type: ignore[attr-defined]
@@ -53,12 +54,12 @@ class PendingGather:
     """Values of a unit that are on their way.
 
     Attributes:
-        at: (epoch, version) that they are of; of an undecided step, that before it.
-        work: what to wait for; None = nothing.
-        buffer: what they come into; None = `flat`, or memory that the source knows.
-        in_place: whether they come into `flat`, so that what was there is lost.
-        speculative: whether it was begun before its step was decided.
-        result: what `work` gives, where there is no work.
+        at: (epoch, version) of the values; of an undecided step, that before it.
+        work: the work to wait for; None = nothing.
+        buffer: the buffer that they come into; None = `flat`, or memory that the source knows.
+        in_place: True if they come into `flat`, so that its previous values are lost.
+        speculative: True if it was begun before its step was decided.
+        result: the result, if there is no work.
         flat_bytes: memory that will count as that of `flat`.
     """
 
@@ -72,7 +73,7 @@ class PendingGather:
 
 
 class GatheredUnit(Protocol):
-    """The unit whose values come; see `parallel.fsdp.flat_unit.FlatUnit` for what its attributes and methods are."""
+    """The unit whose values come; its attributes and methods are those of `parallel.fsdp.flat_unit.FlatUnit`."""
 
     index: int
     unit: Unit
@@ -84,19 +85,19 @@ class GatheredUnit(Protocol):
 
     @property
     def trainable(self) -> bool:
-        """True if the optimizer moves it."""
+        """True if the optimizer updates it."""
 
     def allocate(self) -> None:
         """Allocate the memory of `flat`."""
 
     def free_storage(self) -> None:
-        """Free it."""
+        """Free the memory of `flat`."""
 
     def fill(self, values: torch.Tensor, *, non_blocking: bool) -> None:
         """Copy values into `flat`, of another dtype or device perhaps."""
 
     def use_memory(self, mapped: Mapped | None) -> None:
-        """Have `flat` be this memory; None = memory of its own."""
+        """Let `flat` be this memory; None = memory of its own."""
 
     def abandon(self) -> None:
         """Stop the gather that is under way."""
@@ -106,11 +107,11 @@ class ParameterSource(ABC):
     """The way in which the values of a unit come.
 
     Args:
-        steps: whose version the values must have.
+        steps: knows the version that the values must have.
 
     Attributes:
-        buffered: whether a gather takes memory beside `flat`.
-        retains: whether that stays, until the values of another version are gathered into it.
+        buffered: True if a gather takes memory beside `flat`.
+        retains: True if that memory stays until the values of another version are gathered into it.
     """
 
     buffered = True
@@ -120,23 +121,23 @@ class ParameterSource(ABC):
         self._steps = steps
 
     def wanted(self, flat: GatheredUnit) -> Position:
-        """(epoch, version) that the values must have now."""
+        """Return the (epoch, version) that the values must have now."""
         return position_of(self._steps.view, trainable=flat.trainable)
 
     def is_remote(self, at: Position) -> bool:
-        """Whether the values of `at` must be requested from others."""
+        """Return True if the values of `at` must be requested from other processes."""
         return True
 
     def speculates(self, flat: GatheredUnit) -> bool:
-        """Whether values of an undecided step may come, and it pays."""
+        """Return True if values of an undecided step may come, and it pays."""
         return False
 
     def gather_bytes(self, flat: GatheredUnit) -> int:
-        """Memory that a gather takes before the unit is unsharded."""
+        """Return the memory that a gather takes before the unit is unsharded."""
         return flat.wire_bytes
 
     def torn(self, flat: GatheredUnit) -> bool:
-        """Whether current values were changed since they were read: the job goes on without this worker."""
+        """Return True if current values were changed since they were read: the job goes on without this worker."""
         return False
 
     @abstractmethod
@@ -144,27 +145,27 @@ class ParameterSource(ABC):
         """Request the values of `at`."""
 
     def start_speculative(self, flat: GatheredUnit, ticket: Ticket, hyper: Sequence[Hyper]) -> PendingGather:
-        """Request what the step of `ticket` will make of the unit if it commits unclipped with `hyper`."""
+        """Request the values that the step of `ticket` will give the unit if it commits unclipped with `hyper`."""
         raise NotImplementedError(f"{type(self).__name__} does not speculate")
 
     @abstractmethod
     def finish(self, flat: GatheredUnit, pending: PendingGather, result: Any) -> bool:
-        """Make what has come the values of `flat`; False = it has not come, and must be requested again."""
+        """Make the values that have come those of `flat`; False = none have, and they must be requested again."""
 
     def cancel(self, pending: PendingGather) -> None:
-        """Stop what is under way; its memory is not touched afterwards."""
+        """Stop a gather; its memory is not touched afterwards."""
         if pending.work is not None:
             pending.work.cancel()
 
 
 class _GatheringSource(ParameterSource):
-    """A source that gathers by the object that makes the steps, into `flat` or into a buffer.
+    """A source that gathers through the object that makes the steps, into `flat` or into a buffer.
 
     Args:
         steps: gathers.
         pool: buffers.
-        buffered: whether values come into a buffer: where `flat` is of another dtype or kind of memory than what is
-            gathered.
+        buffered: True if values come into a buffer, since `flat` has another dtype or kind of memory than they have
+            when they are gathered.
     """
 
     def __init__(self, steps: Steps, pool: BufferPool, *, buffered: bool) -> None:
@@ -188,7 +189,7 @@ class _GatheringSource(ParameterSource):
             self._pool.give(pending.buffer)
 
     def _target(self, flat: GatheredUnit) -> tuple[torch.Tensor | None, Array | torch.Tensor]:
-        """The buffer, if there is one, and what to gather into."""
+        """Return the buffer, if there is one, and the memory to gather into."""
         if not self.buffered:
             flat.allocate()
             return None, self._output(flat.flat, flat.wire)
@@ -202,7 +203,8 @@ class _GatheringSource(ParameterSource):
 class RemoteSource(_GatheringSource):
     """The shard servers send the values; those of an undecided step, too, unless they are on this host.
 
-    There they are copied from memory once they are decided, which takes less than it takes a server to make them twice.
+    On this host they are copied from memory once they are decided. This takes less time than a server takes to make
+    them twice.
     """
 
     def __init__(self, steps: ServerSteps, pool: BufferPool, *, buffered: bool) -> None:
@@ -223,7 +225,7 @@ class NodeSource(_GatheringSource):
     """The workers of the node send each other their shards; they pull those speculatively by themselves.
 
     Args:
-        on_device: whether the node's groups are of device memory; the rest is `_GatheringSource`'s.
+        on_device: True if the node's groups are of device memory; the rest is `_GatheringSource`'s.
     """
 
     def __init__(self, steps: Steps, pool: BufferPool, *, buffered: bool, on_device: bool) -> None:
@@ -235,11 +237,11 @@ class NodeSource(_GatheringSource):
 
 
 class MappedSource(ParameterSource):
-    """The values are read where the unit's server has them, if it is on this host. One for each unit.
+    """The values are read in the memory of the unit's server, if it is on this host. Each unit has its own source.
 
     Args:
         steps: maps.
-        otherwise: where the values come from for ever once they cannot be mapped.
+        otherwise: the source of the values for ever once they cannot be mapped.
     """
 
     buffered = False
@@ -248,7 +250,7 @@ class MappedSource(ParameterSource):
         super().__init__(steps)
         self._servers = steps.parameters
         self._otherwise = otherwise
-        self._mapped: Mapped | None = None  # what `flat` is
+        self._mapped: Mapped | None = None  # the memory of `flat`
         self._read_at: Position | None = None  # of the values that were unsharded last
 
     def start(self, flat: GatheredUnit, at: Position) -> PendingGather:
@@ -277,9 +279,9 @@ class MappedSource(ParameterSource):
 
 
 class HostCopySource(ParameterSource):
-    """The values of a version are gathered into host memory once, and copied from there. One for each unit.
+    """The values of a version are gathered into host memory once, and copied from there. Each unit has its own source.
 
-    Those of an undecided step come in place of those that backward has read.
+    Values of an undecided step overwrite those that backward has read.
 
     Args:
         steps: gathers.

@@ -1,7 +1,7 @@
-"""The memory of a wrapped model on a worker: an estimate from its strategy, and types for what is measured. Pure.
+"""The memory of a wrapped model on a worker: an estimate from its strategy, and types for measured values. Pure.
 
 P    parameters of the model, T of them trainable; u the largest unit, r the root (what is in no unit)
-c    bytes of an element in compute, w as gathered, g as a gradient travels, m as the model was built
+c    bytes of an element in compute, w as gathered, g as a gradient is sent, m as the model was built
 G    workers of a node (HYBRID_SHARD); s optimizer state per trainable parameter (8 under Adam in f32)
 
 strategy        parameters in memory                     gradients     optimizer state
@@ -28,7 +28,7 @@ from axon_ps.types import StepResult
 
 MIB = 1 << 20
 _F32_BYTES = 4 * 4
-"""Of a parameter: its value, gradient and two moments."""
+"""Bytes of a parameter: its value, gradient and two moments."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class FSDPMemoryStats:
         grad_memory_bytes: gradients of full units at the peak of a step, on their way or waiting for the optimizer.
         optim_memory_bytes: optimizer state in the worker's memory; 0 where it is on the servers.
         world_size: workers.
-        host_memory_bytes: how much of `param_memory_bytes` is in host memory by `CPUOffload`.
+        host_memory_bytes: the part of `param_memory_bytes` that is in host memory by `CPUOffload`.
         replicated_memory_bytes: of a worker without sharding: parameters, gradients and two moments;
             None = that of `total_params` in f32.
     """
@@ -61,7 +61,7 @@ class FSDPMemoryStats:
 
     @property
     def total_memory_mb(self) -> float:
-        """The same in MiB."""
+        """`total_memory_bytes` in MiB."""
         return self.total_memory_bytes / MIB
 
     @property
@@ -74,7 +74,7 @@ class FSDPMemoryStats:
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryStats:
-    """Memory of one worker, as measured: what its parameters and gradients on their way took.
+    """Memory of one worker, as measured: that of its parameters, and of gradients on their way.
 
     Attributes:
         peak_memory_mb: at most, since the model was wrapped, in MiB.
@@ -91,7 +91,7 @@ class UnitBytes:
 
     Attributes:
         numel: parameters.
-        trainable_numel: those that the optimizer moves.
+        trainable_numel: parameters that the optimizer updates.
     """
 
     numel: int
@@ -99,7 +99,7 @@ class UnitBytes:
 
     @property
     def frozen_numel(self) -> int:
-        """Those that it does not move."""
+        """Parameters that the optimizer does not update."""
         return self.numel - self.trainable_numel
 
 
@@ -126,10 +126,10 @@ class Counters:
 
 
 def measured(counters: Counters, repeated: int, parameters: Meter, gradients: Meter) -> dict[str, float]:
-    """Counters and memory of a worker by name; bytes and seconds.
+    """Return counters and memory of a worker by name; bytes and seconds.
 
     Args:
-        counters: what was counted.
+        counters: the model's counters.
         repeated: gathers that were begun again.
         parameters: memory of parameters.
         gradients: memory of gradients.
@@ -161,21 +161,21 @@ def estimate(
     buffered: bool,
     world_size: int,
 ) -> FSDPMemoryStats:
-    """The table of the module's docstring.
+    """Compute the table of the module's docstring.
 
     Args:
-        layout: of the model.
+        layout: the model's layout.
         units: module units, the root first.
-        strategy: which parameters stay on a worker.
-        offload: what is on the host.
+        strategy: the sharding strategy.
+        offload: the part that is on the host.
         compute_bytes: c.
         wire_bytes: w.
         grad_bytes: g.
         built_bytes: m, of the dtype the model was built in.
         shard_numel: HYBRID_SHARD: elements of this worker's shards.
         state_bytes: NO_SHARD: optimizer state per trainable parameter, in bytes.
-        copied: NO_SHARD: whether the module computes with copies of the masters.
-        buffered: whether values are gathered into buffers.
+        copied: NO_SHARD: True if the module computes with copies of the masters.
+        buffered: True if values are gathered into buffers.
         world_size: workers.
     """
     total, trainable = layout.numel, layout.trainable_numel

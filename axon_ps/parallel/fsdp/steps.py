@@ -1,4 +1,4 @@
-"""The needs of a wrapped model to make steps: implemented by `StepClient`, and by `NodeSteps` for a node's workers."""
+"""The steps of a wrapped model, as an interface: `StepClient`, and `NodeSteps` for a node's workers, implement it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from axon_ps.worker.steps.client import StepClient
 from axon_ps.worker.steps.ticket import Ticket
 
 Position: TypeAlias = tuple[int, int]
-"""(epoch, version): which values of a model."""
+"""(epoch, version) of values of a model."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,8 +21,8 @@ class Standing:
     """The facts by which samples are dealt; read at one moment.
 
     Attributes:
-        generation: the members among whom they are dealt.
-        place: this worker's among them.
+        generation: the generation of the members among whom they are dealt.
+        place: this worker's place among them.
         committed: the newest values that were committed with steps of the model, by name.
     """
 
@@ -33,14 +33,14 @@ class Standing:
 
 @dataclass(frozen=True, kw_only=True)
 class StepBatch:
-    """A batch that a loader has given to the program: what the next backward's gradients are of.
+    """A batch that a loader has given to the program; the next backward's gradients are of it.
 
     Attributes:
-        generation: the members among whom its samples were dealt; the step counts only among them.
-        weight: what the mean over it is multiplied by in the mean over all samples of the step.
+        generation: the generation of the members among whom its samples were dealt; the step counts only among them.
+        weight: the factor of its mean in the mean over all samples of the step.
         index: its number among the micro-batches of this worker in the step.
-        count: how many these are. Gradients are pushed behind the last one.
-        commit: what the step commits if it ends with this batch, by name.
+        count: the number of these micro-batches. Gradients are pushed behind the last one.
+        commit: the values that the step commits if it ends with this batch, by name.
     """
 
     generation: int
@@ -51,7 +51,7 @@ class StepBatch:
 
     @property
     def is_last(self) -> bool:
-        """Whether the step's gradients are complete with it."""
+        """True if the step's gradients are complete with it."""
         return self.index == self.count - 1
 
 
@@ -90,7 +90,7 @@ class View(Protocol):
 
     @property
     def copied(self) -> int:
-        """The newest version that took another model's values, which frozen units are of; 0 = none."""
+        """The newest version that took another model's values; frozen units are of that version. 0 = none."""
 
     @property
     def latest(self) -> Position:
@@ -98,7 +98,7 @@ class View(Protocol):
 
 
 def position_of(view: View, *, trainable: bool) -> Position:
-    """(epoch, version) that a unit's values must have now; no step changes a frozen unit but one that copies."""
+    """Return the (epoch, version) that a unit's values must have now; of steps, only a copy changes a frozen unit."""
     return view.epoch, view.version if trainable else view.copied
 
 
@@ -106,19 +106,21 @@ class ParameterSteps(Protocol):
     """The client that gathers parameters."""
 
     def gather(self, unit: int, out: Any) -> Pending:
-        """Fill `out` with a unit: an array; a tensor in device memory where a node's groups are."""
+        """Fill `out` with a unit: an array, or a tensor if a node's groups are of device memory."""
 
 
 class GradientSteps(Protocol):
     """The client that takes gradients."""
 
     def push(self, unit: int, grad: Any, ticket: Ticket, done: Callable[[], None] | None = None) -> Pending:
-        """Give this worker's gradient of a unit, scaled by 1 / `ticket.num_replicas`: an array, or None; a tensor in
-        device memory where a node's groups are."""
+        """Give this worker's gradient of a unit, scaled by 1 / `ticket.num_replicas`.
+
+        It is an array or None, or a tensor if a node's groups are of device memory.
+        """
 
 
 class Steps(Protocol):
-    """The steps of a model: what they are made of, and who decides; see `StepClient`."""
+    """The steps of a model: parameters, gradients, votes and decisions; see `StepClient`."""
 
     @property
     def view(self) -> View:
@@ -136,11 +138,13 @@ class Steps(Protocol):
         """Give the job its optimizer."""
 
     def check_optimizer(self, optimizer: OptimizerSpec) -> None:
-        """Check that an optimizer can take the place of the job's."""
+        """Check that an optimizer can replace the job's."""
 
     def ticket(self, began: Position | None = None, dealt: int | None = None) -> Ticket:
-        """The ticket of the step that is computed from (epoch, version) `began`, of samples that were dealt in the
-        generation `dealt`; void if those are over."""
+        """Return the ticket of the step that is computed from (epoch, version) `began`.
+
+        Its samples were dealt in the generation `dealt`. The ticket is void if version or generation are over.
+        """
 
     def vote(
         self,
@@ -154,13 +158,13 @@ class Steps(Protocol):
         withdrawn: bool = False,
         optimizer: OptimizerChange | None = None,
     ) -> Decision:
-        """Vote: all gradients were pushed, and these values are to be committed with them; wait for the decision.
+        """Vote that all gradients were pushed, with these values to commit; wait for the decision.
 
-        `optimizer` takes the place of the model's with the step.
+        `optimizer` replaces the model's with the step.
         """
 
     def copy_from(self, source: StepClient, weight: float) -> Decision:
-        """A step in which the model becomes (1 - weight) * its values + weight * another's."""
+        """Make a step in which the model becomes (1 - weight) * its values + weight * another's."""
 
 
 class Mapped(Protocol):
@@ -171,26 +175,26 @@ class Mapped(Protocol):
         """wire[unit_numel]; the same memory as long as the server lives."""
 
     def is_at(self, version: int) -> bool:
-        """Whether `values` are, and have been since they were found to be, those of a version."""
+        """Return True if `values` are those of a version, and have been since they were found to be."""
 
     def discard_writes(self) -> None:
-        """Undo whatever was written to `values` here."""
+        """Undo all writes to `values` by this process."""
 
 
 class ServerParameters(ParameterSteps, Protocol):
     """Parameters that come from the shard servers; see `worker.steps.parameters`."""
 
     def mapped(self, unit: int) -> Mapped | None:
-        """A unit's current values, if they are mapped and there. Nobody reads them beyond the next vote."""
+        """Return a unit's current values, if they are mapped and there. They are not read beyond the next vote."""
 
     def map(self, unit: int, dtype: DType) -> Pending:
-        """Map a unit once its current values are there; the result is a `Mapped`, or None: it must be gathered."""
+        """Map a unit once its current values are there; the result is a `Mapped`, or None if it must be gathered."""
 
     def is_near(self, unit: int) -> bool:
-        """Whether a unit is copied from memory of servers of this host."""
+        """Return True if a unit is copied from memory of servers of this host."""
 
     def gather_speculative(self, unit: int, out: Any, ticket: Ticket, hyper: Sequence[Hyper]) -> Pending:
-        """Before the step is decided, fill `out` with a unit as an unclipped step with `hyper` would make it."""
+        """Fill `out`, before the step is decided, with a unit as an unclipped step with `hyper` would make it."""
 
 
 class ServerSteps(Steps, Protocol):

@@ -1,4 +1,4 @@
-"""The sharding strategies and CPU offload: which parameters stay on a worker between uses, and in which memory."""
+"""The sharding strategies and CPU offload: the parameters that stay on a worker between uses, and their memory."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ class ShardingStrategy(enum.Enum):
     FULL_SHARD (ZeRO-3): parameters are resharded after each use; a unit is gathered before its forward and again before
     its backward, its gradient is pushed, the step happens on the servers.
 
-    SHARD_GRAD_OP (ZeRO-2): parameters stay unsharded; gradients are pushed, the step happens on the servers, what
-    changed is pulled before the next forward. While gradients are not clipped it is pulled right behind each push, into
-    a second copy of the parameters in their wire dtype, which counts once the step has committed. The new values can be
-    read from the next forward on, or inside `summon_full_params()`.
+    SHARD_GRAD_OP (ZeRO-2): parameters stay unsharded; gradients are pushed, the step happens on the servers, changed
+    values are pulled before the next forward. While gradients are not clipped they are pulled right behind each push,
+    into a second copy of the parameters in their wire dtype, which counts once the step has committed. The new values
+    can be read from the next forward on, or inside `summon_full_params()`.
 
     HYBRID_SHARD: the workers of a node are one replica. Each has a shard of every unit, 1/G of it in the wire dtype; a
     unit is gathered inside the node, its gradient is averaged inside the node, and each worker pushes and pulls its own
@@ -31,7 +31,7 @@ class ShardingStrategy(enum.Enum):
     backward runs, and are in `param.grad` after it; the step is that of a local optimizer, torch's or ours.
 
     ZERO_1, ZERO_2, ZERO_3 are other names of these. ZeRO-1 shards nothing but the optimizer's state, which is on the
-    servers here in every strategy that uses them; what comes closest is SHARD_GRAD_OP, where parameters stay unsharded.
+    servers here in every strategy that uses them. SHARD_GRAD_OP comes closest, since parameters stay unsharded in it.
     A gradient is unsharded until it is sent, and is on no worker after that: for averages in `param.grad` use NO_SHARD.
     """
 
@@ -51,14 +51,14 @@ class CPUOffload(enum.Enum):
 
     PARAMS: a copy of the parameters in their wire dtype stays in host memory (pinned where there is a GPU). Under
     FULL_SHARD and SHARD_GRAD_OP backward gathers from it instead of the network, so that a step moves two units' worth
-    for each unit and not three, frozen units travel once, and nothing stays on the device between units. Under
+    for each unit and not three, frozen units are sent once, and nothing stays on the device between units. Under
     HYBRID_SHARD a worker's shard is on the host in any case. Under NO_SHARD the parameters and their gradients are on
     the host, and each unit is copied to the device for its forward and for its backward.
 
-    FULL: PARAMS, and gradients that wait for `no_sync()` to end or for a step wait in host memory too.
+    FULL: as PARAMS; gradients that wait for `no_sync()` to end, or for a step, are in host memory too.
 
-    OPTIMIZER_STATES: what shard servers always do. Under NO_SHARD the parameters that the optimizer moves, and with
-    them its state, are on the host.
+    OPTIMIZER_STATES: the optimizer's state is in host memory, as it always is on shard servers. Under NO_SHARD the
+    parameters that the optimizer updates, and with them its state, are on the host.
     """
 
     NONE = "none"
@@ -68,17 +68,17 @@ class CPUOffload(enum.Enum):
 
     @property
     def offloads_params(self) -> bool:
-        """Whether parameters have a copy in host memory."""
+        """True if parameters have a copy in host memory."""
         return self in (CPUOffload.PARAMS, CPUOffload.FULL)
 
     @property
     def stages_grads(self) -> bool:
-        """Whether gradients that wait are on the host."""
+        """True if waiting gradients are on the host."""
         return self is CPUOffload.FULL
 
 
 def check_sub_group(size: int, world_size: int, strategy: ShardingStrategy) -> None:
-    """Refuse to train on some of the world's workers where it takes all of them.
+    """Refuse a group of some of the world's workers, if the strategy needs all of them.
 
     Args:
         size: workers of the group.
@@ -86,7 +86,7 @@ def check_sub_group(size: int, world_size: int, strategy: ShardingStrategy) -> N
         strategy: the strategy.
 
     Raises:
-        InvalidRequest: its steps are made on the servers.
+        InvalidRequest: the strategy's steps are made on the servers.
     """
     if strategy is not ShardingStrategy.NO_SHARD:
         raise InvalidRequest(
@@ -97,7 +97,7 @@ def check_sub_group(size: int, world_size: int, strategy: ShardingStrategy) -> N
 
 
 def checked_policy(policy: Policy, strategy: ShardingStrategy, offload: CPUOffload) -> Policy:
-    """The policy, if it goes with the strategy.
+    """Return the policy, if it goes with the strategy.
 
     Raises:
         InvalidRequest: it does not.
@@ -118,10 +118,10 @@ def checked_policy(policy: Policy, strategy: ShardingStrategy, offload: CPUOfflo
 
 
 def checked_node_size(size: int | None, strategy: ShardingStrategy, members: Sequence[Member]) -> int:
-    """The number of workers that share a unit inside a node; 1 but for HYBRID_SHARD.
+    """Return the number of workers that share a unit inside a node; 1 but for HYBRID_SHARD.
 
     Args:
-        size: as given; None = as many as a node has.
+        size: the number given; None = as many as a node has.
         strategy: the strategy.
         members: the workers of the world.
 

@@ -1,4 +1,4 @@
-"""The values of a wrapped model's parameters: unsharded, replaced, saved and loaded, whatever the strategy."""
+"""The values of a wrapped model's parameters: unsharded, replaced, saved and loaded, under any strategy."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class ShardedValues(ModuleWrapper):
     _missing = 0
 
     def _follow_restores(self) -> None:
-        """Take the buffers of a checkpoint that was restored since, whoever ordered it."""
+        """Take the buffers of a checkpoint that any process has restored since."""
         if self._served_buffers is not None:
             self._served_buffers.follow()
 
@@ -56,17 +56,17 @@ class ShardedValues(ModuleWrapper):
 
     @contextmanager
     def summon_full_params(self, *, writeback: bool = False) -> Iterator[None]:
-        """Inside, every parameter has its current value, in compute dtype.
+        """Give every parameter its current value, in compute dtype, inside the block.
 
         Args:
-            writeback: whether what is changed in place becomes the values on the servers, as by `load_state_dict()`;
-                every worker calls it then, and what the worker of lowest rank has changed counts. If not, parameters
-                are to be read, not changed. Under NO_SHARD changes are this worker's own in either case.
+            writeback: True to make changes in place the values on the servers, as by `load_state_dict()`; every worker
+                calls it then, and the changes of the worker of lowest rank count. If False, parameters are to be read,
+                not changed. Under NO_SHARD changes are this worker's own in either case.
 
         Raises:
             Misuse: a forward or backward is under way; or, at the end, parameters were changed in place, and that has
                 no effect.
-            StepAborted: at the end: the job went on without this worker, so what was read may be of several versions.
+            StepAborted: at the end: the job went on without this worker, so the values may be of several versions.
         """
         self._check_idle("summon_full_params")
         new: dict[str, torch.Tensor] = {}
@@ -86,7 +86,7 @@ class ShardedValues(ModuleWrapper):
             self._runtime.reset()
         if changed:
             for flat in self._runtime.flats:
-                flat.free_storage()  # also where the strategy would retain what was changed
+                flat.free_storage()  # also if the strategy would retain the changed values
             if not writeback:
                 raise Misuse(
                     f"{len(changed)} parameters were changed inside summon_full_params(), and the shard servers still "
@@ -100,12 +100,12 @@ class ShardedValues(ModuleWrapper):
             self._runtime.replace(self._new_values(value_of, self._staying(value_of)))
 
     def sharded_parameters(self) -> Iterator[nn.Parameter]:
-        """The parameters that the strategy shards: all but `ignored_parameters`, tied ones once."""
+        """Return the parameters that the strategy shards: all but `ignored_parameters`, tied ones once."""
         managed = {p for flat in self._runtime.flats for p in flat.params}
         return (p for p in self.parameters() if p in managed)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
-        """The acts of `to()`, `cuda()`, `half()` and their like: on buffers and ignored parameters as of any module.
+        """Apply `to()`, `cuda()`, `half()` and their like to buffers and ignored parameters, as in any module.
 
         Raises:
             Misuse: it would move or cast sharded parameters.
@@ -125,12 +125,12 @@ class ShardedValues(ModuleWrapper):
         return self
 
     def full_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every parameter as f32, exactly as on the servers (NO_SHARD: in the optimizer), one after the other.
+        """Yield every parameter as f32, exactly as on the servers (NO_SHARD: in the optimizer), one after the other.
 
-        Takes the memory of one unit at a time.
+        This takes the memory of one unit at a time.
 
         Raises:
-            StepAborted: the job went on without this worker (it was frozen or cut off), so what it has read is of
+            StepAborted: the job went on without this worker (it was frozen or cut off), so the values read are of
                 several versions; begin again. Under an asynchronous policy they may always be.
         """
         for unit, values in zip(self._wrapping.spec.layout.units, self._runtime.masters(), strict=True):
@@ -144,17 +144,17 @@ class ShardedValues(ModuleWrapper):
         prefix: str = "",
         keep_vars: bool = False,
     ) -> dict[str, Any]:
-        """Every parameter in the dtype it was built with, and every buffer, by the names of the user's module.
+        """Return every parameter in the dtype it was built with, and every buffer, by the names of the user's module.
 
-        Each worker gets all of it, and none needs the others for it; for models too big for that use
-        `world.save_checkpoint` and `axon-ps checkpoint export`. `state_dict()` of the user's module, and what is built
-        on it (`save_pretrained()` of transformers), gives the same. Tied parameters are one tensor under several names,
-        as in torch.
+        Each worker gets all of it, without the help of others; for models too big for that use
+        `world.save_checkpoint` and `axon-ps checkpoint export`. `state_dict()` of the user's module, and functions
+        built on it (`save_pretrained()` of transformers), give the same. Tied parameters are one tensor under several
+        names, as in torch.
 
         Args:
             args: as `nn.Module.state_dict` takes them.
-            destination: where to put it; None = a new dict.
-            prefix: what names begin with.
+            destination: the dict to fill; None = a new dict.
+            prefix: beginning of all names.
             keep_vars: give the parameters themselves, which have no values.
         """
         given: dict[str, Any] = {"destination": destination, "prefix": prefix, "keep_vars": keep_vars}
@@ -201,12 +201,12 @@ class ShardedValues(ModuleWrapper):
     ) -> _IncompatibleKeys:
         """Give every parameter and buffer other values; optimizer state and version stay. Every worker calls it.
 
-        Parameters are those that the worker of lowest rank gives; buffers each worker's own.
+        Parameters are those that the worker of lowest rank gives; buffers are each worker's own.
 
         Args:
             state_dict: by the names of the user's module, as `state_dict()` gives.
             strict: names must match exactly; else the values of missing ones stay.
-            assign: not possible.
+            assign: must be False.
 
         Returns:
             The missing and unexpected names.
@@ -215,7 +215,7 @@ class ShardedValues(ModuleWrapper):
             InvalidRequest: names, shapes or values do not fit, or `assign` is set.
             Disagreement: they do not fit on another rank, which the message names.
 
-        After an error: of these two, no parameter and no buffer has changed, on any rank. Of another, see
+        After an error: if it is of these two, no parameter and no buffer has changed, on any rank. For others see
         `World.replace_parameters`.
         """
         given, keys, old = self._agreed("load_state_dict", lambda: self._fitting(state_dict, strict, assign))
@@ -233,7 +233,9 @@ class ShardedValues(ModuleWrapper):
     def _fitting(
         self, state_dict: Mapping[str, Any], strict: bool, assign: bool
     ) -> tuple[dict[str, Any], _IncompatibleKeys, dict[str, torch.Tensor]]:
-        """The values of a state dict that fit, the names that do not, and the values that stay. Sets extra state alone.
+        """Return the values of a state dict that fit, the names that do not, and the values that stay.
+
+        Only extra state is set here.
 
         Raises:
             InvalidRequest: as `load_state_dict`.
@@ -257,11 +259,11 @@ class ShardedValues(ModuleWrapper):
         return given, keys, self._staying(partial(_value_in, given))
 
     def _agreed(self, what: str, prepare: Callable[[], T]) -> T:
-        """The result of `prepare`, once every rank has it; collective.
+        """Return the result of `prepare`, once every rank has it; collective.
 
         Raises:
-            Disagreement: another rank has not; the message says why.
-            Exception: what `prepare` raised here.
+            Disagreement: another rank does not have it; the message says why.
+            Exception: `prepare` raised it here.
         """
         prepared: list[T] = []
 
@@ -274,7 +276,7 @@ class ShardedValues(ModuleWrapper):
         return prepared[0]
 
     def _staying(self, value_of: Callable[[Parameter], torch.Tensor | None]) -> dict[str, torch.Tensor]:
-        """The values of all parameters, if some have no other: the servers drop what they have."""
+        """Return the values of all parameters, if some get no new value: the servers drop what they have."""
         some_stay = any(value_of(p) is None for _, p in self._wrapping.spec.layout.parameters())
         return dict(self.full_parameters()) if some_stay else {}
 
@@ -288,7 +290,7 @@ class ShardedValues(ModuleWrapper):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        """The hook of `load_state_dict()` of a module that this one is in; every worker must call that."""
+        """Load as a part of `load_state_dict()` of a module around this one; every worker must call that."""
         ours = {name: state_dict.pop(name) for name in list(state_dict) if name.startswith(prefix)}
         try:
             keys = self.load_state_dict({n.removeprefix(prefix): value for n, value in ours.items()}, strict=False)
@@ -302,8 +304,8 @@ class ShardedValues(ModuleWrapper):
         """Give every parameter other values, from one flat tensor. Every worker calls it.
 
         Args:
-            flat: [total_params], the parameters one after the other in layout order (that of `full_parameters()`); the
-                one of the worker of lowest rank counts. A tensor, or what `torch.as_tensor` makes one of.
+            flat: [total_params], the parameters one after the other in layout order (that of `full_parameters()`); that
+                of the worker of lowest rank counts. A tensor, or a value that `torch.as_tensor` accepts.
 
         Raises:
             InvalidRequest: it is not of that length, or not of numbers.
@@ -315,7 +317,7 @@ class ShardedValues(ModuleWrapper):
         self._runtime.replace(self._new_values(lambda p: values[p.name].view(p.shape), {}))
 
     def _divided(self, flat: Any) -> dict[str, torch.Tensor]:
-        """A flat tensor's part for every parameter, by name."""
+        """Return each parameter's part of a flat tensor, by name."""
         layout = self._wrapping.spec.layout
         try:
             flat = flat if isinstance(flat, torch.Tensor) else torch.as_tensor(flat, dtype=torch.float32, device="cpu")
@@ -333,7 +335,7 @@ class ShardedValues(ModuleWrapper):
     def _new_values(
         self, value_of: Callable[[Parameter], torch.Tensor | None], old: Mapping[str, torch.Tensor]
     ) -> Iterator[torch.Tensor]:
-        """f32[unit_numel] of every unit."""
+        """Yield f32[unit_numel] of every unit."""
         for unit in self._wrapping.spec.layout.units:
             values = torch.empty(unit.numel, dtype=torch.float32, device="cpu")
             for spec in unit.parameters:
@@ -356,29 +358,29 @@ class ShardedValues(ModuleWrapper):
     ) -> CheckpointInfo | None:
         """Write parameters and optimizer state; every worker calls it, and it returns when the checkpoint is complete.
 
-        The format is the same for every strategy, so a job may go on with another one. With servers they write it, and
-        all models of the job are in it; under NO_SHARD the first worker does, which takes a second copy of both in its
-        memory.
+        The format is the same for every strategy, so a job may go on with another one. With servers, they write the
+        checkpoint, and all models of the job are in it. Under NO_SHARD the first worker writes it, which takes a second
+        copy of parameters and state in its memory.
 
         Args:
             uri: directory or fsspec URI, which shard servers (NO_SHARD: the workers) reach.
-            optimizer: whose groups to save, with all their keys; None = the hyperparameters of the newest step. Under
-                NO_SHARD also whose moments: ours, or one of torch.optim with a counterpart of ours; None = only
-                parameters. With servers moments are theirs in any case.
-            extra: what you want back on load, JSON values.
+            optimizer: the optimizer whose groups are saved, with all their keys; None = the hyperparameters of the
+                newest step. Under NO_SHARD its moments are saved, too: it is ours, or one of torch.optim with a
+                counterpart of ours; None = only parameters. With servers moments are theirs in any case.
+            extra: JSON values to get back on load.
             state: your own state by name, that of the first worker: objects with `state_dict()` and
                 `load_state_dict()` (schedulers), `torch.Generator`s, and plain values. Nothing is pickled; a function
-                is not saved. Its worker writes it, so that reaches `uri`, too.
+                is not saved. That worker writes the state, so it must reach `uri`, too.
             rank_state: the same, of each worker: random generators (`RandomState`), the position of a loader. The
                 names are the same on every worker.
-            version: under NO_SHARD with torch's optimizer, how many steps were made; None = as in its state.
+            version: under NO_SHARD with torch's optimizer, the number of steps made; None = as in its state.
 
         Returns:
-            What was written; None on workers that did not write.
+            The checkpoint that was written; None on workers that did not write.
 
         Raises:
             CheckpointError: it could not be written, on every worker. Nothing half-written counts as a checkpoint.
-            InvalidRequest: a value of `state` has no safe form, one of `extra` is no JSON, or a worker's own state has
+            InvalidRequest: a value of `state` has no safe form, one of `extra` is not JSON, or a worker's own state has
                 more than 64 MiB.
         """
         given = dict(extra or {})
@@ -401,7 +403,7 @@ class ShardedValues(ModuleWrapper):
         state: MutableMapping[str, Any] | None = None,
         rank_state: MutableMapping[str, Any] | None = None,
     ) -> CheckpointInfo:
-        """Take parameters and optimizer state from a checkpoint of any strategy and world size; every worker calls it.
+        """Load parameters and optimizer state from a checkpoint of any strategy and world size; every worker calls it.
 
         Of a checkpoint of several models only this one is restored; `World.restore_checkpoint` takes all of them.
 
@@ -411,8 +413,8 @@ class ShardedValues(ModuleWrapper):
                 on from there. None = no groups are touched.
             state: as for `save_checkpoint`, or less of it. Objects load their state, tensors are filled, other values
                 are set in the mapping.
-            rank_state: likewise, of the worker of this rank. Where there are more workers than then, the objects of
-                those that had none stay as they are, with a warning; the state of ranks that are gone is not loaded.
+            rank_state: likewise, of the worker of this rank. If there are more workers than then, the objects of the
+                new ones stay as they are, with a warning; the state of ranks that are gone is not loaded.
 
         Raises:
             CheckpointError: it cannot be read, on every worker.
@@ -427,7 +429,7 @@ class ShardedValues(ModuleWrapper):
 
 
 def _set_groups(optimizer: torch.optim.Optimizer, info: CheckpointInfo) -> None:
-    """Give an optimizer's groups what a checkpoint has of them: all keys, or the hyperparameters of its newest step."""
+    """Set an optimizer's groups from a checkpoint: all keys, or the hyperparameters of its newest step."""
     saved = own_state.from_plain(info.extra.get(_GROUPS))
     if saved is not None and not (isinstance(saved, list) and all(isinstance(values, dict) for values in saved)):
         raise CheckpointCorrupt(f"the parameter groups in {info.uri} are damaged: they are no list of objects")
@@ -451,7 +453,7 @@ def _set_groups(optimizer: torch.optim.Optimizer, info: CheckpointInfo) -> None:
 
 
 def _of_caller(info: CheckpointInfo) -> CheckpointInfo:
-    """A caller's own part of `extra`."""
+    """Return the info with the caller's own part of `extra`."""
     return replace(info, extra={key: value for key, value in info.extra.items() if key != _GROUPS})
 
 
@@ -467,10 +469,10 @@ class _Fill(Uncopied):
 
 
 def _refuse_loading(place: str, module: nn.Module, state_dict: Mapping[str, Any], prefix: str, *_: Any) -> None:
-    """Before torch loads values into a part of a wrapped model; what the wrapper loads has been taken out.
+    """Refuse values that torch loads into a part of a wrapped model; what the wrapper loads has been taken out.
 
     Raises:
-        Misuse: it would, into sharded parameters.
+        Misuse: they would be loaded into sharded parameters.
     """
     names = [n for n, p in module._parameters.items() if hasattr(p, "_axon_home") and prefix + n in state_dict]
     if names:
@@ -483,7 +485,7 @@ def _refuse_loading(place: str, module: nn.Module, state_dict: Mapping[str, Any]
 
 
 def _value_in(given: Mapping[str, Any], parameter: Parameter) -> torch.Tensor | None:
-    """The value under one of a parameter's names; None = there is none."""
+    """Return the value under one of a parameter's names; None if there is none."""
     return next((given[name] for name in (parameter.name, *parameter.aliases) if name in given), None)
 
 
@@ -504,7 +506,7 @@ def _check_value(what: str, value: Any, target: torch.Tensor) -> None:
         raise InvalidRequest(f"{made}, which has no values; load it with a map_location that has")
     if value.is_complex() and not target.is_complex():
         raise InvalidRequest(f"{made}, and the model's is of {target.dtype}; give its real part")
-    try:  # quantised, sparse, of a class of its own: what torch can copy is right
+    try:  # quantised, sparse, of a class of its own: a tensor is right if torch can copy it
         torch.empty(target.shape, dtype=target.dtype, device="cpu").copy_(value) if _is_special(value) else None
     except Exception as error:
         raise InvalidRequest(f"{made}, which cannot be copied: {error}; give a dense tensor") from error

@@ -1,12 +1,12 @@
 """Wrapping of a model: the units that its parameters form, from a module tree to a `Layout`.
 
-The unit of a parameter is the innermost module around it that is a unit; what is in none belongs to the root. A
+The unit of a parameter is the innermost module around it that is a unit; a parameter in none belongs to the root. A
 parameter that is reachable from two units (tied weights) belongs to the root, which is unsharded during all of forward
 and backward. Frozen and trainable parameters of a module become two units of the layout, so that gradients and moments
 exist only for the second.
 
-Parameters have the names that state dicts have, without torch's wrappers for activation checkpointing. What cannot be
-sharded is refused here, before any other process hears of the model: `partition` names the parameter and what to do.
+Parameters have the names that state dicts have, without torch's wrappers for activation checkpointing. A model that
+cannot be sharded is refused here, before any other process is told of it: `partition` names the parameter and a remedy.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from axon_ps.types import WIRE_DTYPES, DType
 ROOT = "(root)"
 
 SHARDED_DTYPES = tuple(TORCH_DTYPES[dtype] for dtype in WIRE_DTYPES)
-"""The dtypes of parameters that can be stored on the servers and travel."""
+"""The dtypes of parameters that can be stored on the servers and sent."""
 
 _CHECKPOINT_WRAPPED = "_checkpoint_wrapped_module"
 """The module inside a wrapper of torch's activation checkpointing; it is in no name of a state dict."""
@@ -63,12 +63,12 @@ class Wrapping:
 
     Attributes:
         group: the workers that train it.
-        strategy: which parameters stay on a worker.
-        offload: what is in host memory.
+        strategy: the sharding strategy.
+        offload: the part that is in host memory.
         precision: dtypes of compute and wire.
-        spec: what the model is registered with.
-        name: what the job calls it.
-        device: where parameters compute.
+        spec: the spec that the model is registered with.
+        name: the job's name for it.
+        device: the device on which parameters compute.
         built: the dtype that holds the values of all parameters as they were built.
         node_size: workers of a node.
         prefetch: gather units before they are needed.
@@ -90,7 +90,7 @@ class Wrapping:
     counters: Counters = field(default_factory=Counters)
 
     def compute_of(self, unit: Unit) -> torch.dtype:
-        """The dtype in which the parameters of a unit compute."""
+        """Return the dtype in which the parameters of a unit compute."""
         return self.precision.compute(TORCH_DTYPES[unit.parameters[0].dtype])
 
     @property
@@ -101,29 +101,29 @@ class Wrapping:
 
     @property
     def replicated(self) -> bool:
-        """Whether every worker has all of the model."""
+        """True if every worker has all of the model."""
         return self.strategy is ShardingStrategy.NO_SHARD
 
     @property
     def on_device(self) -> bool:
-        """Whether parameters compute on a GPU."""
+        """True if parameters compute on a GPU."""
         return cuda.memory().is_device(self.device)
 
 
 def name_in_states(name: str) -> str:
-    """The name that a parameter, a buffer or a module has in state dicts."""
+    """Return the name that a parameter, a buffer or a module has in state dicts."""
     return ".".join(step for step in name.split(".") if step != _CHECKPOINT_WRAPPED)
 
 
 @dataclass(frozen=True, eq=False)
 class Slot:
-    """A parameter of a module, and where that has it.
+    """A parameter of a module, and the entry that has it.
 
     Attributes:
         holder: the dict of the module that has it.
-        key: in that.
+        key: its key in that dict.
         param: the parameter.
-        name: in the user's module.
+        name: its name in the user's module.
     """
 
     holder: Mapping[str, nn.Parameter | None]
@@ -133,12 +133,12 @@ class Slot:
 
     @property
     def is_empty(self) -> bool:
-        """Whether something else is there now."""
+        """True if something else is there now."""
         return self.holder.get(self.key) is not self.param
 
 
 def slots(module: nn.Module, params: Collection[nn.Parameter]) -> Iterator[Slot]:
-    """These parameters, as a module and its children have them."""
+    """Yield the slots of these parameters in a module and its children."""
     for prefix, child in module.named_modules():
         for key, param in child._parameters.items():
             if param is not None and param in params:
@@ -146,13 +146,13 @@ def slots(module: nn.Module, params: Collection[nn.Parameter]) -> Iterator[Slot]
 
 
 class Tree:
-    """The modules and parameters of a module as it was wrapped, and what has come since.
+    """The modules and parameters of a module as it was wrapped, and later changes.
 
     As long as nothing has changed, `look` costs about a microsecond a module.
 
     Args:
         module: the user's module.
-        trained: those of its parameters that somebody trains or averages.
+        trained: those of its parameters that are trained or averaged.
     """
 
     def __init__(self, module: nn.Module, trained: Collection[nn.Parameter]) -> None:
@@ -163,14 +163,14 @@ class Tree:
         self._take()
 
     def look(self) -> Tree:
-        """See what has changed; itself."""
+        """Look for changes, and return the tree itself."""
         if any(len(now) != len(before) or not all(map(is_, now.values(), before)) for now, before in self._seen):
             self._take()
         return self
 
     @property
     def replaced(self) -> str:
-        """The first name at which another parameter is than the one that is trained; "" = there is none."""
+        """The first name at which a trained parameter was replaced by another one; "" = there is none."""
         return self._replaced
 
     @property
@@ -179,11 +179,11 @@ class Tree:
         return next((name for param, name in self._added.items() if param.requires_grad), "")
 
     def added(self, param: nn.Parameter) -> str:
-        """The name of a parameter that was not there when the module was wrapped; "" = it was, or is not there."""
+        """Return the name of a parameter that was added since the module was wrapped; "" for any other."""
         return self._added.get(param, "")
 
     def change_of(self, name: str) -> str:
-        """The cause of there being another parameter by this name, for messages."""
+        """Return the change that gave another parameter this name, for messages."""
         return "replaced" if name in self._names else "added"
 
     def _named(self) -> Iterator[tuple[str, nn.Parameter]]:
@@ -201,7 +201,7 @@ class Tree:
 
 
 def module_of(root: nn.Module, name: str) -> nn.Module:
-    """The module that state dicts have by a name."""
+    """Return the module that state dicts have by a name."""
     found = root.get_submodule(name)
     while (inside := found._modules.get(_CHECKPOINT_WRAPPED)) is not None:
         found = inside
@@ -209,10 +209,10 @@ def module_of(root: nn.Module, name: str) -> nn.Module:
 
 
 def refuse_wrapped(module: nn.Module, wrapper: str) -> None:
-    """Raise where a module is to be wrapped that is wrapped already, or has a wrapped one inside.
+    """Raise if a module to be wrapped is wrapped already, or has a wrapped one inside.
 
     Args:
-        module: what is to be wrapped.
+        module: the module to be wrapped.
         wrapper: the class that is to wrap it.
 
     Raises:
@@ -232,7 +232,7 @@ def refuse_wrapped(module: nn.Module, wrapper: str) -> None:
 
 
 def refuse_sparse(module: nn.Module, ignored: Collection[nn.Parameter] = ()) -> None:
-    """Raise where a parameter would get sparse gradients.
+    """Raise if a parameter would get sparse gradients.
 
     Raises:
         InvalidRequest: the message names the parameter.
@@ -246,7 +246,7 @@ def refuse_sparse(module: nn.Module, ignored: Collection[nn.Parameter] = ()) -> 
 
 
 def sparse_gradient(name: str, cause: str) -> str:
-    """The message on a parameter that gets a sparse gradient."""
+    """Return the message on a parameter that gets a sparse gradient."""
     return (
         f"parameter {name!r} has sparse gradients ({cause}), and gradients are summed as dense ones; use sparse=False, "
         "which gives the same values"
@@ -289,12 +289,12 @@ def partition(
 
 
 def refuse_shared_memory(module: nn.Module, wrapped_units: Sequence[WrappedUnit]) -> None:
-    """Raise where a parameter to be sharded overlaps with another tensor of the module: its memory becomes another.
+    """Raise if a parameter to be sharded overlaps with another tensor of the module: its memory will be replaced.
 
-    Neighbours in one storage do not overlap; cuDNN makes such of the weights of an `nn.LSTM`.
+    Neighbours in one storage do not overlap; cuDNN makes such neighbours of the weights of an `nn.LSTM`.
 
     Args:
-        module: what is to be wrapped.
+        module: the module to be wrapped.
         wrapped_units: its units.
 
     Raises:
@@ -306,7 +306,7 @@ def refuse_shared_memory(module: nn.Module, wrapped_units: Sequence[WrappedUnit]
         for what, tensor in _named_tensors(module)
         if (memory := _bytes_of(tensor)) is not None
     )
-    last: dict[bool, tuple[str, int, str]] = {True: ("", 0, ""), False: ("", 0, "")}  # of either kind, what ends last
+    last: dict[bool, tuple[str, int, str]] = {True: ("", 0, ""), False: ("", 0, "")}  # of either kind, the last end
     for device, begin, end, what, sharded in ranges:
         for other_sharded, (other_device, other_end, other) in last.items():
             if (sharded or other_sharded) and (device, begin) < (other_device, other_end):
@@ -320,19 +320,19 @@ def refuse_shared_memory(module: nn.Module, wrapped_units: Sequence[WrappedUnit]
 
 
 def layout_of(wrapped_units: tuple[WrappedUnit, ...]) -> Layout:
-    """The layout of these units."""
+    """Return the layout of these units."""
     return Layout(units=tuple(p.unit for p in wrapped_units))
 
 
 def widest_dtype(wrapped_units: tuple[WrappedUnit, ...]) -> torch.dtype:
-    """The dtype that holds the values of all parameters as they were built."""
+    """Return the dtype that holds the values of all parameters as they were built."""
     return reduce(torch.promote_types, (TORCH_DTYPES[wrapped.unit.parameters[0].dtype] for wrapped in wrapped_units))
 
 
 def _unit_names(module: nn.Module, is_unit: Callable[[nn.Module], bool]) -> list[str]:
-    """The modules that are units, beside the root, by name.
+    """Return the names of the modules that are units, beside the root.
 
-    None is inside an `nn.MultiheadAttention`: that reads the weight of its `out_proj` without running it.
+    None is inside an `nn.MultiheadAttention`, which reads the weight of its `out_proj` without running it.
     """
     found: list[str] = []
     closed: list[str] = []
@@ -349,13 +349,13 @@ def _owner(parameter_name: str, owners: list[str]) -> str:
 
 
 def _inside(module: nn.Module) -> nn.Module:
-    """The module in a wrapper."""
+    """Return the module in a wrapper."""
     inside = getattr(module, "module", module)
     return inside if isinstance(inside, nn.Module) else module
 
 
 def _check_parameter(param: nn.Parameter, name: str) -> None:
-    """Raise where a parameter cannot be sharded."""
+    """Raise if a parameter cannot be sharded."""
     beside = "give it in FSDP's ignored_parameters (each worker retains its own, averaged by nobody)"
     if isinstance(param, nn.UninitializedParameter):
         raise InvalidRequest(f"parameter {name!r} has no shape yet; run a lazy module once before wrapping it")
@@ -382,7 +382,7 @@ def _check_parameter(param: nn.Parameter, name: str) -> None:
 
 
 def _named_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """The parameters, buffers and other tensors that are attributes of a module and its children, each once."""
+    """Yield the parameters, buffers and other tensors that are attributes of a module and its children, each once."""
     known: set[int] = set()
     for prefix, child in module.named_modules():
         own = {
@@ -397,7 +397,7 @@ def _named_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _bytes_of(tensor: torch.Tensor) -> tuple[str, int, int] | None:
-    """Device, first byte and the byte after the last one of a tensor; None where it has no memory that is its own."""
+    """Return a tensor's device, first byte and the byte after its last one; None if it has no memory of its own."""
     plain = type(tensor) is torch.Tensor or issubclass(type(tensor), nn.Parameter)
     if not plain or tensor.is_meta or tensor.layout != torch.strided or not tensor.numel():
         return None

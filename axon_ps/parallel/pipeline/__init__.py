@@ -1,14 +1,14 @@
 """Pipeline parallel: a model cut into stages that work on different microbatches at the same time.
 
-schedule   who computes what in which order: pure
-timeline   when it was, or would be, computed; the bubble: pure
-memory     how many microbatches a stage holds: pure
+schedule   the order of each rank's computations: pure
+timeline   the times of computations, recorded or simulated; the bubble: pure
+memory     the number of microbatches that a stage holds: pure
 stage      a stage's forward and backward
-channel    what travels between stages
+channel    messages between stages
 executor   one rank's actions of one step
 ties       parameters that several stages share
 pipeline   `Pipeline`, the public class
-dcp        its optimizer for torch.distributed.checkpoint
+dcp        a pipeline's optimizer for torch.distributed.checkpoint
 """
 
 from axon_ps.parallel.pipeline.dcp import OptimizerState

@@ -5,7 +5,7 @@ at each end, so that ranks compute while messages travel; and a queue for neighb
 what messages are for.
 
 A message is a header of fixed size that describes the tensors, and then each tensor; so shapes may change at any
-time. One message per edge is received before its use: a rank has one microbatch's inputs more in memory than its
+time. One message per edge is received ahead of its use, so a rank has one microbatch's inputs in memory beside its
 activations.
 
 Invariant: a receiver gets its message, or the error of its sender: see `Channel.poison`.
@@ -49,7 +49,7 @@ class Edge(NamedTuple):
 
     @property
     def tag(self) -> int:
-        """Of its messages."""
+        """The tag of its messages."""
         return 2 * self.boundary + self.backward
 
 
@@ -59,7 +59,7 @@ class Message:
 
     Attributes:
         tensors: outputs, or gradients of those outputs that need one.
-        needs_grad: which outputs need a gradient; of gradients: nothing.
+        needs_grad: True for each output that needs a gradient; empty with gradients.
         loss_weight: the microbatch's factor in the loss.
     """
 
@@ -69,7 +69,7 @@ class Message:
 
 
 class PeerFailed(Exception):
-    """Another rank's stage has failed; the text names the stage and the error. Never leaves the pipeline."""
+    """Another rank's stage has failed; the text names the stage and the error. It never leaves the pipeline."""
 
 
 class Channel:
@@ -78,7 +78,7 @@ class Channel:
     Args:
         group: the pipeline's own group; None = all stages are here.
         owner: the rank of each stage.
-        devices: where this rank's stages compute, by stage.
+        devices: the devices on which this rank's stages compute, by stage.
     """
 
     def __init__(self, group: ProcessGroup | None, owner: Sequence[int], devices: dict[int, torch.device]) -> None:
@@ -94,7 +94,7 @@ class Channel:
         self._sent = False
 
     def expect(self, counts: Counter[Edge]) -> None:
-        """Set how many messages this rank will receive on each edge in the step that begins."""
+        """Set the number of messages that this rank will receive on each edge in the step that begins."""
         self._expected = Counter({e: n for e, n in counts.items() if not self._is_local(e)})
         for edge in self._expected:
             self._begin_receive(edge)
@@ -114,7 +114,7 @@ class Channel:
         self._dispatch(edge, [header, *flats])
 
     def receive(self, edge: Edge) -> Message:
-        """The next message of an edge; blocks until it is there.
+        """Return the next message of an edge; block until it is there.
 
         Raises:
             PeerFailed: the sender failed, or another rank that it waited for.
@@ -144,7 +144,7 @@ class Channel:
             work.result()
 
     def close(self) -> None:
-        """End the threads; the group must have ended what is under way. Harmless when repeated."""
+        """End the threads; the group must have ended the operations under way. Repeated calls do nothing."""
         queues, self._work_queues = self._work_queues, {}
         for queue in queues.values():
             queue.close(_QUEUE_CLOSE_S)
@@ -188,11 +188,11 @@ class Channel:
         device = self._devices[edge.receiver]
         tensors = []
         for name, shape, on_device in fields["tensors"]:
-            # Received into the kind of memory that it was sent from, whatever device this stage computes on.
+            # It is received into the kind of memory that it was sent from, on any device that this stage computes on.
             where = device if on_device == (device.type != "cpu") else torch.device("cuda" if on_device else "cpu")
             tensor = torch.empty(shape, dtype=getattr(torch, name), device=where)
             group.recv(tensor, source, tag=edge.tag)
-            if where.type == "cuda":  # this thread's stream is not the one that will use it
+            if where.type == "cuda":  # another stream than this thread's will use it
                 torch.cuda.current_stream(where).synchronize()
             tensors.append(tensor)
         return Message(tuple(tensors), tuple(fields["grads"]), fields["loss_weight"])

@@ -7,7 +7,7 @@ The parameters need nothing of this: a `Pipeline` is a module whose state dict h
     dcp.load(state, checkpoint_id=..., process_group=...)
 
 Note: [One entry for all copies]
-    Ranks that share a parameter have a copy each, under keys of their own; where they are one rank there is one
+    Each rank that shares a parameter has a copy, under a key of its own. If all copies are on one rank, it has one
     parameter, under its first key. So the state of all copies, which is the same, has the first key.
 """
 
@@ -29,11 +29,11 @@ class OptimizerState:
     An optimizer that is to be loaded must have its state: take a step with zero gradients first.
 
     Args:
-        pipeline: whose parameters it has.
+        pipeline: the pipeline that has the optimizer's parameters.
         optimizer: a torch optimizer of parameters of this rank.
 
     Raises:
-        InvalidRequest: the optimizer has a parameter that the pipeline has not.
+        InvalidRequest: the optimizer has a parameter that the pipeline does not have.
     """
 
     def __init__(self, pipeline: Pipeline, optimizer: torch.optim.Optimizer) -> None:
@@ -50,7 +50,7 @@ class OptimizerState:
                 self._places.append((names[parameter], parameter, group))
 
     def state_dict(self) -> dict[str, Any]:
-        """By the parameters' keys: the state, the names of its entries, the options of the parameter's group."""
+        """Return, by parameter keys, the state, the names of its entries and the options of the parameter's group."""
         state: dict[str, dict[str, Any]] = {}
         options: dict[str, dict[str, Any]] = {}
         for name, parameter, group in self._places:

@@ -12,17 +12,17 @@ from axon_ps.parallel.pipeline.stage import Chain, Tensors, as_tuple
 
 
 def even(count: int, num_sizes: int) -> list[int]:
-    """So many sizes, as even as possible, that sum to `count`; the first are one larger."""
+    """Return `num_sizes` sizes, as even as possible, that sum to `count`; the first are one larger."""
     return [count // num_sizes + (i < count % num_sizes) for i in range(num_sizes)]
 
 
 def cut(what: str, value: Any, microbatches: int) -> list[Tensors]:
-    """Microbatches of a batch, as even as possible, each as a tuple.
+    """Cut a batch into microbatches, as even as possible, each of them a tuple.
 
     Args:
-        what: for messages.
+        what: the value's name, for messages.
         value: a tensor [rows, ...] or a tuple of such.
-        microbatches: how many.
+        microbatches: number of microbatches.
 
     Raises:
         InvalidRequest: it is missing, has fewer rows than microbatches, or tensors of different numbers of rows.
@@ -38,12 +38,12 @@ def cut(what: str, value: Any, microbatches: int) -> list[Tensors]:
 
 
 def single(tensors: Tensors) -> Any:
-    """The tensor, when it is one; else the tuple."""
+    """Return the tensor if there is one, else the tuple."""
     return tensors[0] if len(tensors) == 1 else tensors
 
 
 def chain(modules: Sequence[nn.Module], sizes: Sequence[int]) -> list[Chain]:
-    """Stages of `sizes` modules each, whose children are named by their position among all."""
+    """Make stages of `sizes` modules each; their children are named by their position among all modules."""
     chains, index = [], 0
     for size in sizes:
         chains.append(Chain())

@@ -28,7 +28,7 @@ _CLOCK_ROUNDS = 5
 
 
 def pack(value: Any) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """u8[HEADER_BYTES] of a small JSON value.
+    """Encode a small JSON value as u8[HEADER_BYTES].
 
     Raises:
         InvalidRequest: it is too large.
@@ -44,12 +44,12 @@ def pack(value: Any) -> np.ndarray[Any, np.dtype[np.uint8]]:
 
 
 def unpack(header: np.ndarray[Any, np.dtype[np.uint8]]) -> Any:
-    """The value that `pack` was given."""
+    """Return the value that `pack` was given."""
     return value_of_json(header.tobytes().rstrip(b"\0"), "a header")
 
 
 def exchange(group: ProcessGroup, value: Any) -> list[Any]:
-    """The values of all ranks, by rank; collective. For small JSON values."""
+    """Return all ranks' small JSON values, by rank. Collective."""
     rows = group.all_gather(pack(value).reshape(1, -1))
     return [unpack(row) for row in rows]
 
@@ -65,12 +65,12 @@ def agree(group: ProcessGroup | None, stages: int, description: str, rest: Any) 
 
     Args:
         group: the ranks; None = only this one.
-        stages: how many this rank has.
-        description: what must be the same, for messages.
-        rest: what must be the same besides.
+        stages: number of this rank's stages.
+        description: must be the same on all ranks; it is quoted in messages.
+        rest: must be the same on all ranks, too.
 
     Returns:
-        How many stages each rank has.
+        The number of stages of each rank.
 
     Raises:
         Disagreement: the ranks gave different arguments; raised on every rank.
@@ -92,7 +92,7 @@ def spread(group: ProcessGroup, tensors: tuple[Tensor, ...], root: int, device: 
         group: the ranks.
         tensors: the root's.
         root: the rank that has them.
-        device: of the copies on the others.
+        device: the device of the copies on the other ranks.
     """
     fields = [[str(t.dtype).removeprefix("torch."), list(t.shape)] for t in tensors]
     header = pack(fields) if group.rank == root else np.empty(HEADER_BYTES, np.uint8)
@@ -106,9 +106,9 @@ def spread(group: ProcessGroup, tensors: tuple[Tensor, ...], root: int, device: 
 
 
 def gather_timeline(group: ProcessGroup, spans: Sequence[Span]) -> Timeline:
-    """All ranks' spans, on rank 0's clock.
+    """Gather all ranks' spans, on rank 0's clock.
 
-    Ranks that have booted together share a clock. Others are compared by when barriers return.
+    Ranks on one boot of a host share a clock. Other clocks are compared by the times at which barriers return.
     """
 
     def now() -> float:

@@ -31,7 +31,7 @@ class Step:
         loss_fn: None = inference.
         loss: sum over the microbatches; on the rank of the last stage.
         outputs: of inference, by microbatch; on the rank of the last stage.
-        spans: when each action was done.
+        spans: the times of the actions.
         peak: the most microbatches that were in memory at once.
         peak_by_stage: the same of each stage.
     """
@@ -53,7 +53,7 @@ class Step:
 
 
 class StageFailed(Exception):
-    """A stage of this rank has failed; the cause is what with. Never leaves the pipeline."""
+    """A stage of this rank has failed with `cause`. It never leaves the pipeline."""
 
     def __init__(self, description: str, cause: BaseException) -> None:
         super().__init__(f"{description}: {type(cause).__name__}: {cause}")
@@ -66,9 +66,9 @@ class Executor:
 
     Args:
         stages: this rank's, by number.
-        num_stages: of all ranks.
-        rank: of the pipeline's group.
-        channel: to the other stages.
+        num_stages: number of stages of all ranks.
+        rank: this rank in the pipeline's group.
+        channel: the edges to other stages.
     """
 
     def __init__(self, stages: Mapping[int, PipelineStage], num_stages: int, rank: int, channel: Channel) -> None:
@@ -82,10 +82,10 @@ class Executor:
 
         Raises:
             StageFailed: a stage of this rank failed.
-            PeerFailed: one of another rank.
+            PeerFailed: a stage of another rank failed.
             AxonError: the group is over.
 
-        After an error: but for the last, other ranks have not been notified; gradients are undefined.
+        After an error: other ranks have been notified only if it is an `AxonError`; gradients are undefined.
         """
         step.peak_by_stage = dict.fromkeys(self._stages, 0)
         try:
@@ -159,14 +159,17 @@ class Executor:
 
 
 def _arriving(action: Action) -> Edge | None:
-    """The source of an action's message: over boundary -1 the microbatches, over the last nothing (the loss)."""
+    """Return the edge on which an action's message arrives.
+
+    Microbatches arrive over boundary -1. Nothing arrives over the last one: backward begins there at the loss.
+    """
     if action.kind is Kind.FORWARD:
         return Edge(False, action.stage - 1)
     return None if action.kind is Kind.BACKWARD_WEIGHT else Edge(True, action.stage)
 
 
 def _leaving(action: Action) -> Edge | None:
-    """The target of an action's result."""
+    """Return the edge on which an action's result leaves."""
     if action.kind is Kind.FORWARD:
         return Edge(False, action.stage)
     return None if action.kind is Kind.BACKWARD_WEIGHT else Edge(True, action.stage - 1)

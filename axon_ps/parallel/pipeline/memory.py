@@ -19,7 +19,7 @@ class PipelineMemoryStats:
     Attributes:
         peak_activations: at all stages of the rank together.
         peak_by_stage: at each of them, by stage.
-        expected: what the schedule's formula says for the rank.
+        expected: the number that follows from the rank's table of actions.
     """
 
     peak_activations: int
@@ -28,13 +28,13 @@ class PipelineMemoryStats:
 
     @staticmethod
     def gpipe_peak_activations(stages: int, microbatches: int) -> int:
-        """m at every stage: backward starts when all forwards are done."""
+        """Return m, at every stage: backward starts when all forwards are done."""
         _check(stages, microbatches, 0)
         return microbatches
 
     @staticmethod
     def one_f_one_b_peak_activations(stages: int, microbatches: int, rank: int = 0) -> int:
-        """min(p - rank, m): what is in flight between a stage and the end; the first stage holds most.
+        """Return min(p - rank, m): the microbatches between a stage and the end; the first stage holds most.
 
         Raises:
             InvalidRequest: there is no such rank.
@@ -44,7 +44,7 @@ class PipelineMemoryStats:
 
     @staticmethod
     def interleaved_peak_activations(ranks: int, stages_per_rank: int, microbatches: int, rank: int = 0) -> int:
-        """min((k - 1)·w + 2·(p - 1 - rank) + 1, k·m), w microbatches to a round: p, if they divide.
+        """Return min((k - 1)·w + 2·(p - 1 - rank) + 1, k·m), with w microbatches to a round: p, if they divide.
 
         Raises:
             InvalidRequest: there is no such rank, or the microbatches do not divide into rounds.
@@ -57,7 +57,7 @@ class PipelineMemoryStats:
 
 
 def peak(table: Iterable[Action]) -> int:
-    """The most microbatches that a rank with these actions holds at once; I frees nothing, W does."""
+    """Return the most microbatches that a rank with these actions holds at once; I frees nothing, W does."""
     live = most = 0
     for action in table:
         if action.kind is Kind.FORWARD:

@@ -1,6 +1,7 @@
 """`Pipeline`: a model in stages, over the ranks of a process group or in one process.
 
-Owns: what the ranks agree on, cutting batches into microbatches, the end of a step (loss, errors, shared parameters).
+Owns: the agreement of the ranks, cutting batches into microbatches, the end of a step (loss, errors, shared
+parameters).
 Refuses: the step itself; see `executor`.
 
 Note: [A step's end]
@@ -8,9 +9,9 @@ Note: [A step's end]
     step ends on all ranks alike. A rank that fails first sends the error on every edge on which others may still wait
     for it (`Channel.poison`); a rank that receives this does the same. Hence every rank comes to the exchange.
 
-`torch.distributed.pipelining` runs over axon_ps, too (`init_process_group("axon")`). This one needs no default process
-group, takes batches and shapes that change, stages of any number per rank, ties and threads, and ends all ranks when
-one fails; the orders of its schedules are the same, and splitting backward is torch's.
+`torch.distributed.pipelining` runs over axon_ps, too (`init_process_group("axon")`). `Pipeline` needs no default
+process group. It takes batches and shapes that change, stages of any number per rank, ties and threads, and ends all
+ranks when one fails. The orders of its schedules are the same, and splitting backward is torch's.
 """
 
 from __future__ import annotations
@@ -43,21 +44,21 @@ _ERROR_CHARACTERS = 800
 class Pipeline(nn.Module):
     """A model cut into stages that work on different microbatches of a batch at the same time.
 
-    Its parameters are those of this rank's stages: make an optimizer of them, and save them, on every rank. Of a
-    pipeline made by `from_modules` the state dicts of all ranks together are that of `nn.Sequential(*modules)`, however
-    it is cut. Else keys are `stages.<stage>.<name in the stage's module>`. No two ranks have the same.
+    Its parameters are those of this rank's stages: make an optimizer of them, and save them, on every rank. If
+    `from_modules` made the pipeline, the state dicts of all ranks together are that of `nn.Sequential(*modules)`, for
+    any cut. Else keys are `stages.<stage>.<name in the stage's module>`. No two ranks have the same keys.
 
     Args:
         stages: this rank's stages in order. ONE_F_ONE_B and GPIPE: neighbours, any number of them (at least one) on
             each rank; INTERLEAVED_ONE_F_ONE_B and ZERO_BUBBLE: as many on each rank, the i-th one being stage
             rank + i * ranks.
-        num_microbatches: how many microbatches a batch is cut into.
+        num_microbatches: number of microbatches that a batch is cut into.
         schedule: the order of work; see `PipelineSchedule`.
         group: the ranks; None = all stages are in this process. With a group, making it is collective.
         loss_fn: for training: `loss_fn(output, target)`, or `loss_fn(output)` when `step` gets no target; a scalar.
-        loss_reduction: what `loss_fn` does with rows, "mean" or "sum". With it a step's loss and gradients are those
+        loss_reduction: `loss_fn`'s reduction of rows, "mean" or "sum". With it a step's loss and gradients are those
             of the full batch, also when microbatches are of unequal size.
-        tied: where each parameter is that stages share, as (stage, name in its module); the same on every rank.
+        tied: the copies of each parameter that stages share, as (stage, name in its module); the same on every rank.
 
     Raises:
         InvalidRequest: the schedule does not exist for so many ranks, stages or microbatches.
@@ -120,9 +121,9 @@ class Pipeline(nn.Module):
         A parameter that modules of different stages share (the same object) stays shared.
 
         Args:
-            modules: the full model in order (a `nn.Sequential`, say), the same on every rank; each takes what the
-                one before returned, a tuple as separate arguments.
-            num_stages: how many stages; at least one per rank.
+            modules: the full model in order (a `nn.Sequential`, say), the same on every rank; each takes the
+                output of the one before, a tuple as separate arguments.
+            num_stages: number of stages; at least one per rank.
             group: the ranks; None = all stages are in this process.
             sizes: modules by stage; None = as even as possible, the first stages have one more.
             devices: by stage; None = where the modules are.
@@ -167,7 +168,7 @@ class Pipeline(nn.Module):
 
     @property
     def num_stages(self) -> int:
-        """Of all ranks."""
+        """Number of stages of all ranks."""
         return len(self.owner)
 
     @property
@@ -177,21 +178,21 @@ class Pipeline(nn.Module):
 
     @property
     def is_first(self) -> bool:
-        """Whether this rank has the first stage: batches are needed here."""
+        """True if this rank has the first stage: batches are needed here."""
         return 0 in self._local
 
     @property
     def is_last(self) -> bool:
-        """Whether this rank has the last stage: targets are needed here, and outputs are had."""
+        """True if this rank has the last stage: targets are needed here, and outputs are returned here."""
         return self.num_stages - 1 in self._local
 
     @property
     def counted_elsewhere(self) -> tuple[nn.Parameter, ...]:
-        """Copies of shared parameters here that are not the first ones: what a global norm must leave out."""
+        """Copies of shared parameters here that are not the first ones; a global norm must leave them out."""
         return self._ties.counted_elsewhere
 
     def parameter_names(self) -> dict[nn.Parameter, str]:
-        """The key of each parameter here; of a shared one, on every rank, its first key in the model."""
+        """Return the key of each parameter here; a shared one has, on every rank, its first key in the model."""
         names = {parameter: name for name, parameter in self.named_parameters()}
         for tie in self._tied:
             stage, name = tie[0]
@@ -203,7 +204,7 @@ class Pipeline(nn.Module):
     # ------------------------------------------------------------------ use
 
     def step(self, batch: Any = None, target: Any = None) -> Tensor:
-        """Forward and backward of a batch; gradients are added to `.grad`. Collective.
+        """Run forward and backward of a batch; gradients are added to `.grad`. Collective.
 
         Args:
             batch: a tensor [rows, ...] or a tuple of such; needed on the rank of the first stage, ignored elsewhere.
@@ -213,9 +214,9 @@ class Pipeline(nn.Module):
             The loss, on every rank: a scalar on the CPU without graph.
 
         Raises:
-            Broken: a stage of another rank failed; the message says which, where and how.
+            Broken: a stage of another rank failed; the message names the stage, the rank, the action and the error.
             Misuse: there is no loss function.
-            Exception: what a stage of this rank failed with, with a note.
+            Exception: a stage of this rank failed with it; a note names the stage.
             AxonError: a rank has died, or did not come in time.
 
         After an error: gradients are undefined, parameters are as before. With a group the pipeline is over, on every
@@ -231,14 +232,14 @@ class Pipeline(nn.Module):
         return torch.tensor(last, dtype=torch.float32, device="cpu")
 
     def forward(self, batch: Any = None, *, everywhere: bool = False) -> Any:
-        """Inference: the output of a batch, without a graph. Collective.
+        """Infer the output of a batch, without a graph. Collective.
 
         Args:
             batch: as for `step`.
             everywhere: return the output on every rank.
 
         Returns:
-            On the rank of the last stage what that stage returned, microbatches joined along the first dimension (a
+            On the rank of the last stage that stage's output, with microbatches joined along the first dimension (a
             tensor, or a tuple of tensors); None elsewhere, unless `everywhere`.
 
         Raises:
@@ -259,7 +260,7 @@ class Pipeline(nn.Module):
         return single(output) if output else None
 
     def memory_stats(self) -> PipelineMemoryStats:
-        """The number of microbatches that this rank had in memory at once in the last `step` (or inference).
+        """Return how many microbatches this rank had in memory at once in the last `step` (or inference).
 
         Raises:
             Misuse: there was no step.
@@ -269,10 +270,10 @@ class Pipeline(nn.Module):
         return PipelineMemoryStats(peak_activations=step.peak, peak_by_stage=step.peak_by_stage, expected=expected)
 
     def timeline(self) -> Timeline:
-        """The computations of the last `step` (or inference) with their times, of all ranks, on every rank. Collective.
+        """Return the times of all ranks' computations in the last `step` (or inference), on every rank. Collective.
 
-        Ranks on one host share a clock. Clocks of different hosts are compared by when a barrier returns, which is as
-        exact as a message is fast.
+        Ranks on one host share a clock. Clocks of different hosts are compared by the times at which barriers return;
+        the error is about the time that a message takes.
 
         Raises:
             Misuse: there was no step.
@@ -283,7 +284,7 @@ class Pipeline(nn.Module):
         return gather_timeline(self._group, spans)
 
     def close(self) -> None:
-        """Free the pipeline's group and threads on this rank; parameters stay. Harmless when repeated."""
+        """Free the pipeline's group and threads on this rank; parameters stay. Repeated calls do nothing."""
         self._end(Closed("the pipeline was closed"))
 
     def __enter__(self) -> Pipeline:
@@ -297,7 +298,7 @@ class Pipeline(nn.Module):
     # ------------------------------------------------------------------ a step
 
     def _run(self, batch: Any, target: Any, *, training: bool) -> list[float | None]:
-        """Do a step; the loss as each rank has it."""
+        """Do a step; return the loss as each rank has it."""
         self._check_open()
         failure: StageFailed | PeerFailed | None = None
         table = actions(self.schedule, self.owner, self.rank, self.num_microbatches, training=training)
@@ -319,7 +320,7 @@ class Pipeline(nn.Module):
             raise again(self._over)
 
     def _prepare(self, step: Step, batch: Any, target: Any) -> None:
-        """Cut what this rank was given into microbatches."""
+        """Cut this rank's batch and target into microbatches."""
         try:
             if self.is_first:
                 step.inputs = cut("batch", batch, self.num_microbatches)
@@ -334,7 +335,7 @@ class Pipeline(nn.Module):
             ) from error
 
     def _conclude(self, step: Step, failure: StageFailed | PeerFailed | None) -> list[Any]:
-        """See Note: [A step's end]; the status of every rank."""
+        """End a step on all ranks, and return the status of each. See Note: [A step's end]."""
         own = isinstance(failure, StageFailed)
         text = _short(str(failure)) if failure is not None else None
         loss = step.loss.item() if step.loss is not None and failure is None else None
@@ -362,7 +363,7 @@ class Pipeline(nn.Module):
         raise again(self._over)
 
     def _break(self, error: BaseException) -> None:
-        """A step was broken off; without a group the pipeline goes on, with one it is over."""
+        """Break off a step; without a group the pipeline goes on, with one it is over."""
         if self._group is None:
             self._channel.close()
         else:
@@ -398,7 +399,7 @@ class Pipeline(nn.Module):
 
 
 def _short(text: str) -> str:
-    """On one line, and short enough for a header."""
+    """Put a text on one line, and cut it to fit in a header."""
     text = " ".join(text.split())
     while len(json.dumps(text)) > _ERROR_CHARACTERS:
         text = text[: len(text) * 3 // 4]

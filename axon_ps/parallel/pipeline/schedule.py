@@ -1,7 +1,7 @@
-"""Pipeline schedules: which rank computes what, in which order.
+"""Pipeline schedules: the computations of each rank, in order.
 
-Owns: the tables. Refuses: time, tensors, communication; what must travel follows from the table, because each stage's
-output goes to the next stage's rank and its input's gradient to the previous one's.
+Owns: the tables. Refuses: time, tensors, communication. The messages follow from the table, because each stage's output
+goes to the next stage's rank and its input's gradient to the previous one's.
 
 Vocabulary: p ranks, each with k stages (p·k stages in all), and m microbatches. Actions: F forward, B backward; where
 backward is split, I is the gradient of the input and W that of the weights (B = I + W).
@@ -30,11 +30,11 @@ class PipelineSchedule(StrEnum):
 
     Attributes:
         GPIPE: all forwards, then all backwards. A stage holds all m microbatches.
-        ONE_F_ONE_B: forwards until the first backward can start, then one of each in turn. Same bubble; stage s of p
-            holds p - s microbatches at most.
+        ONE_F_ONE_B: forwards until the first backward can start, then one of each alternately. The bubble is the same;
+            stage s of p holds p - s microbatches at most.
         INTERLEAVED_ONE_F_ONE_B: the same with k > 1 stages per rank, p stages apart: 1/k of the bubble, k times the
             messages.
-        ZERO_BUBBLE: 1F1B with backward split, so that gradients of weights fill what was bubble.
+        ZERO_BUBBLE: 1F1B with backward split, so that gradients of weights fill the bubble.
     """
 
     GPIPE = "gpipe"
@@ -44,7 +44,7 @@ class PipelineSchedule(StrEnum):
 
     @property
     def loops(self) -> bool:
-        """Whether rank r has the stages r, r + p, r + 2p, ...; else each rank has neighbouring ones."""
+        """True if rank r has the stages r, r + p, r + 2p, ...; else each rank has neighbouring ones."""
         return self in (PipelineSchedule.INTERLEAVED_ONE_F_ONE_B, PipelineSchedule.ZERO_BUBBLE)
 
 
@@ -69,17 +69,17 @@ class Action(NamedTuple):
 
     @property
     def description(self) -> str:
-        """For messages."""
+        """The action's name in messages."""
         name = self.kind.name.lower().replace("_", " of ")
         return f"{name} of microbatch {self.microbatch}"
 
 
 def owners(schedule: PipelineSchedule, stages_per_rank: Sequence[int]) -> tuple[int, ...]:
-    """The rank of each stage.
+    """Return the rank of each stage.
 
     Args:
         schedule: see `PipelineSchedule.loops`.
-        stages_per_rank: how many stages each rank has.
+        stages_per_rank: number of stages of each rank.
 
     Raises:
         InvalidRequest: a rank has none, or the schedule needs as many on every rank.
@@ -94,7 +94,7 @@ def owners(schedule: PipelineSchedule, stages_per_rank: Sequence[int]) -> tuple[
 
 
 def check(schedule: PipelineSchedule, ranks: int, microbatches: int) -> None:
-    """Whether there is such a table.
+    """Check that there is such a table.
 
     Raises:
         InvalidRequest: there must be a microbatch; looping schedules need as many microbatches in every round.
@@ -112,14 +112,14 @@ def check(schedule: PipelineSchedule, ranks: int, microbatches: int) -> None:
 def actions(
     schedule: PipelineSchedule, owner: Sequence[int], rank: int, microbatches: int, *, training: bool = True
 ) -> tuple[Action, ...]:
-    """The computations of a rank, in order.
+    """Return the computations of a rank, in order.
 
     Args:
-        schedule: which.
+        schedule: the order of work.
         owner: the rank of each stage, from `owners`.
-        rank: whose actions.
+        rank: the rank whose actions are returned.
         microbatches: m.
-        training: with backwards.
+        training: True = with backwards.
 
     Raises:
         InvalidRequest: see `check`.
@@ -137,7 +137,7 @@ def actions(
 
 
 def _neighbouring(local: Sequence[int], warmup: int, microbatches: int) -> Iterator[Action]:
-    """`warmup` forwards, then a forward and a backward in turn, then the backwards that are left."""
+    """Yield `warmup` forwards, then a forward and a backward alternately, then the backwards that are left."""
     forward = backward = 0
     while backward < microbatches:
         if forward < microbatches:
@@ -149,16 +149,16 @@ def _neighbouring(local: Sequence[int], warmup: int, microbatches: int) -> Itera
 
 
 def _looped(local: Sequence[int], rank: int, ranks: int, microbatches: int, *, split: bool) -> Iterator[Action]:
-    """The same over k stages: p microbatches go through the first of them, then through the second, and so on.
+    """Yield the same over k stages: p microbatches go through the first of them, then through the second, and so on.
 
-    With `split`, the gradients of weights trail those of inputs by as many as the rank's number.
+    With `split`, the gradients of weights come as many actions after those of inputs as the rank's number.
     """
     k, total = len(local), len(local) * microbatches
     width = microbatches // max(1, microbatches // ranks)  # microbatches of a round
     warmup = min((k - 1) * width + (1 if split else 2) * (ranks - 1 - rank), total)
 
     def at(n: int) -> tuple[int, int]:
-        """The n-th place: which local stage, which microbatch."""
+        """Return the local stage and the microbatch of the n-th action."""
         return n // width % k, n // (width * k) * width + n % width
 
     def backward(kind: Kind, n: int) -> Action:
@@ -181,7 +181,7 @@ def _looped(local: Sequence[int], rank: int, ranks: int, microbatches: int, *, s
 
 
 def needs(action: Action, stages: int) -> tuple[tuple[Kind, int], ...]:
-    """The actions for the same microbatch that must come before: kind (any backward counts as B) and stage."""
+    """Return the actions for the same microbatch that must come before: kind (any backward counts as B) and stage."""
     kind, stage, _ = action
     if kind is Kind.FORWARD:
         return ((Kind.FORWARD, stage - 1),) if stage else ()
@@ -192,6 +192,6 @@ def needs(action: Action, stages: int) -> tuple[tuple[Kind, int], ...]:
 
 
 def gives(action: Action) -> tuple[Kind, int]:
-    """The events that it completes for others, in the terms of `needs`."""
+    """Return the event that it completes for others, in the terms of `needs`."""
     kind = Kind.BACKWARD if action.kind is Kind.BACKWARD_INPUT else action.kind
     return kind, action.stage

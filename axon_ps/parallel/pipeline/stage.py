@@ -1,14 +1,14 @@
 """`PipelineStage`: one stage's forward and backward of single microbatches.
 
-Owns: the activations of the microbatches that are under way in it. Refuses: to know other stages; whoever calls brings
-the inputs and the gradients of the outputs.
+Owns: the activations of the microbatches that are under way in it. Refuses: to know other stages; the caller brings the
+inputs and the gradients of the outputs.
 
-A stage's module takes what the stage before it returned: one tensor, or the tensors of a tuple as separate arguments.
+A stage's module takes the output of the stage before it: one tensor, or the tensors of a tuple as separate arguments.
 Their shapes may differ from stage to stage and from microbatch to microbatch. Integer outputs and those that do not
 require a gradient are sent on, and no gradient comes back for them.
 
-Splitting backward (ZERO_BUBBLE) is PyTorch's: `torch.distributed.pipelining` runs the graph to the inputs first and
-saves, for every weight, the gradients that reach the nodes where its path leaves theirs.
+Splitting backward (ZERO_BUBBLE) is PyTorch's: `torch.distributed.pipelining` runs the graph to the inputs first. For
+every weight it saves the gradients that reach the nodes where the weight's path leaves those of the inputs.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ LossFunction = Callable[..., Tensor]
 
 @dataclass
 class _Microbatch:
-    """One that is under way.
+    """A microbatch that is under way.
 
     Attributes:
         inputs: leaves of the graph.
-        roots: what backward begins at: the outputs that require a gradient, or the loss.
+        roots: the tensors that backward begins at: the outputs that require a gradient, or the loss.
         grads: gradients of the roots, saved from I to W; None for the loss.
-        weights: what I saved for W; None when W does all of backward.
+        weights: state that I saves for W; None when W does all of backward.
     """
 
     inputs: Tensors
@@ -50,8 +50,8 @@ class PipelineStage:
     """One stage of the model.
 
     Args:
-        module: it; its parameters become the pipeline's.
-        device: where it computes; None = where its parameters are (without any: the CPU).
+        module: the stage's module; its parameters become the pipeline's.
+        device: the device that it computes on; None = that of its parameters (without any: the CPU).
 
     Attributes:
         module: see above, on its device.
@@ -78,18 +78,18 @@ class PipelineStage:
 
     @torch.no_grad()
     def infer(self, inputs: Sequence[Tensor]) -> Tensors:
-        """Forward without a graph."""
+        """Run forward without a graph."""
         return as_tuple(self.module(*(x.to(self.device) for x in inputs)))
 
     def forward(
         self, microbatch: int, inputs: Sequence[Tensor], needs_grad: Sequence[bool], *, split: bool = False
     ) -> Tensors:
-        """Forward with a graph, which stays in memory until backward.
+        """Run forward with a graph, which stays in memory until backward.
 
         Args:
             microbatch: its number.
-            inputs: what the stage before returned, or the microbatch itself.
-            needs_grad: for which of them a gradient must come back.
+            inputs: the outputs of the stage before, or the microbatch itself.
+            needs_grad: True for each of them whose gradient must come back.
             split: backward will be split.
 
         Returns:
@@ -106,12 +106,12 @@ class PipelineStage:
         return outputs
 
     def loss(self, microbatch: int, outputs: Tensors, target: Any, function: LossFunction, weight: float) -> Tensor:
-        """The microbatch's term of the step's loss, from which its backward will begin.
+        """Return the microbatch's term of the step's loss, from which its backward will begin.
 
         Args:
             microbatch: its number.
-            outputs: of `forward`.
-            target: what the loss function takes besides; None = nothing.
+            outputs: the outputs of `forward`.
+            target: second argument of the loss function; None = it takes none.
             function: the loss function.
             weight: factor of this microbatch's loss.
 
@@ -119,7 +119,7 @@ class PipelineStage:
             A scalar without graph.
 
         Raises:
-            InvalidRequest: the loss is no scalar, or does not depend on any parameter.
+            InvalidRequest: the loss is not a scalar, or does not depend on any parameter.
         """
         output = outputs[0] if len(outputs) == 1 else outputs
         with torch.enable_grad():
@@ -134,11 +134,11 @@ class PipelineStage:
         return loss.detach().clone()
 
     def backward(self, microbatch: int, grads: Sequence[Tensor] | None) -> Tensors:
-        """All of backward; the microbatch is dropped.
+        """Run all of backward; the microbatch is dropped.
 
         Args:
             microbatch: its number.
-            grads: of the outputs that require one, in order; None = the loss's own.
+            grads: gradients of the outputs that require one, in order; None = the loss's own.
 
         Returns:
             Gradients of the inputs that need one, in order.
@@ -148,23 +148,23 @@ class PipelineStage:
         return _input_grads(item.inputs)
 
     def backward_input(self, microbatch: int, grads: Sequence[Tensor] | None) -> Tensors:
-        """The gradients of the inputs alone; the rest is left to `backward_weight`."""
+        """Compute the gradients of the inputs alone; the rest is left to `backward_weight`."""
         item = self._live[microbatch]
         item.grads = self._on_device(grads)
-        if not item.roots or not any(x.requires_grad for x in item.inputs):  # nothing to do for others
+        if not item.roots or not any(x.requires_grad for x in item.inputs):  # no other stage needs a gradient
             return _input_grads(item.inputs)
         backward_input, _ = split_backward()
         try:
             _, item.weights = backward_input(item.roots, item.grads, list(item.inputs), self._weights())
         except RuntimeError as error:
-            if isinstance(error.__cause__, Exception):  # PyTorch wraps what the stage itself failed with
+            if isinstance(error.__cause__, Exception):  # PyTorch wraps the stage's own error
                 raise error.__cause__ from None
             raise
         item.roots, item.grads = [], None
         return _input_grads(item.inputs)
 
     def backward_weight(self, microbatch: int) -> None:
-        """The gradients of the weights, after `backward_input`; the microbatch is dropped."""
+        """Compute the gradients of the weights, after `backward_input`; the microbatch is dropped."""
         item = self._live.pop(microbatch)
         if item.weights is None:
             self._run(item, item.grads)
@@ -185,13 +185,13 @@ class PipelineStage:
 
 
 class Chain(nn.Sequential):
-    """Modules one after the other, a tuple becoming the next one's arguments; as between stages.
+    """Modules one after the other; a tuple becomes the next one's arguments, as between stages.
 
     Children are named by their position in the full model.
     """
 
     def forward(self, *inputs: Any) -> Any:
-        """The outputs of the last module."""
+        """Return the outputs of the last module."""
         output: Any = inputs
         for module in self:
             output = module(*output) if isinstance(output, tuple) else module(output)
@@ -199,7 +199,7 @@ class Chain(nn.Sequential):
 
 
 def split_backward() -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """PyTorch's backward to the inputs, and that to the weights; importing them takes a second the first time.
+    """Return PyTorch's backward to the inputs, and that to the weights; their first import takes a second.
 
     Raises:
         InvalidRequest: this torch gives some weights wrong gradients (of nodes with several outputs, and below others).
@@ -215,13 +215,13 @@ def split_backward() -> tuple[Callable[..., Any], Callable[..., Any]]:
 
 
 def torch_version() -> tuple[int, int]:
-    """The installed one: (2, 13)."""
+    """Return the version of the installed torch: (2, 13)."""
     major, minor = torch.__version__.split(".")[:2]
     return int(major), int(minor)
 
 
 def as_tuple(output: Any, what: str = "a stage's output") -> Tensors:
-    """The outputs of a stage, or its inputs, as a tuple.
+    """Return the outputs of a stage, or its inputs, as a tuple.
 
     Raises:
         InvalidRequest: it is neither a tensor nor a tuple or list of tensors.
@@ -234,7 +234,7 @@ def as_tuple(output: Any, what: str = "a stage's output") -> Tensors:
 
 
 def _input_grads(inputs: Tensors) -> Tensors:
-    """Gradients of those that need one; zeros where none came, because a stage may leave an input unused."""
+    """Return the gradients of inputs that need one, with zeros for inputs that the stage leaves unused."""
     grads = tuple(torch.zeros_like(x) if x.grad is None else x.grad for x in inputs if x.requires_grad)
     for x in inputs:
         x.grad = None

@@ -67,11 +67,11 @@ class TiedParameters:
 
     @property
     def counted_elsewhere(self) -> tuple[nn.Parameter, ...]:
-        """Copies on this rank, but for the first rank's first ones."""
+        """Copies on this rank, except the first ones of the first rank."""
         return tuple(copy for tied in self._tied for copy in tied.copies[tied.group is None or tied.group.rank == 0 :])
 
     def begin(self) -> None:
-        """Before a step: put the gradients aside."""
+        """Put the gradients aside, before a step."""
         self._before = [[p.grad for p in tied.copies] for tied in self._tied]
         for tied in self._tied:
             for copy in tied.copies:
@@ -79,7 +79,7 @@ class TiedParameters:
 
     @torch.no_grad()
     def reduce(self) -> None:
-        """After a step's backward, on every rank: give every copy the sum of all copies' gradients."""
+        """Give every copy the sum of all copies' gradients, after a step's backward, on every rank."""
         for tied, before in zip(self._tied, self._before, strict=True):
             total = torch.zeros_like(tied.copies[0])
             for copy in tied.copies:
@@ -94,7 +94,7 @@ class TiedParameters:
         self._before = []
 
     def _among(self, ranks: Sequence[int], group: ProcessGroup | None) -> ProcessGroup | None:
-        """The group of some ranks, made once; collective. None if it is one rank."""
+        """Return the group of some ranks, made once, or None if it is one rank. Collective."""
         if group is None or len(ranks) == 1:
             return None
         key = tuple(ranks)
@@ -104,7 +104,7 @@ class TiedParameters:
 
 
 def find_ties(modules: Sequence[nn.Module]) -> tuple[Tie, ...]:
-    """Parameters that are the same object in several stages.
+    """Find parameters that are the same object in several stages.
 
     Args:
         modules: of all stages, in order.

@@ -2,8 +2,8 @@
 
 Owns: the bubble fraction, pictures in text, the simulation. Refuses: to measure; the executor does.
 
-The simulation is exact for ranks that do their actions in order, each as soon as what it needs is there. It answers
-what a machine with a core (or GPU) per rank would do, from times that were measured on one that has fewer.
+The simulation is exact for ranks that do their actions in order, each as soon as its inputs are there. From times that
+were measured on a machine with fewer cores (or GPUs), it predicts those of a machine with one per rank.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ class Span(NamedTuple):
     """An action's time.
 
     Attributes:
-        rank: who did it.
-        action: what.
-        begin_s: when it began; the timeline's first is at 0.
-        end_s: when it had ended.
+        rank: the rank that did it.
+        action: the action.
+        begin_s: time at which it began, on rank 0's clock; a simulation begins at 0.
+        end_s: time at which it had ended.
         cpu_s: CPU seconds of the thread that did it.
     """
 
@@ -37,13 +37,13 @@ class Span(NamedTuple):
     cpu_s: float
 
     def as_json(self) -> list[Any]:
-        """For the way to other ranks."""
+        """Return the fields as a JSON list, to send to other ranks."""
         kind, stage, microbatch = self.action
         return [self.rank, kind.value, stage, microbatch, self.begin_s, self.end_s, self.cpu_s]
 
     @classmethod
     def from_json(cls, fields: Sequence[Any], offset_s: float = 0.0) -> Span:
-        """`as_json` of another rank, whose clock differs by `offset_s`."""
+        """Make a span from `as_json` of another rank, whose clock differs by `offset_s`."""
         rank, kind, stage, microbatch, begin_s, end_s, cpu_s = fields
         return cls(rank, Action(Kind(kind), stage, microbatch), begin_s - offset_s, end_s - offset_s, cpu_s)
 
@@ -54,7 +54,7 @@ class Timeline:
 
     Attributes:
         spans: in no particular order between ranks; in order for each of them.
-        ranks: how many ranks there are.
+        ranks: number of ranks.
     """
 
     spans: tuple[Span, ...]
@@ -62,20 +62,20 @@ class Timeline:
 
     @property
     def begin_s(self) -> float:
-        """When the first action began."""
+        """Time at which the first action began."""
         return min((s.begin_s for s in self.spans), default=0.0)
 
     @property
     def makespan_s(self) -> float:
-        """From the begin of the first action to the end of the last."""
+        """Seconds from the begin of the first action to the end of the last."""
         return max((s.end_s for s in self.spans), default=0.0) - self.begin_s
 
     def of(self, rank: int) -> list[Span]:
-        """A rank's spans."""
+        """Return a rank's spans."""
         return [s for s in self.spans if s.rank == rank]
 
     def busy_s(self, rank: int) -> float:
-        """The time for which a rank computed."""
+        """Return the time for which a rank computed."""
         return sum(s.end_s - s.begin_s for s in self.of(rank))
 
     @property
@@ -85,12 +85,12 @@ class Timeline:
         return 1.0 - sum(s.end_s - s.begin_s for s in self.spans) / total if total else 0.0
 
     def replayed(self, transfer_s: float = 0.0) -> Timeline:
-        """The same actions in the same order, each as long as its CPU time: every rank on a core of its own."""
+        """Return the same actions in the same order, each as long as its CPU time: every rank has a core of its own."""
         cpu_s = {s.action: s.cpu_s for s in self.spans}
         return simulate([[s.action for s in self.of(r)] for r in range(self.ranks)], cpu_s.__getitem__, transfer_s)
 
     def gantt(self, width: int = 96) -> str:
-        """A line for each rank: `F3==` forward of microbatch 3, `B3##` backward (`I` and `W` when split), `.` idle."""
+        """Draw a line per rank: `F3==` forward of microbatch 3, `B3##` backward (`I` and `W` when split), `.` idle."""
         scale = width / self.makespan_s if self.spans else 0.0
         lines = []
         for rank in range(self.ranks):
@@ -105,7 +105,7 @@ class Timeline:
         return "\n".join(lines)
 
     def table(self) -> str:
-        """A line for each action, by begin: rank, stage, action, begin and end in milliseconds."""
+        """Return a line for each action, by begin: rank, stage, action, begin and end in milliseconds."""
         rows = [f"{'rank':>4} {'stage':>5} {'action':>6} {'begin/ms':>10} {'end/ms':>10}"]
         for s in sorted(self.spans, key=lambda s: (s.begin_s, s.rank)):
             begin, end = ((t - self.begin_s) * 1e3 for t in (s.begin_s, s.end_s))
@@ -120,14 +120,14 @@ def simulate(
 
     Args:
         tables: by rank, its actions in order.
-        cost_s: how long an action takes.
-        transfer_s: how long a message between ranks takes; sends do not hold up the sender.
+        cost_s: returns the seconds that an action takes.
+        transfer_s: seconds that a message between ranks takes; sends do not hold up the sender.
 
     Raises:
         InternalError: the tables deadlock; the message has the actions that wait.
     """
     stages = 1 + max((a.stage for table in tables for a in table), default=-1)
-    done: dict[tuple[Kind, int, int], tuple[int, float]] = {}  # what, where, which microbatch -> by whom, when
+    done: dict[tuple[Kind, int, int], tuple[int, float]] = {}  # kind, stage, microbatch -> rank, end
     position, free_s = [0] * len(tables), [0.0] * len(tables)
     spans: list[Span] = []
     moved = True
@@ -153,5 +153,5 @@ def simulate(
 
 
 def ideal_bubble(ranks: int, microbatches: int, stages_per_rank: int = 1) -> float:
-    """(p - 1) / (k·m + p - 1): GPipe and 1F1B (k = 1) and interleaved 1F1B with equal stages and free messages."""
+    """Return (p - 1) / (k·m + p - 1), for GPipe, 1F1B (k = 1) and interleaved 1F1B, equal stages and free messages."""
     return (ranks - 1) / (stages_per_rank * microbatches + ranks - 1)

@@ -1,4 +1,4 @@
-"""Tensor parallelism: layers whose matrices are sharded among the ranks of a group, and what such models need."""
+"""Tensor parallelism: layers whose matrices are sharded among the ranks of a group, and tools for such models."""
 
 from axon_ps.parallel.tensor.attention import TensorParallelAttention
 from axon_ps.parallel.tensor.clip import clip_grad_norm, grad_norm

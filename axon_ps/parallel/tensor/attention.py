@@ -1,14 +1,14 @@
 """`TensorParallelAttention`: multi-head attention with its heads split among the ranks of a group.
 
 Rank i projects the input to queries, keys and values of its heads alone, attends, and multiplies by its columns of the
-output projection; one sum over the ranks makes the result. One all-reduce in forward and one in backward, whatever the
+output projection; one sum over the ranks makes the result. Forward takes one all-reduce, and so does backward, for any
 number of heads (Shoeybi et al. 2019, section 3).
 
 Note: [Dropout by head]
-Each head draws what it drops from a generator of its own, seeded by one number from torch's default host generator
+Each head draws its dropout mask from a generator of its own, seeded by one number from torch's default host generator
 and the head's index among all heads. So ranks never drop the same pattern, and a model drops the same with any number
-of ranks. It needs the matrix of probabilities in memory, so it does without the fused kernels; without dropout, and in
-evaluation, `scaled_dot_product_attention` does everything.
+of ranks. Dropout needs the matrix of probabilities in memory, so it does without the fused kernels; without dropout,
+and in evaluation, `scaled_dot_product_attention` does everything.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class TensorParallelAttention(TensorParallelModule):
         group: the ranks; None = all workers of the current world.
         causal: no position attends to a later one.
         dropout: probability with which an attention probability is dropped in training. See Note: [Dropout by head].
-        bias: whether the four projections have one.
+        bias: True = the four projections have one.
         num_key_value_heads: heads of keys and values, each used by as many query heads (grouped-query attention); None
             = `num_heads`. A multiple of the number of ranks too.
         sequence_parallel: input and output are this rank's equal shard of the sequence.
@@ -50,7 +50,7 @@ class TensorParallelAttention(TensorParallelModule):
         out: the `RowParallelLinear` behind them.
 
     Raises:
-        InvalidRequest: heads or sizes do not divide, or `dropout` is no probability.
+        InvalidRequest: heads or sizes do not divide, or `dropout` is not a probability.
         Misuse: as for `TensorParallelModule`.
     """
 
@@ -82,7 +82,7 @@ class TensorParallelAttention(TensorParallelModule):
         self.key = ColumnParallelLinear(hidden_size, kv_size, gather_output=False, **common)
         self.value = ColumnParallelLinear(hidden_size, kv_size, gather_output=False, **common)
         self.out = RowParallelLinear(hidden_size, hidden_size, input_is_parallel=True, **common)
-        # Bounds of first values: those of nn.MultiheadAttention (Xavier over the three matrices as one, no bias).
+        # First values have the bounds of nn.MultiheadAttention (Xavier over the three matrices as one, no bias).
         fan_out = hidden_size + 2 * kv_size
         for projection in (self.query, self.key, self.value):
             projection.weight_bound = math.sqrt(3.0) * math.sqrt(2.0 / (hidden_size + fan_out))
@@ -92,10 +92,10 @@ class TensorParallelAttention(TensorParallelModule):
         self.reset_parameters(generator)
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
-        """Draw first values: each rank its shard of those of `nn.MultiheadAttention` from the same seed on the CPU.
+        """Draw this rank's shard of the first values that `nn.MultiheadAttention` has from the same seed on the CPU.
 
         Args:
-            generator: a host generator, at the same place on all ranks; None = torch's default one.
+            generator: a host generator, in the same state on all ranks; None = torch's default one.
         """
         self.out.reset_parameters(generator)
         if self.out.bias is not None:  # nn.MultiheadAttention draws it as nn.Linear does, and then sets it to zero
@@ -111,7 +111,7 @@ class TensorParallelAttention(TensorParallelModule):
 
         Args:
             x: [..., sequence, hidden_size], replicated; with `sequence_parallel` this rank's shard of the sequence.
-            memory: what keys and values are computed from; None = x. Sharded like x.
+            memory: the source of keys and values; None = x. It is sharded like x.
             attn_mask: broadcastable to [..., num_heads, sequence, memory's sequence], the full one on every rank; bool
                 (True = attends) or added to the scores, as for `scaled_dot_product_attention`.
 
@@ -140,7 +140,7 @@ class TensorParallelAttention(TensorParallelModule):
         return y
 
     def rotate(self, heads: torch.Tensor) -> torch.Tensor:
-        """Queries, and keys, before they meet: as they are. A model with rotary embeddings overrides it.
+        """Return queries or keys as they are, before they are multiplied; a model with rotary embeddings overrides it.
 
         Args:
             heads: [..., this rank's heads, sequence, head_size], of the full sequence.
@@ -151,12 +151,12 @@ class TensorParallelAttention(TensorParallelModule):
         return heads
 
     def _heads(self, features: torch.Tensor) -> torch.Tensor:
-        """[..., sequence, this rank's features] as [..., this rank's heads, sequence, head_size]."""
+        """Reshape [..., sequence, this rank's features] to [..., this rank's heads, sequence, head_size]."""
         heads = features.size(-1) // self.head_size
         return features.reshape(*features.shape[:-1], heads, self.head_size).transpose(-3, -2)
 
     def _own_heads(self, mask: torch.Tensor | None) -> torch.Tensor | None:
-        """The rows of a mask for this rank's heads."""
+        """Return the rows of a mask for this rank's heads."""
         if mask is None or mask.dim() < 3 or mask.size(-3) == 1:
             return mask
         if mask.size(-3) != self.num_heads:
@@ -168,7 +168,7 @@ class TensorParallelAttention(TensorParallelModule):
     def _attend(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
     ) -> torch.Tensor:
-        """[..., this rank's heads, sequence, head_size]."""
+        """Attend; return [..., this rank's heads, sequence, head_size]."""
         causal, drops = self.causal, self.training and self.dropout > 0.0
         times = self.num_heads // self.num_key_value_heads
         if causal and (drops or mask is not None):
@@ -188,7 +188,7 @@ class TensorParallelAttention(TensorParallelModule):
         return (probabilities * self._dropout_mask(probabilities)) @ value
 
     def _dropout_mask(self, probabilities: torch.Tensor) -> torch.Tensor:
-        """0 where it is dropped and 1 / (1 - dropout) elsewhere. See Note: [Dropout by head]."""
+        """Return 0 for dropped elements and 1 / (1 - dropout) for the others. See Note: [Dropout by head]."""
         seed = int(torch.randint(1 << 62, (), dtype=torch.int64, device="cpu"))
         mask = torch.empty_like(probabilities)
         generator = torch.Generator(mask.device)
@@ -202,7 +202,7 @@ class TensorParallelAttention(TensorParallelModule):
     def from_attention(
         cls, attention: nn.MultiheadAttention, group: ProcessGroup | None = None, **options: Any
     ) -> TensorParallelAttention:
-        """This rank's shard of a layer that every rank has; the parameters are copies, frozen where the layer's are.
+        """Shard a layer that every rank has; the parameters are copies, frozen where the layer's are.
 
         Masks mean the opposite there: `nn.MultiheadAttention` takes True for "does not attend".
 
@@ -230,10 +230,10 @@ class TensorParallelAttention(TensorParallelModule):
         return layer
 
     def to_attention(self) -> nn.MultiheadAttention:
-        """The full layer, on every rank, with `batch_first`; it is not causal by itself. Collective over the group.
+        """Return the full layer, on every rank, with `batch_first`, not causal by itself. Collective over the group.
 
         Raises:
-            InvalidRequest: it has fewer heads of keys than of queries, which that class has not.
+            InvalidRequest: it has fewer heads of keys than of queries, which that class does not support.
         """
         if self.num_key_value_heads != self.num_heads:
             raise InvalidRequest("nn.MultiheadAttention has no grouped queries; use full_state_dict()")
@@ -254,12 +254,12 @@ class TensorParallelAttention(TensorParallelModule):
         return attention.train(self.training)
 
     def extra_repr(self) -> str:
-        """For `repr`."""
+        """Describe the layer for `repr`."""
         return f"hidden_size={self.hidden_size}, num_heads={self.num_heads}, shard={self._rank} of {self._world_size}"
 
 
 def _not_later(length: int, memory: int, device: torch.device, mask: torch.Tensor | None) -> torch.Tensor:
-    """A mask, or none, and that no position attends to a later one."""
+    """Return a mask by which no position attends to a later one, combined with `mask` if there is one."""
     earlier = torch.ones(length, memory, dtype=torch.bool, device=device).tril()
     if mask is None:
         return earlier
@@ -281,7 +281,7 @@ def _check(hidden_size: int, num_heads: int, kv_heads: int, dropout: float, rank
 
 
 def _rows_of(full: torch.Tensor | None, rows: slice) -> torch.Tensor | None:
-    """Some rows, with requires_grad as of the full tensor."""
+    """Return some rows, with requires_grad as of the full tensor."""
     return None if full is None else full.detach()[rows].requires_grad_(full.requires_grad)
 
 

@@ -29,13 +29,13 @@ def grad_norm(
     axes: Iterable[str] = ("pipeline",),
     counted_elsewhere: Iterable[nn.Parameter] = (),
 ) -> torch.Tensor:
-    """The norm of the full model's gradients, the same on every rank. Collective.
+    """Return the norm of the full model's gradients, the same on every rank. Collective.
 
     Args:
         module: the model, or this rank's stages of it.
         norm_type: 2, another positive number, or infinity.
-        mesh: where the rest of the model is; None = all of it is in the layers' own groups.
-        axes: those of the mesh whose ranks have different parameters (beside the layers' own groups); names that the
+        mesh: the mesh that has the rest of the model; None = all of it is in the layers' own groups.
+        axes: axes of the mesh whose ranks have different parameters (beside the layers' own groups); names that the
             mesh does not have are ignored.
         counted_elsewhere: parameters that another rank along the axes counts: the second of a pair that is tied across
             stages.
@@ -44,7 +44,7 @@ def grad_norm(
         f32[], on the device of the gradients (on the CPU if there are none).
 
     Raises:
-        InvalidRequest: the norm is no positive number.
+        InvalidRequest: `norm_type` is not a positive number.
 
     After an error: no gradient was changed.
     """
@@ -111,7 +111,7 @@ def clip_grad_norm(
 
 
 def _term(grad: torch.Tensor, norm_type: float) -> torch.Tensor:
-    """The part of a gradient in the norm: its norm to the power, or its largest element. f32[]."""
+    """Return the part of a gradient in the norm: its norm to the power, or its largest element. f32[]."""
     if grad.numel() == 0:
         return torch.zeros((), dtype=torch.float32, device=grad.device)
     norm: torch.Tensor = torch.linalg.vector_norm(grad.detach(), norm_type, dtype=torch.float32)
@@ -123,7 +123,7 @@ def _combined(a: torch.Tensor, b: torch.Tensor, norm_type: float) -> torch.Tenso
 
 
 def _over(value: torch.Tensor, group: ProcessGroup, norm_type: float) -> torch.Tensor:
-    """The same, over the ranks of a group."""
+    """Combine the value over the ranks of a group."""
     if group.world_size > 1:
         group.all_reduce(value, ReduceOp.MAX if math.isinf(norm_type) else ReduceOp.SUM)
     return value

@@ -20,9 +20,10 @@ from axon_ps.parallel.tensor.state import sharded_parameters
 def distributed_state_dict(
     module: nn.Module, device_mesh: DeviceMesh, state: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """The model's state dict with sharded parameters as DTensors, which share the module's memory. Nothing is sent.
+    """Return the model's state dict with sharded parameters as DTensors, which share the module's memory.
 
-    `dcp.save(it)` writes the full tensors, `dcp.load(it)` fills the module in place, at any size of the tensor group.
+    Nothing is sent. `dcp.save(it)` writes the full tensors, `dcp.load(it)` fills the module in place, at any size of
+    the tensor group.
 
     Args:
         module: the model.
@@ -39,17 +40,17 @@ def distributed_state_dict(
 def distributed_optimizer_state_dict(
     module: nn.Module, optimizer: torch.optim.Optimizer, device_mesh: DeviceMesh
 ) -> dict[str, Any]:
-    """The optimizer's state by parameter names, with what is sharded as DTensors, which share its memory.
+    """Return the optimizer's state by parameter names, with sharded values as DTensors, which share its memory.
 
     An optimizer that is to be filled by `dcp.load` must have its state: take a step with zero gradients first.
 
     Args:
         module: the model whose parameters it has.
-        optimizer: made of the parameters that are there now.
+        optimizer: made of the parameters that the model has now.
         device_mesh: as for `distributed_state_dict`.
 
     Raises:
-        InvalidRequest: as there, or the optimizer has a parameter that the model has not.
+        InvalidRequest: as there, or the optimizer has a parameter that the model does not have.
     """
     return named_optimizer_state(module, optimizer, _Wrap(module, device_mesh))
 

@@ -1,4 +1,4 @@
-"""The conjugate pairs of tensor parallelism: what the ranks of a group exchange in forward, and its mirror in backward.
+"""The conjugate pairs of tensor parallelism: an exchange of a group's ranks in forward, and its mirror in backward.
 
 Owns: the autograd functions between *replicated* tensors (the same values on every rank) and *sharded* ones (each rank
 has its shard). Refuses: to know layers.
@@ -15,18 +15,19 @@ Sources: Shoeybi et al. 2019, Megatron-LM, section 3; Korthikanti et al. 2022, R
 section 4.2.2.
 
 Note: [Replicated gradients]
-The gradient of a replicated tensor is itself replicated: every rank computes the same loss from it. That is why the
-backward of `gather_from_group` may take this rank's shard of the gradient instead of a sum, and why every path from a
-replicated tensor into sharded weights needs `copy_to_group` or `gather_sequence`, which replicate the gradient again.
+The gradient of a replicated tensor is itself replicated: every rank computes the same loss from it. So the backward of
+`gather_from_group` may take this rank's shard of the gradient instead of a sum. Every path from a replicated tensor
+into sharded weights needs `copy_to_group` or `gather_sequence`, which replicate the gradient again.
 
 Invariants:
-- No function writes to its input, or to the gradient it is given.
+- No function writes to its input, or to the gradient that it is given.
 - Sums are in rank order where the backend promises it (shm, grpc, mock), so replicated tensors have the same bits
   everywhere.
-- The ranks must call them in the same order, in forward and so in backward; a model that is the same everywhere does.
+- The ranks must call them in the same order, in forward and so in backward; a model that is the same everywhere does
+  so.
 
-After an error: as for `ProcessGroup`; the forward or backward it was in has no result. `torch.compile` breaks the graph
-here: they are ordinary Python to it.
+After an error: as for `ProcessGroup`; the forward or backward that it was in has no result. `torch.compile` breaks the
+graph here: the functions are ordinary Python to it.
 """
 
 from __future__ import annotations
@@ -44,28 +45,28 @@ from axon_ps.parallel.compile import uncompiled
 
 
 def copy_to_group(x: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
-    """The replicated tensor as it is; its gradient is the sum of all ranks' gradients."""
+    """Return the replicated tensor as it is; its gradient is the sum of all ranks' gradients."""
     return _apply(_Copy, x, group)
 
 
 def reduce_from_group(x: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
-    """The sum of all ranks' tensors, on every rank; the gradient goes to each as it is."""
+    """Return the sum of all ranks' tensors, on every rank; the gradient goes to each as it is."""
     return _apply(_Reduce, x, group)
 
 
 def scatter_to_group(x: torch.Tensor, group: ProcessGroup, dim: int = -1) -> torch.Tensor:
-    """This rank's shard of a replicated tensor along a dimension, divided as by `torch.chunk`."""
+    """Return this rank's shard of a replicated tensor along a dimension, divided as by `torch.chunk`."""
     return _apply(_Scatter, x, group, dim, counts_of(x.size(dim), group.world_size))
 
 
 def gather_from_group(x: torch.Tensor, group: ProcessGroup, dim: int = -1, size: int | None = None) -> torch.Tensor:
-    """The full tensor of one that is sharded along a dimension.
+    """Return the full tensor of shards along a dimension.
 
     Args:
         x: this rank's shard.
-        group: the ranks that have the others.
-        dim: along which it is sharded.
-        size: of the full tensor along it, if the shards are those of `torch.chunk`; None = the shards are equal.
+        group: the ranks that have the other shards.
+        dim: the dimension along which it is sharded.
+        size: size of the full tensor along it, if the shards are those of `torch.chunk`; None = the shards are equal.
 
     Raises:
         Disagreement: `size` is None and the shards differ.
@@ -74,7 +75,7 @@ def gather_from_group(x: torch.Tensor, group: ProcessGroup, dim: int = -1, size:
 
 
 def gather_sequence(x: torch.Tensor, group: ProcessGroup, dim: int = -2) -> torch.Tensor:
-    """The full sequence, of which every rank has an equal shard; its gradient is reduce-scattered.
+    """Return the full sequence, of which every rank has an equal shard; its gradient is reduce-scattered.
 
     Raises:
         Disagreement: the shards differ.
@@ -83,7 +84,7 @@ def gather_sequence(x: torch.Tensor, group: ProcessGroup, dim: int = -2) -> torc
 
 
 def reduce_scatter_sequence(x: torch.Tensor, group: ProcessGroup, dim: int = -2) -> torch.Tensor:
-    """The sum of all ranks' tensors, of which each rank gets its equal shard of the sequence.
+    """Sum all ranks' tensors; each rank gets its equal shard of the sequence.
 
     Raises:
         InvalidRequest: the sequence does not divide.
@@ -96,7 +97,7 @@ def check_divides(x: torch.Tensor, group: ProcessGroup, dim: int) -> None:
     """Check that a sequence has equal shards on all ranks: their size cannot be known from one shard otherwise.
 
     Raises:
-        InvalidRequest: it has not.
+        InvalidRequest: it does not divide.
     """
     if x.size(dim) % group.world_size:
         raise InvalidRequest(
@@ -111,7 +112,7 @@ def _exchange(function: type[torch.autograd.Function], *arguments: Any) -> Any:
 
 
 def _apply(function: type[torch.autograd.Function], x: torch.Tensor, group: ProcessGroup, *rest: Any) -> torch.Tensor:
-    """Apply it, unless the group is this rank alone."""
+    """Apply a function, unless the group is this rank alone."""
     result: torch.Tensor = x if group.world_size == 1 else _exchange(function, x, group, *rest)
     return result
 

@@ -7,11 +7,11 @@
 A column-parallel layer without `gather_output`, something element by element, and a row-parallel layer with
 `input_is_parallel` are an MLP with one all-reduce in forward and one in backward (Shoeybi et al. 2019, section 3).
 
-With `sequence_parallel` what is outside the pair is sharded along the sequence instead of being replicated: the
-column-parallel layer's input, and the row-parallel layer's output, are this rank's equal shard of it. The same
-bytes move (an all-reduce is a reduce-scatter and an all-gather), and what lies between pairs of layers (norms,
-dropout, residuals) costs 1/n of the memory and time (Korthikanti et al. 2022). Parameters of such modules between the
-pairs need `sum_gradients`.
+With `sequence_parallel` the tensors outside of the pair are sharded along the sequence instead of being replicated: the
+column-parallel layer's input, and the row-parallel layer's output, are this rank's equal shard of it. The same bytes
+move (an all-reduce is a reduce-scatter and an all-gather), and the modules between pairs of layers (norms, dropout,
+residuals) cost 1/n of the memory and time (Korthikanti et al. 2022). The parameters of these modules need
+`sum_gradients`.
 
 Features are divided as by `torch.chunk`; they need not divide evenly. A sequence must.
 """
@@ -51,7 +51,7 @@ class ParallelLinear(TensorParallelModule):
     """
 
     _weight_dim: int
-    """Which dimension of the weight is sharded."""
+    """The dimension of the weight that is sharded."""
 
     weight: nn.Parameter
     bias: nn.Parameter | None
@@ -79,7 +79,7 @@ class ParallelLinear(TensorParallelModule):
             self.partitions["bias"] = self._partition(0, out_features)
         self.register_parameter("weight", None)
         self.register_parameter("bias", None)
-        # Bounds of first values: those of nn.Linear (nn.init.kaiming_uniform_ with a = sqrt(5), and 1 / sqrt(in)).
+        # First values have the bounds of nn.Linear (nn.init.kaiming_uniform_ with a = sqrt(5), and 1 / sqrt(in)).
         self.weight_bound = math.sqrt(3.0) * (math.sqrt(2.0 / (1 + 5.0)) / math.sqrt(in_features))
         self.bias_bound = 1.0 / math.sqrt(in_features)
 
@@ -99,10 +99,10 @@ class ParallelLinear(TensorParallelModule):
         self.reset_parameters(generator)
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
-        """Draw first values: on every rank its shard of those that `nn.Linear` has from the same seed on the CPU.
+        """Draw this rank's shard of the first values that `nn.Linear` has from the same seed on the CPU.
 
         Args:
-            generator: a host generator, at the same place on all ranks; None = torch's default one.
+            generator: a host generator, in the same state on all ranks; None = torch's default one.
         """
         draw_uniform_(self.weight, self.weight_bound, self.partitions["weight"], generator)
         if self.bias is not None:
@@ -110,7 +110,7 @@ class ParallelLinear(TensorParallelModule):
 
     @classmethod
     def from_linear(cls: type[L], linear: nn.Linear, group: ProcessGroup | None = None, **options: Any) -> L:
-        """This rank's shard of a layer that every rank has; the parameters are copies, frozen where the layer's are.
+        """Shard a layer that every rank has; the parameters are copies, frozen where the layer's are.
 
         Args:
             linear: the same on every rank.
@@ -126,7 +126,7 @@ class ParallelLinear(TensorParallelModule):
         return layer
 
     def to_linear(self) -> nn.Linear:
-        """The full layer, on every rank. Collective over the group."""
+        """Return the full layer, on every rank. Collective over the group."""
         linear = nn.Linear(self.in_features, self.out_features, self.bias is not None, device="meta")
         linear.weight = nn.Parameter(self.full_tensor("weight"), requires_grad=self.weight.requires_grad)
         if self.bias is not None:
@@ -134,7 +134,7 @@ class ParallelLinear(TensorParallelModule):
         return linear.train(self.training)
 
     def extra_repr(self) -> str:
-        """For `repr`."""
+        """Describe the layer for `repr`."""
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
             f"shard={self._rank} of {self._world_size}"
@@ -147,11 +147,11 @@ class ColumnParallelLinear(ParallelLinear):
     Args:
         in_features: size of the input's last dimension.
         out_features: size of the full output's last dimension.
-        bias: whether to add one.
+        bias: True = add one.
         group: the ranks; None = all workers of the current world.
-        gather_output: give every rank the full output; if not, its own features of it.
+        gather_output: give every rank the full output; if not, its own features.
         sequence_parallel: the input is this rank's equal shard of the sequence.
-        sequence_dim: which dimension of the input the sequence is.
+        sequence_dim: the dimension of the input that is the sequence.
         device: of the parameters.
         dtype: of the parameters.
         generator: draws first values; None = torch's default one (see `reset_parameters`).
@@ -182,7 +182,7 @@ class ColumnParallelLinear(ParallelLinear):
         self._make(bias, device, dtype, generator)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x W^T + b. Collective over the group, here and in backward.
+        """Compute x W^T + b. Collective over the group, here and in backward.
 
         Args:
             x: [..., in_features], replicated; with `sequence_parallel` this rank's shard of the sequence.
@@ -197,7 +197,7 @@ class ColumnParallelLinear(ParallelLinear):
 
     @property
     def matrix(self) -> Matrix:
-        """This rank's rows of weight and bias, as `project` takes them: several layers of one input need it once."""
+        """This rank's rows of weight and bias, for `project`, which serves several layers of one input at once."""
         return self.weight, self.bias
 
 
@@ -207,12 +207,12 @@ class RowParallelLinear(ParallelLinear):
     Args:
         in_features: size of the full input's last dimension.
         out_features: size of the output's last dimension.
-        bias: whether to add one; it is replicated.
+        bias: True = add one; it is replicated.
         group: the ranks; None = all workers of the current world.
         input_is_parallel: the input has this rank's features only, as a column-parallel layer gives them; if not it is
             replicated, and each rank takes its own.
         sequence_parallel: the output is this rank's equal shard of the sequence.
-        sequence_dim: which dimension of the output the sequence is.
+        sequence_dim: the dimension of the output that is the sequence.
         device: of the parameters.
         dtype: of the parameters.
         generator: draws first values; None = torch's default one (see `reset_parameters`).
@@ -243,7 +243,7 @@ class RowParallelLinear(ParallelLinear):
         self._make(bias, device, dtype, generator)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x W^T + b. Collective over the group; in backward only with `sequence_parallel` or a replicated input.
+        """Compute x W^T + b. Collective over the group; in backward only with `sequence_parallel` or replicated input.
 
         Args:
             x: [..., in_features], replicated; with `input_is_parallel` [..., this rank's features].
@@ -268,11 +268,11 @@ class RowParallelLinear(ParallelLinear):
 
 
 def sum_gradients(module: nn.Module, group: ProcessGroup) -> nn.Module:
-    """For a replicated module that is given this rank's shard of the sequence: a norm, say.
+    """Sum the gradients of a replicated module that gets this rank's shard of the sequence: a norm, say.
 
-    Its parameters' gradients become the sum of all ranks', as soon as each is there in backward (before DDP or the
-    optimizer sees it), so that the parameters stay equal. Collective over the group, in backward. Deep copies of the
-    module lose it, as they lose all hooks.
+    Each gradient becomes the sum of all ranks' as soon as it is there in backward, before DDP or the optimizer sees it.
+    So the parameters stay equal. Collective over the group, in backward. Deep copies of the module lose the sum, as
+    they lose all hooks.
 
     Args:
         module: the same on every rank.

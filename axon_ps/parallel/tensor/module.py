@@ -1,4 +1,4 @@
-"""`TensorParallelModule`: a module that has shards of parameters, and knows which shards of what.
+"""`TensorParallelModule`: a module that has shards of parameters, and knows their partitions.
 
 Owns: the group and the partitions. The layers build on it; `tensor.state` and `tensor.clip` read it.
 """
@@ -18,14 +18,14 @@ class TensorParallelModule(nn.Module):
     """A module whose parameters are sharded among the ranks of a group.
 
     Attributes:
-        partitions: name of one of its own parameters -> which shard of the full one it is; one that is not named is
-            replicated: the same values and gradients on every rank.
+        partitions: name of one of its own parameters -> its partition; the others are replicated: they have the same
+            values and gradients on every rank.
 
     Args:
         group: the ranks; None = all workers of the current world.
 
     Raises:
-        Misuse: no group is given and there is no current world; or this worker is no member.
+        Misuse: no group is given and there is no current world; or this worker is not a member.
     """
 
     def __init__(self, group: ProcessGroup | None = None) -> None:
@@ -43,11 +43,11 @@ class TensorParallelModule(nn.Module):
         return Partition(dim, size, self._world_size, self._rank)
 
     def full_tensor(self, name: str, value: torch.Tensor | None = None) -> torch.Tensor:
-        """The full tensor of one of its parameters, on every rank. Collective over the group if it is sharded.
+        """Return the full tensor of one of its parameters, on every rank. Collective over the group if it is sharded.
 
         Args:
-            name: of the parameter.
-            value: this rank's shard of something of its shape (its gradient, say); None = of the parameter itself.
+            name: name of the parameter.
+            value: this rank's shard of a tensor of the same shape (its gradient, say); None = the parameter itself.
 
         After an error: nothing was changed.
         """
@@ -60,7 +60,7 @@ class TensorParallelModule(nn.Module):
         return gathered.movedim(0, partition.dim).contiguous()
 
     def shard_of(self, name: str, full: torch.Tensor) -> torch.Tensor:
-        """This rank's shard of a tensor of the full shape of one of its parameters; a view if there are several."""
+        """Return this rank's shard of a tensor of a parameter's full shape; a view if there are several shards."""
         partition = self.partitions.get(name)
         return full if partition is None else partition.shard_of(full)
 

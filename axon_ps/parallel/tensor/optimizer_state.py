@@ -1,8 +1,8 @@
 """Optimizer state of models with tensor-parallel layers: full from the shards, and the shards from the full.
 
 A full state is keyed by parameter names, as `torch.distributed.checkpoint.state_dict.get_optimizer_state_dict` has it:
-{"state": {name: {"exp_avg": ..., ...}}, "param_groups": [{"params": [names], "lr": ..., ...}]}. What has the shape of
-its parameter is sharded like it; everything else (counts of steps) is the same on every rank.
+{"state": {name: {"exp_avg": ..., ...}}, "param_groups": [{"params": [names], "lr": ..., ...}]}. Values of the shape of
+their parameter are sharded like it; all others (counts of steps) are the same on every rank.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from axon_ps.parallel.tensor.state import sharded_parameters
 def full_optimizer_state_dict(
     module: nn.Module, optimizer: torch.optim.Optimizer, *, cpu: bool = True
 ) -> dict[str, Any]:
-    """The full state of a torch optimizer, on every rank. Collective over the layers' groups.
+    """Return the full state of a torch optimizer, on every rank. Collective over the layers' groups.
 
     Args:
         module: the model whose parameters it has.
-        optimizer: made of the parameters that are there now.
+        optimizer: made of the parameters that the model has now.
         cpu: move full tensors to the host, one entry after the other.
 
     Raises:
-        InvalidRequest: the optimizer has a parameter that the model has not.
+        InvalidRequest: the optimizer has a parameter that the model does not have.
 
     After an error: nothing was changed.
     """
@@ -50,11 +50,11 @@ def load_full_optimizer_state_dict(
 
     Args:
         module: the model whose parameters it has.
-        optimizer: with as many parameter groups as that one had, of the same parameters in any order.
+        optimizer: has as many parameter groups as the saved one, of the same parameters in any order.
         state: as `full_optimizer_state_dict` gives it, at any size of the groups.
 
     Raises:
-        InvalidRequest: the optimizer has a parameter that the model has not.
+        InvalidRequest: the optimizer has a parameter that the model does not have.
         LayoutMismatch: the state is of other parameters. Nothing was loaded.
     """
     sharded = {full: (layer, name) for full, layer, name in sharded_parameters(module)}
@@ -75,7 +75,7 @@ def load_full_optimizer_state_dict(
                 if tuple(value.shape) != needed:
                     raise LayoutMismatch(f"{key} of {full!r} is {list(value.shape)}; the full one has {list(needed)}")
                 value = layer.shard_of(name, value)
-            # A copy: the optimizer would go on working in the memory of what it was given.
+            # The optimizer gets a copy: else it would go on working in the memory of the given state.
             loaded[index][key] = value.clone() if isinstance(value, torch.Tensor) else value
     new_groups = [{**theirs, "params": ours["params"]} for ours, theirs in zip(groups, given, strict=True)]
     optimizer.load_state_dict({"state": loaded, "param_groups": new_groups})
@@ -84,10 +84,10 @@ def load_full_optimizer_state_dict(
 def named_optimizer_state(
     module: nn.Module, optimizer: torch.optim.Optimizer, convert: Callable[[str, torch.Tensor], Any]
 ) -> dict[str, Any]:
-    """This rank's optimizer state by names, with `convert(name, value)` for all that has a parameter's shape.
+    """Return this rank's optimizer state by names, with `convert(name, value)` for all values of a parameter's shape.
 
     Raises:
-        InvalidRequest: the optimizer has a parameter that the model has not.
+        InvalidRequest: the optimizer has a parameter that the model does not have.
     """
     names = _names(module, optimizer)
     state: dict[str, dict[str, Any]] = {}
@@ -108,7 +108,7 @@ def _is_like(value: Any, parameter: torch.Tensor) -> bool:
 
 
 def _names(module: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[str]]:
-    """The names of each parameter group."""
+    """Return the names of each parameter group."""
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     groups = [[names.get(id(p), "") for p in group["params"]] for group in optimizer.param_groups]
     if not all(name for group in groups for name in group):

@@ -2,9 +2,9 @@
 
 Invariants:
 - Shards are those of `torch.chunk`, which are DTensor's too: all but the last ranks have ceil(size / n), the last ones
-  less or nothing. The largest shard, which is what a step waits for, is as small as with any other way.
-- A shard that is drawn has the values of the full matrix there, for any number of ranks, and leaves the generator where
-  drawing all of it would have left it.
+  less or nothing. A step waits for the largest shard, which is as small as in any other division.
+- A drawn shard has the values of the full matrix there, for any number of ranks. Drawing it leaves the generator in the
+  state in which drawing the full matrix would have left it.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ _DRAWN_NUMEL = 1 << 20
 
 @dataclass(frozen=True)
 class Partition:
-    """One dimension of a parameter, and which shard of it this rank has.
+    """One dimension of a parameter, and this rank's shard of it.
 
     Attributes:
         dim: the dimension.
-        size: of the full parameter there.
-        num_shards: ranks.
+        size: size of the full parameter there.
+        num_shards: number of ranks.
         index: this rank.
     """
 
@@ -52,11 +52,11 @@ class Partition:
         return self.counts[self.index]
 
     def shard_of(self, full: torch.Tensor) -> torch.Tensor:
-        """This rank's shard, as a view of the full tensor."""
+        """Return this rank's shard, as a view of the full tensor."""
         return full.narrow(self.dim, self.begin, self.length)
 
     def full_shape(self, shard: Sequence[int]) -> tuple[int, ...]:
-        """The shape of the full tensor, from that of a shard."""
+        """Return the shape of the full tensor, from that of a shard."""
         return *shard[: self.dim], self.size, *shard[self.dim + 1 :]
 
 
@@ -66,15 +66,15 @@ def draw_uniform_(
 ) -> None:
     """Fill this rank's shard of a matrix or vector that is uniform in [-bound, bound).
 
-    All of it is drawn on the host, some rows at a time (at most 4 MiB in f32, and no less than one row), and all but
-    the shard is dropped: in the order and with the generator of `torch.nn.init.uniform_`, so it has the values that
-    would be drawn there. Costs a rank the time of drawing the full matrix.
+    All of it is drawn on the host, some rows at a time (at most 4 MiB in f32, and no less than one row), and everything
+    but the shard is dropped. Order and generator are those of `torch.nn.init.uniform_`, so the shard has the values
+    that would be drawn there. A rank spends the time of drawing the full matrix.
 
     Args:
         shard: [rows] or [rows, columns], of any device; nothing is drawn for the meta device.
         bound: 0 = zeros, and nothing is drawn.
-        partition: which shard it is; None = the full one.
-        generator: of the host; None = torch's default one, which must be at the same place on all ranks.
+        partition: the shard's partition; None = it is the full tensor.
+        generator: a host generator; None = torch's default one, which must be in the same state on all ranks.
     """
     if shard.is_meta or bound == 0.0:
         shard.zero_()

@@ -32,13 +32,13 @@ Matrix = tuple[torch.Tensor, torch.Tensor | None]
 def project(
     x: torch.Tensor, group: ProcessGroup, matrices: Sequence[Matrix], sequence_dim: int | None = None
 ) -> list[torch.Tensor]:
-    """x W^T + b for each of some matrices, of which this rank has some rows.
+    """Compute x W^T + b for each of some matrices, of which this rank has some rows.
 
     Args:
         x: [..., in], replicated; with `sequence_dim` this rank's equal shard of the sequence.
         group: the ranks that have the other rows.
         matrices: weights and biases.
-        sequence_dim: which dimension of x is sharded; None = x is replicated.
+        sequence_dim: the sharded dimension of x; None = x is replicated.
 
     Returns:
         [..., out] for each matrix, of the full sequence.
@@ -77,7 +77,7 @@ class _Project(torch.autograd.Function):
         for_x, _, _, *for_matrices = ctx.needs_input_grad
         gathering = _gather(x, group, dim) if dim is not None and any(for_matrices[::2]) else None
         exchanging: Any = None
-        if for_x:  # under autocast the gradients have its dtype, and the weights have not
+        if for_x:  # under autocast the gradients have its dtype, and the weights do not
             partial = grads[0] @ _as(weights[0], grads[0])
             for grad, weight in zip(grads[1:], weights[1:], strict=True):
                 partial += grad @ _as(weight, grad)
@@ -96,7 +96,7 @@ class _Project(torch.autograd.Function):
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:
-    """[..., features] as [rows, features]."""
+    """Reshape [..., features] to [rows, features]."""
     return x.reshape(math.prod(x.shape[:-1]), x.size(-1))
 
 
@@ -115,16 +115,16 @@ class _Done:
 
 
 def _begun(call: Callable[..., Any], x: torch.Tensor) -> Any:
-    """A handle on a collective of a tensor, which goes on in the background if that is host memory.
+    """Begin a collective of a tensor, and return its handle; it goes on in the background if that is host memory.
 
-    On a device it would be put behind the kernels of this stream in any case, and an order of the collectives of
-    several groups on one stream that differs between ranks, as threads would make it, is a deadlock of NCCL.
+    On a device it would be put behind the kernels of this stream in any case. Threads could order the collectives
+    of several groups on one stream differently on each rank, and NCCL would deadlock.
     """
     return call(x, async_op=True) if x.device.type == "cpu" else _Done(call(x))
 
 
 def _gather(x: torch.Tensor, group: ProcessGroup, dim: int) -> Any:
-    """A handle on the full sequence, which is the first dimension of its result."""
+    """Begin to gather the full sequence, as the first dimension of the result; return the handle."""
     return _begun(group.all_gather, x.movedim(dim, 0).contiguous())
 
 
@@ -134,7 +134,7 @@ def _gathered(work: Any, dim: int) -> torch.Tensor:
 
 
 def _reduce(partial: torch.Tensor, group: ProcessGroup, dim: int | None) -> Any:
-    """A handle on the sum over the ranks; of a sequence, on this rank's shard of it, in the first dimension."""
+    """Begin the sum over the ranks, or for a sequence this rank's shard of it, in the first dimension."""
     if dim is None:
         return _begun(group.all_reduce, partial.contiguous())
     return _begun(group.reduce_scatter, partial.movedim(dim, 0).contiguous())

@@ -18,7 +18,7 @@ from axon_ps.parallel.tensor.module import TensorParallelModule
 
 
 def sharded_parameters(module: nn.Module) -> Iterator[tuple[str, TensorParallelModule, str]]:
-    """Every parameter that is sharded: its name in `module`, the layer that has it, and its name there."""
+    """Yield every parameter that is sharded: its name in `module`, the layer that has it, and its name there."""
     for prefix, child in module.named_modules(remove_duplicate=False):
         if isinstance(child, TensorParallelModule):
             for name in child.partitions:
@@ -26,11 +26,11 @@ def sharded_parameters(module: nn.Module) -> Iterator[tuple[str, TensorParallelM
 
 
 def full_state_dict(module: nn.Module, state: Mapping[str, Any] | None = None, *, cpu: bool = True) -> dict[str, Any]:
-    """The full state dict of a model with tensor-parallel layers, on every rank. Collective over the layers' groups.
+    """Return the full state dict of a tensor-parallel model, on every rank. Collective over the layers' groups.
 
     Args:
         module: the model.
-        state: a state dict with the shards, under the names of `module`: what a wrapper of it gives; None = its own.
+        state: a state dict with the shards, under the names of `module`, as a wrapper of it gives; None = its own.
         cpu: move full tensors to the host, one entry after the other; if not, everything stays where it is.
 
     Returns:
@@ -49,7 +49,7 @@ def full_state_dict(module: nn.Module, state: Mapping[str, Any] | None = None, *
 
 
 def local_state_dict(module: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
-    """This rank's shard of a full state dict, for the `load_state_dict` of the model or of a wrapper of it.
+    """Return this rank's shard of a full state dict, for the `load_state_dict` of the model or of a wrapper of it.
 
     Args:
         module: the model; knows what is sharded.

@@ -1,1 +1,1 @@
-"""`torchrun --rdzv-backend=axon`: torchrun's agents meet at the job's coordinator, so none of them must survive."""
+"""`torchrun --rdzv-backend=axon`: torchrun's agents meet at the job's coordinator, so any of them may die."""

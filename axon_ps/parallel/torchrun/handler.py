@@ -1,7 +1,7 @@
 """`torchrun --rdzv-backend=axon`: torch's own rendezvous, with its state and its store at the job's coordinator.
 
-torch's handler decides who takes part in a round (`DynamicRendezvousHandler`); here are where it keeps that, and what
-it tells the workers: they get the coordinator's address, so they join the job there.
+torch's handler decides which agents take part in a round (`DynamicRendezvousHandler`). This module stores its state,
+and gives the workers the coordinator's address, so they join the job there.
 
 Note: [Whose death matters]
     With torch's c10d backend the state is at one agent, and all others end with it. Here it is at the coordinator,
@@ -47,7 +47,7 @@ VARIABLES = {
     "tls_key": "AXON_PS_TLS_KEY",
     "tls_dir": "AXON_PS_TLS_DIR",
 }
-"""What --rdzv-conf may say in place of a variable; the workers get the variable."""
+"""Keys of --rdzv-conf that stand for a variable; the workers get the variable."""
 
 SECONDS = {
     "join_timeout": 600,
@@ -58,12 +58,12 @@ SECONDS = {
     "connect_timeout": 30,
     "read_timeout": 60,
 }
-"""What --rdzv-conf may say of time, as for torch's backends, and what holds otherwise."""
+"""Keys of --rdzv-conf that are times in seconds, as for torch's backends, and their defaults."""
 
 ATTEMPTS = "keep_alive_max_attempt"
 _OF_TORCHRUN = ("timeout", "rank")
 _MAX_PER_S = 32
-"""Agents that report each second, at most: all of them change one value."""
+"""Most agents that report each second: all of them change one value."""
 
 _logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -87,17 +87,17 @@ class CoordinatorBackend(RendezvousBackend):
         return NAME
 
     def get_state(self) -> tuple[bytes, Token] | None:
-        """The state, pickled, and what is stored; None when there is none.
+        """Return the state, pickled, and the bytes stored; None if there is none.
 
         Raises:
             RendezvousConnectionError: the coordinator cannot be reached.
-            RendezvousStateError: what is stored is no state.
+            RendezvousStateError: the bytes stored are not a state.
         """
         stored = _calling(lambda: self._keys.kv_get(self._key))
         return (from_json(stored), stored) if stored else None
 
     def set_state(self, state: bytes, token: Token | None = None) -> tuple[bytes, Token, bool] | None:
-        """Store a state if what is stored equals `token`; returns what is stored then, and whether it was replaced.
+        """Store a state if the bytes stored equal `token`; return state and bytes stored then, and True if replaced.
 
         Raises: as `get_state`.
         """
@@ -130,7 +130,7 @@ class AxonRendezvousHandler(DynamicRendezvousHandler):
             ) from None
 
     def shutdown(self) -> bool:
-        """Close the rendezvous, and the connection to the coordinator; whether the first succeeded."""
+        """Close the rendezvous, and the connection to the coordinator; return True if the first succeeded."""
         try:
             return super().shutdown()
         finally:
@@ -138,7 +138,7 @@ class AxonRendezvousHandler(DynamicRendezvousHandler):
 
 
 def create(parameters: RendezvousParameters) -> AxonRendezvousHandler:
-    """The handler of an agent, connected to the coordinator; sets the environment that its workers inherit.
+    """Make the handler of an agent, connected to the coordinator; set the environment that its workers inherit.
 
     Raises:
         ConfigurationError: an option or a variable is wrong; the message names it.
@@ -187,7 +187,7 @@ def _await_coordinator(keys: OperatorKeys, address: str) -> None:
 
 
 def _calling(call: Callable[[], T]) -> T:
-    """The result of a call; our errors as torch's."""
+    """Return the result of a call; raise our errors as torch's."""
     try:
         return call()
     except AxonError as error:

@@ -1,7 +1,7 @@
-"""The state of torch's rendezvous as JSON: torch hands it over pickled, and somebody else's pickle may do anything.
+"""The state of torch's rendezvous as JSON: torch hands it over pickled, and a pickle from elsewhere may do anything.
 
-Pure. Invariant: what is unpickled was pickled by this process. What came from elsewhere is parsed as JSON, and becomes
-the few types that torch's state is made of; anything else is an error.
+Pure. Invariant: bytes that are unpickled were pickled by this process. Bytes from elsewhere are parsed as JSON, and
+become the few types that torch's state is made of; anything else is an error.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from axon_ps.texts import value_of_json
 
 
 def to_json(pickled: bytes) -> bytes:
-    """The state that torch has pickled in this process, as JSON.
+    """Return the state that torch has pickled in this process, as JSON.
 
     Raises:
         RendezvousStateError: this torch's state is made of types that are unknown here.
@@ -30,10 +30,10 @@ def to_json(pickled: bytes) -> bytes:
 
 
 def from_json(text: bytes) -> bytes:
-    """The state in JSON, pickled for torch.
+    """Return the state in JSON, pickled for torch.
 
     Raises:
-        RendezvousStateError: it is no state of this torch's rendezvous.
+        RendezvousStateError: it is not a state of this torch's rendezvous.
     """
     state = State()
     known = vars(state)

@@ -1,4 +1,4 @@
-"""Acts of the workers of a node together, in one order: collectives inside it, and their end."""
+"""Calls that the workers of a node make together, in one order: collectives inside it, and their end."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class NodeCalls:
 
     Attributes:
         groups: as given.
-        group_error: what ended the node's groups, until they are formed again.
+        group_error: the error that ended the node's groups, until they are formed again.
     """
 
     def __init__(self, groups: NodeGroups) -> None:
@@ -37,10 +37,10 @@ class NodeCalls:
         self.group_error: AxonError | None = None
         self._work_queue = WorkQueue("axon-ps-node-units")
         self._call_digest = hashlib.sha256()
-        self._failure: AxonError | None = None  # what no further step can be made after
+        self._failure: AxonError | None = None  # the error after which no further step can be made
 
     def form_again(self, timeout_s: float) -> None:
-        """Make the node's groups anew. What the queue still has to do is of the old ones, and does nothing."""
+        """Make the node's groups anew; queued calls of the old ones do nothing."""
         self._work_queue.submit(lambda: None).result(timeout_s)
         _logger.warning("this node makes its groups again, since a worker of it was lost: %s", self.group_error)
         self.groups.form(self.group_error)
@@ -48,12 +48,12 @@ class NodeCalls:
         self.group_error = None
 
     def exchange(self, values: Sequence[int]) -> Array | None:
-        """Every worker's numbers, i64[workers, numbers]; None once a worker of the node was lost."""
+        """Return every worker's numbers, i64[workers, numbers]; None once a worker of the node was lost."""
         mine = np.array([values], np.int64)
         return self.within(lambda: self.groups.control.all_gather(mine))
 
     def within(self, call: Callable[[], T]) -> T | None:
-        """The result of a collective of the node; None, and from then on at once, if a worker of the node was lost."""
+        """Return the result of a collective of the node; once a worker of the node was lost, return None at once."""
         if self.group_error is not None:
             return None
         try:
@@ -65,7 +65,7 @@ class NodeCalls:
     def in_order(
         self, run: Callable[[], Any], what: str, given_up: Callable[[], object] = lambda: None
     ) -> QueuedWork[Any]:
-        """A call on the queue; after one has failed none is made any more, since the workers have lost step."""
+        """Queue a call; after one has failed no more are made, since the workers are out of step."""
 
         def guarded() -> Any:
             if self._failure is not None:
@@ -84,7 +84,7 @@ class NodeCalls:
         self._call_digest.update(what + unit.to_bytes(4, "little"))
 
     def take_digest(self) -> int:
-        """A number of the calls of this step, which is over: equal on workers that have made the same."""
+        """Return a number of the calls of this step, which is over: equal on workers that have made the same."""
         digest, self._call_digest = self._call_digest.digest(), hashlib.sha256()
         return int.from_bytes(digest[:8], "little", signed=True)
 

@@ -27,9 +27,9 @@ class NodeGradients:
 
     Args:
         own: pushes to the servers.
-        calls: those inside the node.
+        calls: the calls inside the node.
         parameters: have the bounds of the shards, and are pulled behind a push.
-        dtype: what gradients travel as.
+        dtype: the dtype in which gradients are sent.
         staging: copies between the device and the host.
     """
 
@@ -78,13 +78,13 @@ class NodeGradients:
         return self._calls.in_order(run, f"pushing unit {unit} of the node", given_up)
 
     def _reduced(self, shard: LocalShard, full: Flat) -> Flat:
-        """This worker's shard of the node's sum, a view of `full`."""
+        """Return this worker's shard of the node's sum, a view of `full`."""
         mine = dataclasses.replace(full, array=full.array[shard.begin : shard.end], shape=(shard.end - shard.begin,))
         self._calls.groups.data.reduce_scatter(full, out=mine, counts=shard.counts)
         return mine
 
     def _on_host(self, mine: Flat, done: Callable[[], None] | None) -> tuple[Array, Callable[[], None] | None]:
-        """The shard in host memory to push from (page-locked if it was on the device), and what to call afterwards."""
+        """Return the shard in host memory, page-locked if it was on the device, and a function to call afterwards."""
         if not mine.device:
             return mine.array, done
         host = self._staging.allocate(mine.array)
@@ -100,7 +100,7 @@ class NodeGradients:
 
 
 def typed(grad: Array | torch.Tensor, dtype: DType) -> Any:
-    """A gradient in its own dtype: numpy has no bf16, for which it is uint16."""
+    """Return a gradient in its own dtype: numpy has no bf16, and holds it as uint16."""
     if isinstance(grad, torch.Tensor):
         return grad
     return torch.from_numpy(grad).view(TORCH_DTYPES[dtype]) if dtype is DType.BF16 else grad

@@ -4,16 +4,16 @@
 gradient inside the node before each worker pushes its shard. Only shards cross the network.
 
 Invariants:
-- The workers of a node make the same calls in the same order; what they decide by (epoch, version, ticket) is agreed on
-  among them first, since they are notified at different moments. `vote` compares what each has done, so that workers
-  that ran different modules get an error and not a wrong sum.
+- The workers of a node make the same calls in the same order; they agree on epoch, version and ticket first, since they
+  are notified at different moments. `vote` compares the calls of all, so that workers that ran different modules get an
+  error and not a wrong sum.
 - After a worker of the node was lost, no further collective inside the node is begun in that step: units come unsharded
-  from the servers, gradients are dropped, and the vote is an abort. The next forward begins with groups of who is there
-  then (`NodeGroups.form`), which is where a worker that replaces another begins, too. Where nobody comes back in time
+  from the servers, gradients are dropped, and the vote is an abort. The next forward begins with groups of the workers
+  present then (`NodeGroups.form`); a worker that replaces another begins there, too. If no worker comes back in time,
   all of the node fails, and the other nodes go on.
 - After any other failure inside the node every call raises that error.
-- Everything that must keep its order inside the node goes through one queue; what is agreed on goes through a second
-  group, so that it does not wait behind data.
+- Calls that must keep their order inside the node go through one queue; agreements go through a second group, so that
+  data does not delay them.
 
 Note: [On GPUs]
     The node's collectives are of device memory then, by NCCL: units are gathered into it and gradients averaged in it.
@@ -51,15 +51,15 @@ class NodeSteps:
     Args:
         steps: the worker's own.
         groups: the workers of the node.
-        spec: of the job; a node is a replica in it.
-        wire: what units are gathered as.
+        spec: the job's; a node is a replica in it.
+        wire: the dtype in which units are gathered.
         num_servers: shard servers of the job.
-        device: where the node's collectives are; None = in host memory. See Note: [On GPUs].
+        device: the device of the node's collectives; None = in host memory. See Note: [On GPUs].
         retain_on_device: retain shards in device memory too, once they were needed there.
         meter: counts their memory.
 
     Attributes:
-        view: what the node's workers agreed on.
+        view: the view that the node's workers agreed on.
         parameters: gathered inside the node.
         gradients: averaged inside the node.
         device: as given.
@@ -102,21 +102,21 @@ class NodeSteps:
         )
 
     def register_optimizer(self, optimizer: OptimizerSpec) -> None:
-        """As `StepClient.register_optimizer`."""
+        """See `StepClient.register_optimizer`."""
         self._steps.register_optimizer(optimizer)
 
     def check_optimizer(self, optimizer: OptimizerSpec) -> None:
-        """As `StepClient.check_optimizer`."""
+        """See `StepClient.check_optimizer`."""
         self._steps.check_optimizer(optimizer)
 
     def agree(self) -> bool:
-        """At the start of a forward: settle on the newest (epoch, version) that any worker of the node knows.
+        """Agree on the newest (epoch, version) that any worker of the node knows; called as a forward begins.
 
         If a worker of the node was lost, this waits for it to be back, or for another in its place.
 
         Returns:
-            Whether the groups were formed again. Then units that a worker has are to be gathered again, since the one
-            that has come has none, and gathering is what all of them do together.
+            True if the groups were formed again. Then units that a worker has are to be gathered again: the new worker
+            has none, and all of them gather together.
 
         Raises:
             MemberLost: no worker came, and the job goes on without this node.
@@ -134,7 +134,7 @@ class NodeSteps:
         return formed
 
     def settled(self, generation: int) -> bool:
-        """After `agree`: whether all workers of the node are in this generation; if not, they are in the same soon."""
+        """Return True if the node's workers are all in this generation, after `agree`; if not, they soon are in one."""
         rows = self._calls.exchange([generation])
         if rows is None:
             return False
@@ -143,9 +143,9 @@ class NodeSteps:
         return bool((rows == newest).all())
 
     def ticket(self, began: tuple[int, int] | None = None, dealt: int | None = None) -> NodeTicket:
-        """The ticket of the node's first worker: whether it is valid is the same for all of them.
+        """Return the ticket of the node's first worker: it is valid for all of them, or for none.
 
-        It is void if any of them began at something else than the node agreed on, or than is there now, or is in
+        It is void if any of them began at another position than the node agreed on, or than the present one, or is in
         another generation than `dealt`.
         """
         mine = self._steps.ticket(began, dealt)
@@ -184,7 +184,7 @@ class NodeSteps:
         withdrawn: bool = False,
         optimizer: OptimizerChange | None = None,
     ) -> Decision:
-        """As `StepClient.vote`, once all workers of the node are found to have done the same.
+        """Vote as in `StepClient.vote`, once all workers of the node are found to have made the same calls.
 
         Raises:
             Disagreement: they have not; no worker has voted, and the step will not commit.
@@ -228,7 +228,7 @@ class NodeSteps:
         return vote(ticket.shared, pushes, withdrawn=withdrawn)
 
     def copy_from(self, source: StepClient, weight: float) -> Decision:
-        """As `StepClient.copy_from`: every worker of the node votes for it."""
+        """Copy as in `StepClient.copy_from`: every worker of the node votes for it."""
         decision = self._steps.copy_from(source, weight)
         if decision.outcome is Outcome.COMMIT and self._calls.group_error is None:
             self.view.agreed = self.view.agreed[0], decision.version
@@ -236,7 +236,7 @@ class NodeSteps:
         return decision
 
     def expect(self, hyper: Sequence[Hyper] | None) -> None:
-        """The hyperparameters that this step will be voted for with, unclipped; None = expect nothing."""
+        """Expect these hyperparameters in the vote for this step, unclipped; None = expect nothing."""
         self.parameters.expected = None if hyper is None else tuple(hyper)
 
     def close(self) -> None:

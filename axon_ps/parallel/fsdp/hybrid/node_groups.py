@@ -15,7 +15,7 @@ from axon_ps.types import Member
 from axon_ps.worker.world import World
 
 GRACE_S: Final = 2.0
-"""How long, beyond its lease, a worker may take to come back to its node while the job could go on without it."""
+"""Seconds, beyond its lease, in which a worker may come back to its node while the job could go on without it."""
 
 
 class NodeGroups(Protocol):
@@ -23,14 +23,14 @@ class NodeGroups(Protocol):
 
     Attributes:
         data: the workers of the node.
-        control: another group of the same, whose calls do not wait behind data.
+        control: another group of the same, whose calls are not delayed by data.
     """
 
     data: ProcessGroup
     control: ProcessGroup
 
     def form(self, error: AxonError | None = None) -> None:
-        """Make both of the node's present workers, once all are there; `error` is what ended the groups before."""
+        """Make both groups of the node's present workers, once all are there; `error` ended the groups before."""
 
 
 class WorldNodeGroups:
@@ -38,7 +38,7 @@ class WorldNodeGroups:
 
     Args:
         world: the world.
-        size: how many workers the node has.
+        size: number of workers of the node.
 
     Raises:
         MemberLost: see `form`.
@@ -60,8 +60,8 @@ class WorldNodeGroups:
         Raises:
             MemberLost: a worker of the node does not come back, and the job is complete without it: this node cannot
                 go on, so the worker should end and the node be started again.
-            Timeout: the job is not complete, and the message names what it waits for.
-            AxonError: `error`, when no worker of the node was lost: it has another cause, which would come back.
+            Timeout: the job is not complete; the message says what is missing.
+            AxonError: `error`, if no worker of the node was lost: it has another cause, which would come back.
         """
         if error is not None:
             self._wait_for_a_loss(error)
@@ -103,7 +103,7 @@ class WorldNodeGroups:
             ) from error
 
     def _present(self) -> list[Member]:
-        """The workers of this worker's node; none while it is no member itself."""
+        """Return the workers of this worker's node; none while it is not a member itself."""
         try:
             node = self._world.view.me().node
         except MemberLost:

@@ -30,17 +30,17 @@ from axon_ps.worker.steps.parameters import Parameters
 
 
 class LocalShard:
-    """This worker's shard of a unit: wire[end - begin], and of which version it is."""
+    """This worker's shard of a unit: wire[end - begin], and its version."""
 
     def __init__(self, bounds: tuple[int, ...], rank: int, dtype: torch.dtype, *, pinned: bool) -> None:
         self.begin, self.end = bounds[rank], bounds[rank + 1]
         self.counts = [b - a for a, b in itertools.pairwise(bounds)]
         self.values = host_empty(self.end - self.begin, dtype, pinned=pinned)
         self.uploaded: torch.Tensor | None = None  # the same in device memory, once it was needed there
-        self.values_at: Position | None = None  # (epoch, version) of what is here or under way
+        self.values_at: Position | None = None  # (epoch, version) of the values here or under way
         self.work: LoopWork[int] | None = None
-        self.speculative = False  # whether what is under way is of a step that is not decided
-        self.was_speculative = False  # whether it was begun so, and the step was decided as expected
+        self.speculative = False  # True if the pull under way is of an undecided step
+        self.was_speculative = False  # True if it was begun so, and the step was decided as expected
 
     def drop(self) -> None:
         """Drop the values and cancel the pull."""
@@ -54,12 +54,12 @@ class NodeParameters:
 
     Args:
         own: gathers from the servers.
-        view: what the node agreed on.
-        calls: those inside the node.
-        spec: of the job; a node is a replica in it.
-        wire: what units are gathered as.
+        view: the view that the node agreed on.
+        calls: the calls inside the node.
+        spec: the job's; a node is a replica in it.
+        wire: the dtype in which units are gathered.
         num_servers: shard servers of the job.
-        device: where the node's collectives are; None = in host memory. See `node`, Note: [On GPUs].
+        device: the device of the node's collectives; None = in host memory. See `node`, Note: [On GPUs].
         retain_on_device: retain shards in device memory too, once they were needed there.
         staging: copies between the device and the host.
         meter: counts their memory.
@@ -164,7 +164,7 @@ class NodeParameters:
             self._staging.free(host)
 
     def _shard_values(self, shard: LocalShard) -> torch.Tensor:
-        """This worker's shard in the memory of the node's collectives."""
+        """Return this worker's shard in the memory of the node's collectives."""
         if self._device is None:
             return shard.values
         values_at, uploaded = shard.values_at, shard.uploaded
@@ -217,9 +217,9 @@ class NodeParameters:
             shard.work = self._own.gather(unit, out, begin=shard.begin, end=shard.end)
 
     def pull_speculative(self, unit: int, ticket: NodeTicket) -> None:
-        """Behind its push, begin to pull our shard as the step is expected to leave it, over the old values.
+        """Begin to pull our shard behind its push, as the step is expected to leave it, over the old values.
 
-        Not from memory of this host, as in `RemoteSource`.
+        As in `RemoteSource`, it is not pulled from memory of this host.
         """
         shard = self.shards[unit]
         with self._pulling:
@@ -274,5 +274,5 @@ class NodeParameters:
 
 
 def bytes_of(data: Array | torch.Tensor) -> Flat:
-    """u8[nbytes]: the same memory."""
+    """Return the same memory as u8[nbytes]."""
     return arrays.flatten(data.view(torch.uint8) if isinstance(data, torch.Tensor) else data.view(np.uint8))

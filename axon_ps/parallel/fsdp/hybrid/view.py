@@ -11,8 +11,8 @@ class NodeView:
     """A `ModelView` that is the same on all workers of a node, until a worker of it was lost.
 
     Args:
-        own: this worker's.
-        calls: those inside the node.
+        own: this worker's view.
+        calls: the calls inside the node.
 
     Attributes:
         agreed: the (epoch, version) that the node's workers have agreed on.

@@ -1,7 +1,7 @@
 """Checkpoints of a model of which every worker has all parameters (NO_SHARD), in the format of the shard servers.
 
-So a job may go on from its checkpoint with another strategy: what a worker writes here the servers restore, and the
-other way round. It works as a shard server that owns everything: `shard.core.engine` has the values, and
+So a job may go on from its checkpoint with another strategy: servers restore what a worker writes here, and the other
+way round. It works as a shard server that owns everything: `shard.core.engine` has the values, and
 `shard.server.snapshot` writes and reads them. It takes a second copy of parameters and moments while it lasts.
 """
 
@@ -44,7 +44,7 @@ class Moments:
         spec: the optimizer as servers know it; None without one.
 
     Raises:
-        InvalidRequest: the optimizer is none that servers have.
+        InvalidRequest: servers do not have this optimizer.
     """
 
     def __init__(
@@ -60,19 +60,19 @@ class Moments:
             self.spec = _spec_of(self._torch, flats)
 
     def version(self) -> int:
-        """Steps made: the largest number of updates of a parameter."""
+        """Return the number of steps made: the largest number of updates of a parameter."""
         if self.spec is None:
             return 0
         return max((n for f in self._flats if f.trainable for n in self.updates(f)), default=0)
 
     def updates(self, flat: ReplicatedUnit) -> list[int]:
-        """Per parameter, how many updates it had."""
+        """Return the number of updates of each parameter."""
         if self._ours is not None:
             return list(self._ours.updates[flat.index])
         return [_updates(self._state(p)) for p in flat.params]
 
     def arrays(self, flat: ReplicatedUnit) -> dict[str, torch.Tensor]:
-        """f32[unit_numel] by name."""
+        """Return the state arrays, f32[unit_numel], by name."""
         if self._ours is not None:
             return self._ours.state[flat.index]
         if self.spec is None:
@@ -137,18 +137,18 @@ def save(
     """Write a checkpoint; on one worker.
 
     Args:
-        uri: where.
+        uri: the checkpoint's URI.
         spec: layout and plan.
         flats: have the masters.
         moments: the optimizer's.
-        extra: what is given back on load.
+        extra: values that are given back on load.
         version: steps made.
         states: by the rank of a worker, the file of its own state.
         buffers: those of the module.
 
     Raises:
-        StorageFull: no space left; what was there before is untouched.
-        CheckpointError: it could not be written; what was there before is untouched.
+        StorageFull: no space left; existing files are untouched.
+        CheckpointError: it could not be written; existing files are untouched.
     """
     engine = ShardEngine()
     engine.configure(spec, 0, 1)
@@ -190,7 +190,7 @@ def load(
 ) -> CheckpointInfo:
     """Read a checkpoint of any strategy into masters, moments and buffers; on every worker.
 
-    Moments are loaded if they are of the same kind of optimizer. `name` is that of the model, where it has several.
+    Moments are loaded if they are of the same kind of optimizer. `name` is the model's, if the checkpoint has several.
 
     Raises:
         InvalidRequest: it lacks the model, a parameter, or has it in another shape.
@@ -230,7 +230,7 @@ def _info(manifest: Manifest) -> CheckpointInfo:
 
 
 def _updates(state: Mapping[str, Any]) -> int:
-    """torch's `step`; SGD counts none, and its momentum only matters once there is one."""
+    """Return torch's `step`; SGD counts none, and its momentum only matters once there is one."""
     return int(state["step"]) if "step" in state else int(any(v is not None for v in state.values()))
 
 

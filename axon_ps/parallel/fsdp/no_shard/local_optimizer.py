@@ -22,12 +22,12 @@ class LocalOptimizer:
     Args:
         spec: optimizer and groups.
         flats: every unit, in layout order.
-        before: the optimizer with whose moments it goes on, if they are of the same kind.
+        before: the optimizer whose moments it takes over, if they are of the same kind.
 
     Attributes:
         spec: optimizer, and groups with the hyperparameters of the newest step.
         state: per trainable unit, moments by name, f32[unit_numel].
-        updates: per trainable unit, per parameter, how many updates it had.
+        updates: per trainable unit, per parameter, the number of its updates.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class LocalOptimizer:
                 yield flat, i, param, slice(spec.offset, spec.end)
 
     def states(self) -> dict[torch.Tensor, dict[str, Any]]:
-        """By parameter that was updated, the state as torch's optimizers have it: the same memory."""
+        """Return the state of each updated parameter, in the form of torch's optimizers: the same memory."""
         found: dict[torch.Tensor, dict[str, Any]] = {}
         for flat, i, param, elements in self._parameters():
             if self.updates[flat.index][i] and self._group_of[flat.index][i] >= 0:
@@ -95,10 +95,10 @@ class LocalOptimizer:
         return found
 
     def load_states(self, states: Mapping[torch.Tensor, Mapping[str, Any]], hyper: Sequence[Hyper]) -> None:
-        """Set what `states` gives, or an optimizer of torch has; parameters that it lacks begin anew.
+        """Set the state from `states()`, or from an optimizer of torch; parameters that it lacks begin anew.
 
         Raises:
-            InvalidRequest: it has what this optimizer has not.
+            InvalidRequest: it has a state that this optimizer does not have.
         """
         self.need(hyper)
         for flat, i, param, elements in self._parameters():
@@ -117,7 +117,7 @@ class LocalOptimizer:
                     array[elements].fill_(self._kernels.initial_state(name, self._needed))
 
     def apply(self, hyper: Sequence[Hyper]) -> None:
-        """Move every parameter that has a gradient."""
+        """Update every parameter that has a gradient."""
         self.need(hyper)
         self.spec = replace(self.spec, groups=tuple(hyper), moments=self._needed)
         for flat in self._flats:
@@ -140,7 +140,7 @@ class LocalOptimizer:
                 )
 
     def nbytes(self) -> int:
-        """Memory of the moments."""
+        """Return the memory of the moments."""
         return sum(s.nbytes for states in self.state.values() for s in states.values())
 
 

@@ -1,15 +1,15 @@
 """NO_SHARD: every worker has all parameters; gradients are averaged between workers, and the step is local.
 
-The parameters that the optimizer moves, the *masters*, are in the dtype the model was built with. They are what the
-module computes with, unless it computes in another dtype or on another device than theirs: then each unit is
-copied for its forward and for its backward, and between uses `param.data` is the master.
+The parameters that the optimizer updates, the *masters*, are in the dtype the model was built with. The module computes
+with them, unless it computes in another dtype or on another device than theirs. Then each unit is copied for its
+forward and for its backward, and between uses `param.data` is the master.
 
 The buckets in which gradients are reduced (`parallel.rounds`) are the units, the last of the model first. One more
 element per parameter counts the workers that have a gradient of it: when none has, its gradient stays None, and an
 optimizer skips it, as in plain torch.
 
 Invariant: after a backward outside `no_sync()`, `param.grad` is the average over the workers, of the same bits on all.
-No optimizer, torch's own neither, makes a step of other gradients: the workers' models would part.
+No optimizer, torch's own included, makes a step of other gradients: the workers' models would diverge.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ class ReplicatedRuntime(Runtime):
         self._optimizer: LocalOptimizer | None = None
         self._change: OptimizerChange | None = None  # with the next step
         self._clipped_norm: float | None = None
-        self._averaged = False  # `param.grad` are averages
-        self._has_local = False  # or have gradients in them that are this worker's alone
+        self._averaged = False  # True if `param.grad` are averages
+        self._has_local = False  # True if they have gradients in them that are this worker's alone
 
     @property
     def version(self) -> int:
@@ -79,7 +79,7 @@ class ReplicatedRuntime(Runtime):
     # ------------------------------------------------------------------ gradients
 
     def _push(self, flat: FlatUnit) -> None:
-        """Reduce it when it is its turn; see `parallel.rounds`."""
+        """Reduce a unit's gradient after those before it; see `parallel.rounds`."""
         if flat.index not in self._round.missing:
             raise Misuse(
                 f"unit {flat.unit.name!r} got its gradient twice: it is used inside checkpoint(use_reentrant=True), "
@@ -113,7 +113,7 @@ class ReplicatedRuntime(Runtime):
 
     @property
     def has_grads(self) -> bool:
-        """Whether a parameter has a gradient."""
+        """True if a parameter has a gradient."""
         return any(flat.has_grads for flat in self._trained)
 
     def zero_grad(self, *, set_to_none: bool, leaving: Iterable[nn.Parameter] = ()) -> bool:
@@ -148,7 +148,7 @@ class ReplicatedRuntime(Runtime):
             self._average()
 
     def _average(self) -> None:
-        """Reduce what has not been reduced, and set the gradients."""
+        """Reduce the gradients that have not been reduced, and set all of them."""
         for index in list(self._round.missing):
             self._round.ready(index)
         finished, self._round = self._round, self._new_round()
@@ -180,14 +180,14 @@ class ReplicatedRuntime(Runtime):
         replicas.broadcast(self._group, [flat.master for flat in self._flats])
 
     def copy_from(self, other: Self, weight: float) -> StepResult:
-        """See `Runtime.copy_from`: the masters move, the same on every worker."""
+        """See `Runtime.copy_from`: the masters change, the same on every worker."""
         with torch.no_grad():
             for mine, theirs in zip(self._flats, other._flats, strict=True):
                 mine.master.mul_(1.0 - weight).add_(theirs.master.to(mine.master.device), alpha=weight)
         return self._made(0.0)
 
     def clip(self, max_norm: float) -> torch.Tensor:
-        """Scale the gradients to a global L2 norm now; the norm before."""
+        """Scale the gradients to a global L2 norm now; return the norm before."""
         self.sent.clip(max_norm)  # checks it
         params = [p for f in self._trained for p in f.params]
         self._clipped_norm = float(torch.nn.utils.clip_grad_norm_(params, max_norm))
@@ -206,7 +206,7 @@ class ReplicatedRuntime(Runtime):
     def change_optimizer(self, spec: OptimizerSpec, *, retains_moments: bool = False) -> None:
         """See `Runtime.change_optimizer`."""
         retains = retains_moments and (self._change is None or self._change.retains_moments)
-        LocalOptimizer(spec, ())  # whether it can be
+        LocalOptimizer(spec, ())  # raises if it cannot be
         self._change = OptimizerChange(spec=spec, retains_moments=retains)
 
     def retain_moments(self) -> None:
@@ -220,7 +220,7 @@ class ReplicatedRuntime(Runtime):
         return self._change is not None
 
     def _changed_optimizer(self) -> LocalOptimizer | None:
-        """The optimizer that makes the next step, once it has taken the place of the one before."""
+        """Return the optimizer that makes the next step, once it has replaced the one before."""
         change, self._change = self._change, None
         if change is not None:
             before = self._optimizer if change.retains_moments else None
@@ -229,7 +229,7 @@ class ReplicatedRuntime(Runtime):
         return self._optimizer
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[torch.Tensor, dict[str, Any]]:
-        """See `Runtime.optimizer_state`; until another has taken its place it is that of the one before."""
+        """See `Runtime.optimizer_state`; until a new optimizer replaces the one before, the state is the old one's."""
         is_before = self._change is not None and not self._change.retains_moments
         is_current = self.current is not None and self.current() is optimizer
         return self._optimizer.states() if is_current != is_before and self._optimizer is not None else {}
@@ -241,7 +241,7 @@ class ReplicatedRuntime(Runtime):
         optimizer.load_states(state, hyper)
 
     def step(self, hyper: Sequence[Hyper], commit: Mapping[str, str]) -> StepResult:
-        """One local step; skipped when a gradient is not finite, as the servers skip it. Equal on every worker."""
+        """Make one local step, equal on every worker; skip it if a gradient is not finite, as the servers do."""
         if commit:
             raise Misuse("under NO_SHARD steps are local, so nothing can be committed with one; save it in checkpoints")
         optimizer = self._changed_optimizer()
@@ -324,7 +324,7 @@ class ReplicatedRuntime(Runtime):
 
 @uncompiled
 def _check_averaged(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    """Before a step of any optimizer."""
+    """Check the gradients before a step of any optimizer."""
     homes = (getattr(param, "_axon_home", None) for group in optimizer.param_groups for param in group["params"])
     for model in {home.model() for home in homes if home is not None}:
         runtime = getattr(model, "_runtime", None)

@@ -15,14 +15,14 @@ from axon_ps.parallel.fsdp.strategy import CPUOffload
 from axon_ps.parallel.fsdp.wrap import WrappedUnit, Wrapping
 
 _ALWAYS: Position = (0, 0)
-"""What the values of a unit are of that is always current."""
+"""(epoch, version) of the values of a unit that is always current."""
 
 
 class LocalSource(ParameterSource):
     """The values are the unit's masters, which are always current."""
 
     def __init__(self, master: torch.Tensor) -> None:
-        """`master` has the values. There are no steps that a version could be of."""
+        """Store `master`, which has the values; there are no steps, and so no versions."""
         self._master = master
 
     def wanted(self, flat: GatheredUnit) -> Position:
@@ -43,16 +43,16 @@ class LocalSource(ParameterSource):
 
 
 class ReplicatedUnit(FlatUnit):
-    """One unit that every worker has all of.
+    """One unit that every worker has in full.
 
     Args:
         rest: as for `FlatUnit`.
 
     Note: [Values that the user sets]
-        Parameters are views of the masters, so what is written into one in place is in the master. `param.data = t`
-        (`vector_to_parameters` does so) gives a parameter memory of its own. Before anything reads or moves the values
-        they are copied into the master, and the parameter is its view again: optimizer, `state_dict` and forward always
-        have the same.
+        Parameters are views of the masters, so a change of one in place is in the master. `param.data = t`
+        (`vector_to_parameters` does so) gives a parameter memory of its own. Before the values are read or updated
+        they are copied into the master, and the parameter is its view again: optimizer, `state_dict` and forward
+        always have the same.
     """
 
     sharded = False
@@ -70,7 +70,7 @@ class ReplicatedUnit(FlatUnit):
             wrapping.meter.add(self._master.nbytes)
             self._sharded_data = [self._master[p.offset : p.end].view(p.shape) for p in self.unit.parameters]
             self._set_data(self._sharded_data)
-            self._set_readable(False)  # what is written between uses is written to the masters
+            self._set_readable(False)  # writes between uses go to the masters
         else:
             self.allocate()
             self._master = self.flat
@@ -79,7 +79,7 @@ class ReplicatedUnit(FlatUnit):
 
     @property
     def master(self) -> torch.Tensor:
-        """built_dtype[unit_numel]; what the optimizer moves. See Note: [Values that the user sets]."""
+        """built_dtype[unit_numel]; the values that the optimizer updates. See Note: [Values that the user sets]."""
         self.take_over()
         return self._master
 
@@ -105,7 +105,7 @@ class ReplicatedUnit(FlatUnit):
             param.data = view
 
     def unshard(self) -> None:
-        """Copy the masters for use, if the module computes with a copy; gradients of the masters are put aside."""
+        """Copy the masters for use, if the module computes with a copy; stage gradients of the masters."""
         self.take_over()
         if self.is_current:
             return
@@ -125,10 +125,11 @@ class ReplicatedUnit(FlatUnit):
             param.grad, self._master_grads[i] = self._master_grads[i], None
 
     def set_grads(self, reduced: torch.Tensor) -> None:
-        """Set the gradients to what was reduced, in the masters' dtype, plus those there were.
+        """Set the gradients to the reduced ones, in the masters' dtype, plus those there were.
 
         Args:
-            reduced: wire[unit_numel + parameters]: the average, and how many workers have a gradient of each.
+            reduced: wire[unit_numel + parameters]: the average, and the number of workers that have a gradient of each
+                parameter.
         """
         average = reduced[: self.unit.numel].to(self.master.device, self.master.dtype)
         counts = reduced[self.unit.numel :].tolist()

@@ -1,1 +1,1 @@
-"""Parameters and gradients of sharded models, as torch's functions meet them."""
+"""Parameters and gradients of sharded models, as torch's functions see them."""

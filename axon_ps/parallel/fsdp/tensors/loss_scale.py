@@ -1,13 +1,13 @@
-"""The number that a loss was multiplied by before backward, and the gradients that have come of it.
+"""The factor of a loss before backward, and the gradients that have come of it.
 
-Owns: which scale the backward under way has, and which one the gradients of a model have that wait for a step.
+Owns: the scale of the backward under way, and the scale of a model's gradients that wait for a step.
 Refuses: to choose a scale (`GradScaler`), and to divide (the runtime, as it sends gradients).
 
 Note: [The scale of a backward]
     A scale is not a model's: one loss may go through several models, and the next loss need not be scaled. So the
-    scaled loss itself has a hook, which runs before anything else of its backward; every model that backward comes to
-    asks here. Backwards are told apart by the number that autograd gives each. That of a reentrant checkpoint is a
-    backward of its own, inside of another in the same thread, and has the scale of that one.
+    scaled loss itself has a hook, which runs before anything else of its backward. The scale is stored here for every
+    model that backward comes to. Backwards are told apart by the number that autograd gives each. A reentrant
+    checkpoint makes a backward of its own, inside another in the same thread, with the scale of the outer one.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ from axon_ps.errors import Misuse
 from axon_ps.parallel.fsdp.one_thread import in_reentrant_checkpoint
 
 _MOST = 64
-"""Backwards whose scale is known; those that were broken off by an error are not taken out."""
+"""Most backwards whose scale is known; those that were broken off by an error are not taken out."""
 
 _scales: dict[int, tuple[int, float]] = {}  # by backward: the thread that began it, and its scale
 
 
 def scaled(loss: torch.Tensor, scale: float) -> torch.Tensor:
-    """A loss that was multiplied by `scale`: gradients of its backward will be divided by it."""
+    """Mark a loss that was multiplied by `scale`: gradients of its backward will be divided by it."""
     if loss.requires_grad:
         loss.register_hook(partial(_begin, scale))  # type: ignore[no-untyped-call]
     return loss
 
 
 def _begin(scale: float, _: torch.Tensor) -> None:
-    """The backward of a scaled loss begins.
+    """Begin the backward of a scaled loss.
 
     Raises:
-        Misuse: it is that of another loss, too, which has another scale.
+        Misuse: it is also that of another loss, which has another scale.
     """
     task: int = torch._C._current_graph_task_id()
     if task in _scales:
@@ -60,7 +60,7 @@ def _end(task: int) -> None:
 
 
 def scale_of_backward() -> float:
-    """The scale of the backward under way in this thread; 1.0 for a loss that was not scaled."""
+    """Return the scale of the backward under way in this thread; 1.0 for a loss that was not scaled."""
     if (found := _scales.get(torch._C._current_graph_task_id())) is not None:
         return found[1]
     if _scales and in_reentrant_checkpoint():
@@ -84,10 +84,10 @@ class LossScale:
         self._is_divided = False
 
     def begin(self, *, adds: bool) -> None:
-        """A backward begins; `adds` if its gradients are added to others.
+        """Begin a backward; `adds` says that its gradients are added to others.
 
         Raises:
-            Misuse: those others have another scale.
+            Misuse: the others have another scale.
         """
         scale = scale_of_backward()
         if adds and scale != self.value and not self._is_divided:
@@ -99,12 +99,12 @@ class LossScale:
         self.value, self._is_divided = scale, False
 
     def divided(self) -> None:
-        """The gradients that are here are divided now."""
+        """Record that the present gradients are divided."""
         self._is_divided = True
 
     @contextlib.contextmanager
     def stepping(self, scale: float) -> Iterator[None]:
-        """A scaler steps: it has scaled losses by this."""
+        """Let a scaler step that has scaled losses by `scale`."""
         self._of_step = scale
         try:
             yield
@@ -112,7 +112,7 @@ class LossScale:
             self._of_step = 1.0
 
     def check(self) -> None:
-        """Before a step with gradients.
+        """Check the scale before a step with gradients.
 
         Raises:
             Misuse: the scaler has not scaled their loss, or the step is not the scaler's.

@@ -1,11 +1,11 @@
-"""Memory of a unit that a program still reads after the unit was given back.
+"""Memory of a unit that a program still reads after the unit was freed.
 
 Note: [Views that outlive their unit]
     A forward may return a view of a parameter (`return self.pe[:n]`, `Normal(mu, self.std)`, `weight.detach()`), and
-    the program reads it later. To free memory under a view would end the process. So memory that anybody but the unit
-    has is left to whoever has it, and the unit gets other memory with its next values. The view has the values that it
-    was made of for as long as those are current, which is what torch shows; once the unit has others, it is filled with
-    NaN, since torch would show the new ones there.
+    the program reads it later. To free memory under a view would end the process. So memory that has other holders
+    than the unit is left to them, and the unit gets other memory with its next values. The view has its values for as
+    long as they are current, as in torch. Once the unit has others, the view is filled with NaN, since torch would show
+    the new ones there.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from axon_ps.parallel.fsdp.steps import Position
 
 
 def holders(storage: torch.UntypedStorage) -> int:
-    """The number of tensors and other objects that have this memory."""
+    """Return the number of tensors and other objects that have this memory."""
     return torch._C._storage_Use_Count(storage._cdata)
 
 
@@ -25,7 +25,7 @@ class Outliving:
     """The memory of one unit that was left to others.
 
     Args:
-        dtype: of its values.
+        dtype: the dtype of its values.
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
@@ -33,11 +33,11 @@ class Outliving:
         self._left: list[tuple[Position | None, StorageWeakRef]] = []
 
     def leave(self, storage: torch.UntypedStorage, at: Position | None) -> None:
-        """Others have this memory, with values of this step."""
+        """Leave this memory, with values of this step, to its other holders."""
         self._left.append((at, StorageWeakRef(storage)))  # type: ignore[no-untyped-call]
 
     def expire(self, at: Position | None) -> None:
-        """The unit has values of another step now: fill what was left with NaN."""
+        """Fill memory that was left with NaN, if its values are of another step than the unit's now."""
         for storage in [self._alive(ref) for left, ref in self._left if left != at]:
             if storage is not None:
                 torch.empty(0, dtype=self._dtype, device=storage.device).set_(storage).fill_(float("nan"))

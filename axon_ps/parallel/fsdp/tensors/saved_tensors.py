@@ -2,14 +2,14 @@
 
 Note: [Saved parameters]
     While a wrapped module's forward runs, PyTorch's saved tensor hooks are these. A tensor that shares the memory of a
-    unit is not saved itself: a `SavedParameter` says where it lies in the unit, and backward gathers the unit when it
-    reads it. So it does not matter by which way backward reaches a unit (its outputs, an attribute, an object that
-    forward returned, a gradient of a gradient), how often, or what was freed meanwhile: no freed memory is read. All
-    else is saved as it is, with the check for changes in place that autograd makes where there are no hooks.
+    unit is not saved itself: a `SavedParameter` has its position in the unit, and backward gathers the unit when it
+    reads it. So no freed memory is read, by whichever way backward reaches a unit (its outputs, an attribute, an object
+    that forward returned, a gradient of a gradient), however often, and whatever was freed meanwhile. All other tensors
+    are saved as they are, with the check for changes in place that autograd makes without hooks.
 
-    Hooks of others (activation checkpoints, `save_on_cpu`) that are below these on PyTorch's stack get what these let
-    through. A backward that makes a graph (`create_graph=True`) saves what it reads without hooks, so the units that it
-    reads are held until the step has ended or gradients are dropped.
+    Hooks of others (activation checkpoints, `save_on_cpu`) that are below these on PyTorch's stack get the tensors that
+    these let through. A backward that makes a graph (`create_graph=True`) saves tensors without hooks, so the units
+    that it reads are held until the step has ended or gradients are dropped.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Gatherer(Protocol):
     """The runtime of a model, which gathers its units; see `parallel.fsdp.runtime.Runtime`.
 
     Attributes:
-        decisions: how many steps have ended.
+        decisions: number of steps that have ended.
     """
 
     decisions: int
@@ -67,7 +67,7 @@ class SavedParameter:
     Attributes:
         flat: the unit.
         at: (epoch, version) of its values.
-        decisions: how many steps had ended.
+        decisions: number of steps that had ended.
     """
 
     __slots__ = ("_dtype", "_offset", "_runtime", "_size", "_stride", "at", "decisions", "flat")
@@ -81,7 +81,7 @@ class SavedParameter:
         self._size, self._stride, self._offset = tensor.size(), tensor.stride(), tensor.storage_offset()
 
     def read(self) -> torch.Tensor:
-        """It, once the unit is gathered."""
+        """Return the view, once the unit is gathered."""
         self._runtime.gather_saved(self)
         memory = self.flat.flat
         with torch.no_grad():
@@ -90,12 +90,12 @@ class SavedParameter:
 
 
 def belongs(storage: torch.UntypedStorage, flat: SavedUnit) -> None:
-    """Let a storage be known as the memory of a unit."""
+    """Mark a storage as the memory of a unit."""
     setattr(storage, _UNIT, weakref.ref(flat))  # the garbage collector does not see a storage's attributes
 
 
 def push() -> bool:
-    """Begin, on this thread; whether it has not begun yet, so that `pop` must follow."""
+    """Begin, on this thread; return True if it had not begun yet, so that `pop` must follow."""
     top: Any = _autograd._top_saved_tensors_default_hooks(True)
     if top is None:
         _autograd._push_saved_tensors_default_hooks(_pack, _unpack)
@@ -113,7 +113,7 @@ def pop() -> None:
 
 
 def _parameter(tensor: torch.Tensor) -> SavedParameter | None:
-    """The object to save in place of a tensor that shares a unit's memory; None for any other."""
+    """Return the object to save in place of a tensor that shares a unit's memory; None for any other."""
     try:
         found: Any = getattr(tensor.untyped_storage(), _UNIT, None)
     except (NotImplementedError, RuntimeError):  # sparse: it has no storage

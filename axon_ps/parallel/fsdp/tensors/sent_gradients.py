@@ -1,12 +1,12 @@
-"""Gradients that have left this worker, as torch's functions meet them.
+"""Gradients that have left this worker, as torch's functions see them.
 
 Gradients are sent while backward runs, so `param.grad` is empty when a training loop, or a framework's, clips them.
 Torch's clipping must not take that for a model without gradients. So `param.grad` is a placeholder then, a
-`SentGradient`: no values, a shape, and an error for every function but those that make up
+`SentGradient`. It has a shape and no values, and raises for every function but those that make up
 `torch.nn.utils.clip_grad_norm_`. Their norm is a `PendingNorm`; multiplying all gradients by the clip factor made of it
 makes the step clip.
 
-Invariant: what torch's clipping does to these is what `FullyShardedDataParallel.clip_grad_norm_` does, or an error.
+Invariant: torch's clipping has the same effect on these as `FullyShardedDataParallel.clip_grad_norm_`, or it raises.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class Home:
     """The model and unit of a parameter.
 
     Attributes:
-        model: the wrapper; how an optimizer finds it.
-        name: in the user's module.
+        model: the wrapper, for optimizers to find.
+        name: the parameter's name in the user's module.
         unit: number of its unit in the layout.
         sent: the gradients of that model that have left this worker.
     """
@@ -47,7 +47,7 @@ class SentGradients:
     """Gradients of a model that have left this worker for the step under way, and their norm after clipping.
 
     Torch leaves a gradient in `param.grad` after the step, and adds the next one to it unless `zero_grad()` is called.
-    The servers cannot add it to one that they have applied, so it counts as retained until then.
+    The servers cannot add it to a gradient that they have applied, so it counts as retained until then.
 
     Attributes:
         max_norm: global L2 norm to clip to; 0 = do not clip.
@@ -58,31 +58,31 @@ class SentGradients:
         self._begin()
 
     def _begin(self) -> None:
-        """A step begins: nothing has left for it."""
+        """Begin a step: nothing has left for it."""
         self.max_norm = 0.0
         self._params: dict[int, int] = {}  # by unit, its number of parameters
         self._norms: list[PendingNorm] = []
         self._scaled: dict[
             float, set[tuple[int, str]]
-        ] = {}  # by what they are clipped to, what torch's clipping scaled
+        ] = {}  # by the norm that they are clipped to, the gradients that torch's clipping scaled
 
     def __contains__(self, unit: int) -> bool:
         return unit in self._params
 
     def add(self, unit: int, num_params: int) -> None:
-        """The gradients of a unit have left."""
+        """Record that the gradients of a unit have left."""
         self._params[unit] = num_params
 
     def drop(self, unit: int) -> None:
-        """The gradients of a unit, which waited on the host, are forgotten."""
+        """Forget the gradients of a unit, which waited on the host."""
         self._params.pop(unit, None)
 
     def retain(self, homes: Iterable[Home]) -> None:
-        """The step is over in which these were applied; torch would have them still."""
+        """Record gradients that the step, now over, has applied; torch would have them still."""
         self._retained.update(homes)
 
     def forget(self, home: Home | None = None) -> None:
-        """The gradient of a step before is set to None, or those of all parameters."""
+        """Forget the gradient of a step before, or those of all parameters: it was set to None."""
         if home is None:
             self._retained.clear()
         else:
@@ -90,11 +90,11 @@ class SentGradients:
 
     @property
     def retains(self) -> bool:
-        """Whether torch would have gradients of a step before still."""
+        """True if torch would have gradients of a step before still."""
         return bool(self._retained)
 
     def check_not_retained(self, home: Home) -> None:
-        """Another gradient of a parameter has come.
+        """Check that another gradient of a parameter may come.
 
         Raises:
             Misuse: torch would add it to that of a step before.
@@ -106,7 +106,7 @@ class SentGradients:
             )
 
     def check_none_retained(self) -> None:
-        """A step is to be made.
+        """Check that a step may be made.
 
         Raises:
             Misuse: torch would apply gradients of a step before once more.
@@ -120,11 +120,11 @@ class SentGradients:
 
     @property
     def count(self) -> int:
-        """Parameters whose gradients have left."""
+        """Number of parameters whose gradients have left."""
         return sum(self._params.values())
 
     def of(self, param: Any, home: Home) -> SentGradient | None:
-        """The placeholder for the gradient of a parameter; None if it has not been sent."""
+        """Return the placeholder for the gradient of a parameter; None if it has not been sent."""
         if home.unit not in self._params and home not in self._retained:
             return None
         empty = torch.full((), math.nan, dtype=param.dtype, device=param.device).expand(param.shape)
@@ -133,7 +133,7 @@ class SentGradients:
         return grad
 
     def clip(self, max_norm: float) -> PendingNorm:
-        """Have the step clip to a global norm, the smallest of all calls; returns the norm before clipping, pending.
+        """Let the step clip to a global norm, the smallest of all calls; return the norm before clipping, pending.
 
         Raises:
             InvalidRequest: it is not above 0.
@@ -145,13 +145,13 @@ class SentGradients:
         return self.norm()
 
     def norm(self) -> PendingNorm:
-        """The norm before clipping of the step under way."""
+        """Return the norm before clipping of the step under way."""
         norm = PendingNorm.of(self, "norm")
         self._norms.append(norm)
         return norm
 
     def scaled(self, home: Home, max_norm: float) -> None:
-        """Torch's clipping multiplied one of them by the clip factor for `max_norm`."""
+        """Record that torch's clipping multiplied a gradient by the clip factor for `max_norm`."""
         scaled = self._scaled.setdefault(max_norm, set())
         scaled.add((home.unit, home.name))
         if len(scaled) == self.count:
@@ -159,7 +159,7 @@ class SentGradients:
             del self._scaled[max_norm]
 
     def checked_max_norm(self) -> float:
-        """The norm to which the step under way clips.
+        """Return the norm to which the step under way clips.
 
         Raises:
             Misuse: some gradients were clipped, and others not.
@@ -171,7 +171,7 @@ class SentGradients:
         return self.max_norm
 
     def decided(self, norm: float | None) -> None:
-        """The step is over: `norm` before clipping; None = unknown. No gradient counts as sent any more."""
+        """End the step: `norm` is that before clipping, None = unknown. No gradient counts as sent any more."""
         for pending in self._norms:
             pending.resolve(norm)
         self._begin()
@@ -228,13 +228,13 @@ _STAGES: Mapping[tuple[str, str], str] = {
     ("ratio", "clamp"): "factor",
     ("factor", "to"): "factor",
 }
-"""How `torch.nn.utils.clip_grad_norm_` comes from norms of gradients to min(1, max_norm / (norm + eps))."""
+"""The way of `torch.nn.utils.clip_grad_norm_` from norms of gradients to min(1, max_norm / (norm + eps))."""
 
 
 class PendingNorm(Tensor):
     """A gradient norm that is known when the step is decided; until then, reading it is an error.
 
-    After `optimizer.step()` it is an ordinary number; NaN where the step was not decided, or broken off.
+    After `optimizer.step()` it is an ordinary number; NaN if the step was not decided, or broken off.
     """
 
     stage: str
@@ -246,14 +246,14 @@ class PendingNorm(Tensor):
 
     @classmethod
     def of(cls, sent: SentGradients, stage: str, order: float = 2.0, homes: tuple[Home, ...] = ()) -> PendingNorm:
-        """A norm, or what comes before or after it."""
+        """Make a norm, or another stage of its computation."""
         norm: PendingNorm = torch.full((), math.nan, dtype=torch.float32, device="cpu").as_subclass(cls)
         norm.stage, norm.order, norm.homes, norm.max_norm = stage, order, homes, 0.0
         norm._sent, norm._known = sent, False
         return norm
 
     def resolve(self, value: float | None) -> None:
-        """Be a number; infinite where it is larger than a number of 32 bits can be."""
+        """Become a number; infinite if it is larger than a number of 32 bits can be."""
         with torch._C.DisableTorchFunctionSubclass():
             self.copy_(torch.tensor(math.nan if value is None else value, dtype=torch.float64, device="cpu"))
         self._known = True

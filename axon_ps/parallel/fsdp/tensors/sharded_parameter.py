@@ -1,14 +1,14 @@
-"""The sharded parameter in the user's hands, and the acts of torch's functions on it.
+"""The sharded parameter in the user's hands, and torch's functions on it.
 
-Owns: the two classes that a parameter alternates between, and what `param.grad` is once the gradient was sent.
-Refuses: to know when a unit is gathered (`flat`, `runtime`).
+Owns: the two classes that a parameter alternates between, and the value of `param.grad` once the gradient was sent.
+Refuses: to know when a unit is gathered (`flat_unit`, `runtime`).
 
 Note: [Classes as states]
     A sharded parameter stays the object that the user's module made. While its unit is unsharded its class adds nothing
     to torch's dispatch, so that forward and backward run as on plain parameters. While the unit is sharded its class
-    has a `__torch_function__`, which lets through what asks for the shape and its like and raises for all that would
-    read or write values. What never asks Python (autograd's own C++, a `DisableTorchFunctionSubclass` block) is not
-    stopped; there the values are NaN.
+    has a `__torch_function__`, which lets functions of the shape and its like through and raises for all that would
+    read or write values. Code that bypasses Python (autograd's own C++, a `DisableTorchFunctionSubclass` block) is not
+    stopped; it finds NaN as the values.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class ShardedValue(_Sharded, Tensor):  # type: ignore[misc]
 
 
 class _OfServers:
-    """`param.grad` and `param.data` where the gradient may have been sent, and the values are the servers'."""
+    """`param.grad` and `param.data` of a parameter whose gradient may have been sent, and whose values are servers'."""
 
     _axon_home: Home
 
@@ -87,7 +87,7 @@ class _OfServers:
 
     @property
     def data(self) -> Tensor:
-        """The values, as of `detach()`: autograd counts what is written to them."""
+        """The values, as of `detach()`: autograd counts writes to them."""
         return Tensor.detach(self)  # type: ignore[arg-type]
 
     @data.setter
@@ -100,10 +100,10 @@ States: TypeAlias = tuple[type[nn.Parameter], type[nn.Parameter]]
 
 @functools.cache
 def states_of(plain: type[nn.Parameter]) -> States:
-    """The classes of a parameter while its unit is sharded, and while it is unsharded.
+    """Return the classes of a parameter while its unit is sharded, and while it is unsharded.
 
     Args:
-        plain: the class it was made with; one of the two gives the same two.
+        plain: the class it was made with; either of the two gives the same two.
     """
     if issubclass(plain, _OfServers):
         plain = plain.__mro__[plain.__mro__.index(_OfServers) + 1]
@@ -113,7 +113,7 @@ def states_of(plain: type[nn.Parameter]) -> States:
 
 
 def become(param: nn.Parameter, state: type[nn.Parameter]) -> None:
-    """Let a parameter be in another state.
+    """Change the class of a parameter to another state.
 
     Raises:
         InvalidRequest: its class cannot be extended.
@@ -127,27 +127,27 @@ def become(param: nn.Parameter, state: type[nn.Parameter]) -> None:
 
 
 def own_grad(param: Any) -> Tensor | None:
-    """The gradient that is here, whatever was sent."""
+    """Return the gradient that is here, not a sent one."""
     grad: Tensor | None = _disabled_torch_function_impl(_GET_GRAD, (), (param,), {})
     return grad
 
 
 def set_own_grad(param: Any, grad: Tensor | None) -> None:
-    """Let the gradient that is here be another."""
+    """Set the gradient that is here."""
     _disabled_torch_function_impl(_SET_GRAD, (), (param, grad), {})
 
 
 def in_backward() -> bool:
-    """Whether autograd is running a backward in this thread (a forward now is a recomputation)."""
+    """Return True if autograd is running a backward in this thread (a forward now is a recomputation)."""
     task: int = torch._C._current_graph_task_id()
     return task != -1
 
 
 def _gathered_for_backward(args: tuple[Any, ...]) -> bool:
-    """Gather the units of sharded parameters that backward reads by name; whether all that it reads have values then.
+    """Gather the units of sharded parameters that backward reads by name; return True if all that it reads have values.
 
     An activation checkpoint inside a unit recomputes with the parameters themselves, and so does an autograd function
-    that has put one aside.
+    that has stored one.
     """
     tensors = [a for arg in args for a in (arg if isinstance(arg, (list, tuple)) else (arg,))]
     for param in (t for t in tensors if isinstance(t, _OfServers)):
@@ -159,7 +159,7 @@ def _gathered_for_backward(args: tuple[Any, ...]) -> bool:
 
 
 def set_own_data(param: Any, values: Tensor) -> None:
-    """Let the memory of a parameter be another."""
+    """Replace the memory of a parameter."""
     _disabled_torch_function_impl(_DATA.__set__, (), (param, values), {})
 
 

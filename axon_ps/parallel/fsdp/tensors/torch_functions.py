@@ -61,7 +61,7 @@ _METHODS = (
 
 
 def _described() -> frozenset[Any]:
-    """The functions that get or set properties other than values."""
+    """Return the functions that get or set properties other than values."""
     found: set[Any] = {torch.is_complex, torch.is_floating_point, torch.numel, torch.is_tensor}
     for name in _PROPERTIES:
         if (descriptor := getattr(Tensor, name, None)) is not None and hasattr(descriptor, "__get__"):
@@ -72,11 +72,11 @@ def _described() -> frozenset[Any]:
 
 
 DESCRIBES = _described()
-"""What torch may ask of a tensor whose values are elsewhere."""
+"""The functions that torch may call on a tensor whose values are elsewhere."""
 
 
 def function_name(func: Any) -> str:
-    """The name by which a user calls one of torch's functions."""
+    """Return the name by which a user calls one of torch's functions."""
     owner: Any = getattr(func, "__self__", None)
     if getattr(func, "__name__", "") in ("__get__", "__set__", "__delete__") and hasattr(owner, "__name__"):
         return f"Tensor.{owner.__name__}"
