@@ -4,7 +4,7 @@ process_group · group_base · group_backends   a group of workers, on arrays of
 functional    the same as functions
 backends      move the bytes; selection chooses one for a group
 arrays · shapes · encoding · staging · cuda   users' arrays and values, in the form that backends take
-work          handles on operations in the background                       store        where ranks find each other
+work          handles on operations in the background                       store        values by which ranks meet
 objects · p2p   values of Python; exchanges that cannot deadlock
-flight_recorder · reason   what happened, and why a group ended             current_world   the default world
+flight_recorder · reason   the last calls, and the reason of a group's end  current_world   the default world
 """

@@ -41,7 +41,7 @@ class Flat:
         array: T[numel], contiguous: the user's memory, or a copy of it.
         dtype: its element type.
         shape: the user's shape.
-        device: whether it is device memory.
+        device: True for device memory.
         write_back: copies a staged result to the user's array; None when `array` is the user's memory.
         stream: device memory: the CUDA stream that was the caller's current one.
     """
@@ -60,16 +60,17 @@ class Flat:
 
 
 def flatten(data: Any, *, writable: bool = True, what: str = "data") -> Flat:
-    """The flat array for a user's array.
+    """Return the flat array for a user's array.
 
     Args:
         data: numpy, torch or cupy array of any shape and layout, or an object with the buffer protocol or DLPack; a
             `Flat` is returned as it is.
-        writable: whether results will be written to it.
+        writable: True = results will be written to it.
         what: its name in messages.
 
     Raises:
-        InvalidRequest: it is no array, of a dtype that does not travel, or read-only although it must be written.
+        InvalidRequest: it is not an array, is of a dtype that does not travel, or is read-only although it must be
+            written.
     """
     if type(data) is np.ndarray:
         return _numpy(data, writable, what)
@@ -85,7 +86,7 @@ def flatten(data: Any, *, writable: bool = True, what: str = "data") -> Flat:
 
 
 def empty_like(data: Any, shape: tuple[int, ...]) -> Any:
-    """A new array of another shape, of the library, dtype and device of `data`; numpy's for other libraries."""
+    """Make a new array of another shape, of the library, dtype and device of `data`; numpy's for other libraries."""
     if is_torch(data):
         return data.new_empty(shape)
     if _is_cupy(data):
@@ -94,7 +95,7 @@ def empty_like(data: Any, shape: tuple[int, ...]) -> Any:
 
 
 def on_device(data: Any) -> bool:
-    """Whether this is an array in device memory; False for what is no array."""
+    """Return True for an array in device memory, False for anything else."""
     if type(data) is np.ndarray:
         return False
     if isinstance(data, Flat):
@@ -103,7 +104,7 @@ def on_device(data: Any) -> bool:
 
 
 def is_torch(data: Any) -> bool:
-    """Whether this is a torch tensor."""
+    """Return True for a torch tensor."""
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(data, torch.Tensor)
 
@@ -113,7 +114,7 @@ def _is_cupy(data: Any) -> bool:
 
 
 def _as_numpy(data: Any, what: str) -> np.ndarray[Any, Any]:
-    """Host memory of an object of another library, as an array that shares it.
+    """Return the host memory of an object of another library, as an array that shares it.
 
     Raises:
         InvalidRequest: it gives none.
@@ -194,7 +195,7 @@ def _device(data: Any, shape: tuple[int, ...], dtype: DType, write_back: Callabl
 
 
 def on_stream(flat: Flat | None) -> contextlib.AbstractContextManager[object]:
-    """Makes the stream that was current when `flat` was taken the current one of this thread, for cupy and torch."""
+    """Make the stream that was current when `flat` was taken the current one of this thread, for cupy and torch."""
     if flat is None or not flat.device:
         return contextlib.nullcontext()
     return cuda.on_stream(flat.array, flat.stream)

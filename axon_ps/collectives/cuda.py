@@ -1,10 +1,11 @@
 """Device memory for collectives: cupy, loaded when it is first needed, and the interface that tests replace.
 
-Owns: which tensors and devices are the GPU's, page-locked host memory, streams, and views of tensors as cupy arrays.
-The only module that imports cupy. Refuses: collectives (see `nccl`), and copies between device and host (`staging`).
+Owns: the tests for tensors and devices of the GPU, page-locked host memory, streams, and views of tensors as cupy
+arrays. This is the only module that imports cupy. Refuses: collectives (see `nccl`), and copies between device and host
+(`staging`).
 
 `memory()` answers questions about tensors that only torch can answer. It is CUDA's unless `use` replaced it by a
-stand-in, as `axon_ps.testing.device` does for tests without a GPU; a stand-in also replaces cupy's module.
+stand-in, as `axon_ps_lab.device` does for tests without a GPU; a stand-in also replaces cupy's module.
 """
 
 from __future__ import annotations
@@ -26,19 +27,19 @@ class DeviceMemory(Protocol):
     """Device memory and page-locked host memory. Tensors are torch's, which this package does not import."""
 
     def is_device(self, device: Any) -> bool:
-        """Whether a `torch.device` is the GPU's."""
+        """Return True for a `torch.device` of the GPU."""
 
     def is_on_device(self, tensor: Any) -> bool:
-        """Whether a tensor's memory is the GPU's."""
+        """Return True for a tensor in the GPU's memory."""
 
     def pinned(self, size_bytes: int) -> Array:
-        """u8[size_bytes], page-locked host memory: copies to and from the GPU need no other buffer, nor the CPU."""
+        """Return u8[size_bytes] of page-locked memory: copies to and from the GPU need no other buffer, nor the CPU."""
 
     def current_stream(self, tensor: Any) -> int:
-        """The stream on which the calling thread uses a tensor."""
+        """Return the stream on which the calling thread uses a tensor."""
 
     def on_stream(self, stream: int) -> AbstractContextManager[object]:
-        """Makes a stream of another thread's the current one of this thread, for torch."""
+        """Make a stream of another thread's the current one of this thread, for torch."""
 
 
 class CudaMemory:
@@ -53,7 +54,7 @@ class CudaMemory:
         return self.is_device(tensor.device)
 
     def pinned(self, size_bytes: int) -> Array:
-        """See `DeviceMemory`; torch's where torch is loaded, since its caching allocator makes that cheap."""
+        """See `DeviceMemory`; if torch is loaded it is torch's, since its caching allocator makes that cheap."""
         if (torch := sys.modules.get("torch")) is not None:
             array: Array = torch.empty(size_bytes, dtype=torch.uint8, device="cpu", pin_memory=True).numpy()
             return array
@@ -79,19 +80,19 @@ _memory: DeviceMemory = CudaMemory()
 
 
 def memory() -> DeviceMemory:
-    """The device memory: CUDA's, or a stand-in's."""
+    """Return the device memory: CUDA's, or a stand-in's."""
     return _memory
 
 
 def use(stand_in: DeviceMemory) -> DeviceMemory:
-    """Make `memory` return a stand-in; returns what it returned before."""
+    """Make `memory` return a stand-in; return its value before."""
     global _memory
     before, _memory = _memory, stand_in
     return before
 
 
 def load() -> Any:
-    """cupy.
+    """Import cupy and return it.
 
     Raises:
         NcclError: it is not installed, there is no GPU, or it was built without NCCL.
@@ -116,12 +117,12 @@ def load() -> Any:
 
 
 def load_nccl() -> Any:
-    """cupy's module of NCCL; `load` says what is missing."""
+    """Import cupy's module of NCCL; `load` reports a missing one."""
     return importlib.import_module("cupy.cuda.nccl")
 
 
 def current_stream(data: Any) -> int:
-    """The CUDA stream that the calling thread uses for arrays like `data`: torch's for a tensor, else cupy's."""
+    """Return the CUDA stream that the calling thread uses for arrays like `data`: torch's for a tensor, else cupy's."""
     if hasattr(data, "is_contiguous"):
         return memory().current_stream(data)
     return int(load().cuda.get_current_stream().ptr)
@@ -145,14 +146,14 @@ class _External:
 
 
 def _external(streams: Any, stream: int) -> Any:
-    """A stream of other code as cupy's; before cupy 14 there was no protocol."""
+    """Return a stream of other code as cupy's; before cupy 14 there was no protocol."""
     if hasattr(streams.Stream, "from_external"):
         return streams.Stream.from_external(_External(stream))
     return streams.ExternalStream(stream)
 
 
 def flat_view(data: Any, dtype: DType) -> Array:
-    """A cupy array or a CUDA tensor as a flat cupy array T[numel] on the same memory.
+    """Return a cupy array or a CUDA tensor as a flat cupy array T[numel] on the same memory.
 
     Args:
         data: contiguous.

@@ -1,4 +1,4 @@
-"""The current world, which functions without a group use, and what collectives need of one. `worker.World` sets it.
+"""The current world, which functions without a group use, and its interface for collectives. `worker.World` sets it.
 
 A process has one current world; a thread that has entered a world of `World.mock` has its own.
 """
@@ -22,7 +22,7 @@ class JobWorld(Protocol):
         """All workers, a `ProcessGroup`."""
 
     def new_group(self, ranks: Sequence[int], *, backend: str = "auto") -> Any:
-        """Some workers, by world rank; a `ProcessGroup`."""
+        """Make a group of some workers, by world rank; return a `ProcessGroup`."""
 
     def close(self, *, finished: bool | None = None) -> None:
         """Leave the job."""
@@ -34,7 +34,7 @@ _mock_world: Callable[[Backend], JobWorld] | None = None
 
 
 def current() -> JobWorld | None:
-    """This thread's world, or else the one that this process has joined last; None when it was closed."""
+    """Return this thread's world, else the world that this process joined last; None when that was closed."""
     own: weakref.ref[JobWorld] | None = getattr(_of_thread, "world", None)
     return (None if own is None else own()) or _of_process
 
@@ -51,7 +51,7 @@ def enter_thread(world: JobWorld) -> None:
 
 
 def leave(world: JobWorld) -> None:
-    """It is no longer the current world."""
+    """Stop using it as the current world."""
     global _of_process
     if _of_process is world:
         _of_process = None
@@ -66,7 +66,7 @@ def register_mock_worlds(find: Callable[[Backend], JobWorld]) -> None:
 
 
 def mock_world(backend: Backend) -> JobWorld:
-    """The world of a `MockBackend`'s rank.
+    """Return the world of a `MockBackend`'s rank.
 
     Raises:
         Misuse: no program that makes worlds is loaded.

@@ -1,16 +1,16 @@
-"""Values of Python as bytes, and back: what object collectives, `World.agree` and `World.gather_json` send.
+"""Values of Python as bytes, and back, for object collectives, `World.agree` and `World.gather_json`.
 
-Owns: which types there are, and how each is written. It is JSON, so decoding makes nothing but values: unlike with
+Owns: the types, and the encoding of each. The encoding is JSON, so decoding makes nothing but values: unlike with
 pickle, no class is looked up and no code runs. JSON's own types are written as they are; the others as an object with
 one key that begins with "$":
 
     tuple                 {"$tuple": [...]}
-    dict                  {"$dict": [[key, value], ...]}     where a key is no str, or begins with "$"
+    dict                  {"$dict": [[key, value], ...]}     if a key is not a str, or begins with "$"
     bytes                 {"$bytes": base64}
     numpy array, scalar   {"$array": [dtype, shape, base64]}, {"$scalar": [dtype, base64]}
 
 Invariant: a decoded value equals the encoded one and has the same types; other values are refused. `Types` adds types
-of a library, each with a key of its own (`parallel.c10d.objects`: what PyTorch sends).
+of a library, each with a key of its own (`parallel.c10d.object_types`: PyTorch's).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from axon_ps.texts import value_of_json
 SENDABLE = "None, bool, int, float, str, bytes, numpy arrays, and lists, tuples and dicts of these"
 
 MAX_DEPTH = 100
-"""How deep lists, tuples and dicts may lie in each other."""
+"""The most levels of lists, tuples and dicts in each other."""
 
 _DTYPES = {
     np.dtype(name).name: np.dtype(name)
@@ -44,9 +44,9 @@ class Types(NamedTuple):
     """Types beyond `SENDABLE`.
 
     Attributes:
-        take_apart: the key of a value and what it is made of, encodable itself; None where it is none of these types.
-        put_together: the value, by its key and what it is made of; raises ValueError where they make none.
-        names: what these types are, for messages.
+        take_apart: returns the key of a value and its content, encodable itself; None if it is of none of these types.
+        put_together: returns the value of a key and a content; raises ValueError if they make none.
+        names: the names of these types, for messages.
     """
 
     take_apart: Callable[[Any], tuple[str, Any] | None] = lambda value: None
@@ -58,11 +58,11 @@ NO_MORE = Types()
 
 
 def encode(value: Any, what: str, types: Types = NO_MORE) -> bytes:
-    """A value as bytes.
+    """Encode a value as bytes.
 
     Args:
         value: one of `SENDABLE` or of `types`, exactly: a subclass would come out as something else.
-        what: the function that was given it, for messages.
+        what: the name of the function that was given it, for messages.
         types: more types.
 
     Raises:
@@ -77,15 +77,15 @@ def encode(value: Any, what: str, types: Types = NO_MORE) -> bytes:
 
 
 def decode(data: bytes, what: str, types: Types = NO_MORE) -> Any:
-    """The value that `encode` was given.
+    """Return the value that `encode` was given.
 
     Args:
-        data: what it returned, perhaps in another process.
-        what: the function that received it, for messages.
-        types: those that `encode` was given.
+        data: the bytes that it returned, perhaps in another process.
+        what: the name of the function that received them, for messages.
+        types: the types that `encode` was given.
 
     Raises:
-        InvalidRequest: it is nothing that `encode` returns.
+        InvalidRequest: `encode` returns no such bytes.
     """
     try:
         return _value(value_of_json(data, "an encoded value", max_bytes=len(data)), types)
@@ -94,7 +94,7 @@ def decode(data: bytes, what: str, types: Types = NO_MORE) -> Any:
 
 
 def _plain(value: Any, what: str, place: str, depth: int, types: Types) -> Any:
-    """The value in JSON's types."""
+    """Return the value in JSON's types."""
     if depth > MAX_DEPTH:
         raise InvalidRequest(f"{what} was given lists or dicts more than {MAX_DEPTH} deep, or one that is in itself")
     kind = type(value)

@@ -14,7 +14,7 @@ from typing import Any
 from axon_ps.collectives.backends.base import Call, Operation
 
 MAX_ENTRIES = 512
-"""How many entries it has; the oldest is dropped first."""
+"""The most entries that it keeps; the oldest is dropped first."""
 
 
 @dataclass(slots=True)
@@ -25,8 +25,8 @@ class Entry:
         group: name of the group.
         ranks: its world ranks.
         call: the call.
-        started: when it was made, in seconds since the epoch.
-        ended: when it ended; 0 while it is pending.
+        started: time of the call, in seconds since the epoch.
+        ended: time of its end; 0 while it is pending.
         outcome: "" while it is pending, "done", or the error as text.
     """
 
@@ -38,7 +38,7 @@ class Entry:
     outcome: str = ""
 
     def as_json(self) -> dict[str, Any]:
-        """The entry as `axon-ps doctor` reads it."""
+        """Return the entry as `axon-ps doctor` reads it."""
         return {
             "group": self.group,
             "ranks": self.ranks,
@@ -60,13 +60,13 @@ class Recorder:
         self._seconds: dict[Operation, float] = dict.fromkeys(Operation, 0.0)
 
     def begin(self, group: str, ranks: tuple[int, ...], call: Call) -> Entry:
-        """A collective begins."""
+        """Record the begin of a collective; return its entry."""
         entry = Entry(group, ranks, call, time.time())
         self._entries.append(entry)  # a deque's append is atomic
         return entry
 
     def end(self, entry: Entry, outcome: str = "done") -> None:
-        """It has ended."""
+        """Record its end."""
         entry.ended = time.time()
         entry.outcome = outcome
         with self._lock:
@@ -74,15 +74,15 @@ class Recorder:
             self._seconds[entry.call.operation] += entry.ended - entry.started
 
     def entries(self) -> list[Entry]:
-        """All entries, oldest first."""
+        """Return all entries, oldest first."""
         return list(self._entries)
 
     def pending(self) -> list[Entry]:
-        """The collectives that have not ended."""
+        """Return the collectives that have not ended."""
         return [e for e in self.entries() if not e.ended]
 
     def statistics(self) -> dict[str, float]:
-        """The number of operations of each kind that ended, and the seconds they took together."""
+        """Return the number of operations of each kind that ended, and the seconds that they took together."""
         with self._lock:
             counted = [op for op, count in self._counts.items() if count]
             return {f"{op.value}_calls": float(self._counts[op]) for op in counted} | {

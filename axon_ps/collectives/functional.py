@@ -4,10 +4,10 @@ Owns: the functional names. Every function that communicates takes
 
     group: the ranks that take part; may also be given by position, as in torch. A world stands for its default group;
         None = all workers of the current world (`World.current()`)
-    timeout_s: how long it may take, in seconds; None = the world's default
+    timeout_s: seconds that it may take; None = the world's default
     async_op: return a `Work` at once, whose `wait()` returns the function's result
 
-and raises what the methods of `ProcessGroup` raise, and `Misuse` without a group when there is no current world.
+and raises the errors of the methods of `ProcessGroup`, and `Misuse` without a group when there is no current world.
 After an error: see `ProcessGroup`. Ranks are positions in the group.
 """
 
@@ -38,7 +38,7 @@ BUCKET_BYTES = 25 << 20
 
 
 def current_group(group: ProcessGroup | JobWorld | None = None) -> ProcessGroup:
-    """The group given (or all workers of the world given), or all workers of the current world.
+    """Return the given group, or all workers of the given world, or all workers of the current world.
 
     Raises:
         Misuse: none was given, and this process is in no world.
@@ -54,7 +54,7 @@ def current_group(group: ProcessGroup | JobWorld | None = None) -> ProcessGroup:
 
 
 def as_group(given: Any) -> ProcessGroup:
-    """A group, or the default group of a world.
+    """Return a group, or the default group of a world.
 
     Raises:
         InvalidRequest: it is neither.
@@ -66,17 +66,17 @@ def as_group(given: Any) -> ProcessGroup:
 
 
 def rank(group: ProcessGroup | JobWorld | None = None) -> int:
-    """This worker's position."""
+    """Return this worker's position."""
     return current_group(group).rank
 
 
 def world_size(group: ProcessGroup | JobWorld | None = None) -> int:
-    """Number of workers."""
+    """Return the number of workers."""
     return current_group(group).world_size
 
 
 def is_main_process(group: ProcessGroup | JobWorld | None = None) -> bool:
-    """Whether this is the first rank: it logs and saves."""
+    """Return True on the first rank, which logs and saves."""
     return current_group(group).rank == 0
 
 
@@ -113,14 +113,14 @@ def all_reduce_sum_group(
     timeout_s: float | None = None,
     async_op: bool = False,
 ) -> Any:
-    """`all_reduce_sum` over a group that must be given."""
+    """Do `all_reduce_sum` over a group that must be given."""
     return all_reduce_sum(data, out=out, group=group, timeout_s=timeout_s, async_op=async_op)
 
 
 def broadcast(
     data: Any, group: ProcessGroup | JobWorld | None = None, *, timeout_s: float | None = None, async_op: bool = False
 ) -> Any:
-    """`data` becomes that of the first rank; returns it."""
+    """Replace `data` by that of the first rank; return it."""
     return broadcast_from(data, 0, group=group, timeout_s=timeout_s, async_op=async_op)
 
 
@@ -132,7 +132,7 @@ def broadcast_from(
     timeout_s: float | None = None,
     async_op: bool = False,
 ) -> Any:
-    """`data` becomes that of rank `src`; returns it."""
+    """Replace `data` by that of rank `src`; return it."""
     return current_group(group).broadcast(data, src, timeout_s=timeout_s, async_op=async_op)
 
 
@@ -145,7 +145,7 @@ def all_gather(
     timeout_s: float | None = None,
     async_op: bool = False,
 ) -> Any:
-    """All ranks' data along the first dimension; see `ProcessGroup.all_gather`."""
+    """Gather all ranks' data along the first dimension; see `ProcessGroup.all_gather`."""
     chosen = current_group(group)
     return chosen.all_gather(data, out=out, counts=counts, timeout_s=timeout_s, async_op=async_op)
 
@@ -184,7 +184,7 @@ def gather_tensor(
     timeout_s: float | None = None,
     async_op: bool = False,
 ) -> Any:
-    """On rank `dst` all ranks' data along the first dimension, None elsewhere; see `ProcessGroup.gather`."""
+    """Gather all ranks' data on rank `dst`, along the first dimension; None elsewhere. See `ProcessGroup.gather`."""
     chosen = current_group(group)
     return chosen.gather(data, dst, out=out, counts=counts, timeout_s=timeout_s, async_op=async_op)
 
@@ -199,7 +199,7 @@ def scatter_tensor(
     timeout_s: float | None = None,
     async_op: bool = False,
 ) -> Any:
-    """This rank's rows of rank `src`'s data; see `ProcessGroup.scatter`."""
+    """Return this rank's rows of rank `src`'s data; see `ProcessGroup.scatter`."""
     chosen = current_group(group)
     return chosen.scatter(data, src, out=out, counts=counts, timeout_s=timeout_s, async_op=async_op)
 
@@ -214,7 +214,7 @@ def all_to_all(
     timeout_s: float | None = None,
     async_op: bool = False,
 ) -> Any:
-    """Partition i of the result is rank i's partition for this rank; see `ProcessGroup.all_to_all`."""
+    """Exchange partitions: number i of the result is rank i's for this rank; see `ProcessGroup.all_to_all`."""
     return current_group(group).all_to_all(
         data,
         out=out,
@@ -256,9 +256,9 @@ def recv(
     timeout_s: float | None = None,
     async_op: bool = False,
 ) -> Any:
-    """Fill `out` with the next message of rank `src` (-1: of any); returns who sent it. See `ProcessGroup.recv`.
+    """Fill `out` with the next message of rank `src` (-1: of any); return its sender. See `ProcessGroup.recv`.
 
-    Without `out` it returns a new array of `shape` and `dtype` with the message.
+    Without `out` return a new array of `shape` and `dtype` with the message.
 
     Raises:
         InvalidRequest: a rank was given for `out`, as in the Rust crates, or a group for `src`.
@@ -279,7 +279,7 @@ def sync_gradient(
     timeout_s: float | None = None,
     async_op: bool = False,
 ) -> Any:
-    """Average one gradient over the ranks, in place; returns it."""
+    """Average one gradient over the ranks, in place; return it."""
     return all_reduce_mean(gradient, group=group, timeout_s=timeout_s, async_op=async_op)
 
 
@@ -322,14 +322,14 @@ def sync_gradients(
 def empty_shared(
     shape: int | Sequence[int], dtype: Any = np.float32, *, group: ProcessGroup | JobWorld | None = None
 ) -> Any:
-    """A numpy array in memory that the ranks of one host share, so that collectives do not copy it.
+    """Make a numpy array in memory that the ranks of one host share, so that collectives do not copy it.
 
-    Where the group has no shared memory it is an ordinary array; everything works, with the usual copies.
+    If the group has no shared memory it is an ordinary array; everything works, with the usual copies.
 
     Args:
         shape: its shape.
         dtype: numpy dtype or its name; for bf16 give `numpy.uint16` memory a torch view.
-        group: whose collectives it is for.
+        group: the group whose collectives use it.
 
     Raises:
         Busy: there is not enough shared memory; the message has the bytes needed and available.
@@ -350,7 +350,7 @@ def _gradient(item: Any) -> Any:
 
 
 def _buckets(flats: Sequence[Flat]) -> Iterable[list[Flat]]:
-    """Gradients of one dtype together, up to `BUCKET_BYTES`, in their order."""
+    """Yield gradients of one dtype together, up to `BUCKET_BYTES`, in their order."""
     by_dtype: dict[DType, list[Flat]] = defaultdict(list)
     for flat in flats:
         bucket = by_dtype[flat.dtype]
@@ -362,7 +362,7 @@ def _buckets(flats: Sequence[Flat]) -> Iterable[list[Flat]]:
 
 
 def _packed(bucket: Sequence[Flat]) -> Flat:
-    """One array with all gradients of a bucket."""
+    """Return one array with all gradients of a bucket."""
     if len(bucket) == 1:
         return bucket[0]
     packed = np.concatenate([f.array for f in bucket])
@@ -379,7 +379,7 @@ def _unpack(bucket: Sequence[Flat], average: Flat) -> None:
 
 
 def _after(work: Work[Any], finish: Callable[[], T]) -> Work[T]:
-    """A handle on `finish`, which runs when the work has ended."""
+    """Return a handle on `finish`, which runs when the work has ended."""
     future: concurrent.futures.Future[T] = concurrent.futures.Future()
 
     def ended(_: object) -> None:

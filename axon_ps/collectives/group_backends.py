@@ -20,13 +20,13 @@ class GroupBackends:
     """The backends of one group.
 
     Attributes:
-        store: of the group; its waits end with the group.
-        error: what ended the group; None while it can be used.
+        store: the group's store; its waits end with the group.
+        error: the error that ended the group; None while it can be used.
 
     Args:
         context: the group and its members.
         make: makes backends.
-        name: of the backend for host memory, or "auto".
+        name: name of the backend for host memory, or "auto".
     """
 
     def __init__(self, context: GroupContext, make: MakeBackend, name: str) -> None:
@@ -35,15 +35,15 @@ class GroupBackends:
         self._context = context
         self._make = make
         self._names = {False: name, True: "nccl" if name == "nccl" else "device"}
-        self._made: dict[bool, Backend] = {}  # by whether it is for device memory
+        self._made: dict[bool, Backend] = {}  # True: for device memory
 
     def get(self, device: bool, limit_s: float) -> Backend:
-        """The backend for host or device memory. The first call for either is collective.
+        """Return the backend for host or device memory. The first call for either is collective.
 
         Args:
-            device: for device memory.
-            limit_s: how long making it may take: a rank that takes part may not come in time. If one dies, that ends
-                waits on `store`.
+            device: True = for device memory.
+            limit_s: seconds that making it may take, since a rank that takes part may not come in time. If one dies,
+                that ends waits on `store`.
 
         Raises:
             AxonError: it cannot be made.
@@ -58,18 +58,18 @@ class GroupBackends:
         return backend
 
     def made(self, device: bool) -> Backend | None:
-        """The backend for host or device memory, if it is made."""
+        """Return the backend for host or device memory if it is made, else None."""
         return self._made.get(device)
 
     def end(self, error: AxonError) -> None:
-        """End pending and later calls; the first error counts. Any thread."""
+        """End pending and later calls; the first error counts. Any thread may call it."""
         self.error = self.error or again(error)
         self.store.abort(error)
         for backend in list(self._made.values()):
             backend.abort(error)
 
     def end_unbuffered(self, error: AxonError) -> None:
-        """A member has finished: no backend can be made any more, and only messages that are buffered still arrive."""
+        """Allow no new backend, since a member has finished; only messages that are buffered still arrive."""
         self.store.expect_no_more(error)
         for backend in list(self._made.values()):
             if not backend.buffers_messages:
@@ -84,11 +84,11 @@ class GroupBackends:
             self.end(error)
 
     def close(self) -> None:
-        """Close those that were made, the one for device memory first."""
+        """Close the backends that were made, the one for device memory first."""
         for device in (True, False):
             if (backend := self._made.pop(device, None)) is not None:
                 backend.close()
 
     def statistics(self) -> dict[str, float]:
-        """Their counters."""
+        """Return their counters."""
         return {k: v for _, b in sorted(self._made.items()) for k, v in b.statistics().items()}

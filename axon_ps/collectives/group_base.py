@@ -5,7 +5,7 @@ Owns: the order of a group's calls, their numbers, deadlines and handles. Refuse
 
 Invariants:
 - One collective of a group runs at a time, in the order of the calls; sends and receives run concurrently with them.
-- Every collective has a number, also one that is refused; the n-th call of one rank matches the n-th of every other.
+- Every collective has a number, also a refused one; the n-th call of one rank matches the n-th of every other.
 - After an error other than `Disagreement` and `InvalidRequest` the group has ended: every rank has aborted it or will
   (see `collectives.backends.base`, Note: [After an error]).
 """
@@ -35,10 +35,10 @@ if TYPE_CHECKING:
     from axon_ps.collectives.current_world import JobWorld
 
 CLOSE_TIMEOUT_S = 5.0
-"""How long `close` waits for pending calls after it has aborted them."""
+"""Seconds that `close` waits for pending calls after it has aborted them."""
 
 LINGER_S = 10.0
-"""How long a worker that has finished waits until its messages from asynchronous sends are received."""
+"""Seconds that a finished worker waits until its messages from asynchronous sends are received."""
 
 _logger = logging.getLogger(__name__)
 
@@ -55,7 +55,7 @@ class GroupBase:
         timeout_s: default deadline.
         recorder: records its calls.
         backend: name of the backend for host memory, or "auto".
-        member: whether this worker is one.
+        member: True = this worker is a member.
         world: the world it belongs to, or a function that returns it; None = it has none.
     """
 
@@ -126,11 +126,11 @@ class GroupBase:
 
     @property
     def is_world(self) -> bool:
-        """Whether it is a group of all workers of the job."""
+        """True if it is a group of all workers of the job."""
         return self.name.startswith(WORLD_PREFIX) and "/" not in self.name  # sub-groups have a "/" in their names
 
     def contains(self, rank: int) -> bool:
-        """Whether a world rank is a member."""
+        """Return True if a world rank is a member."""
         return rank in self.ranks
 
     @property
@@ -153,7 +153,7 @@ class GroupBase:
         return self.backend_of().name
 
     def backend_of(self, data: Any = None) -> Backend:
-        """The backend for an array; without one, that for host memory. The first call for either memory is collective.
+        """Return the backend for an array, or for host memory. The first call for either memory is collective.
 
         Raises:
             Misuse: this worker is not a member.
@@ -168,7 +168,7 @@ class GroupBase:
     # ------------------------------------------------------------------ the end
 
     def abort(self, error: AxonError) -> None:
-        """End all pending and later calls, here and in sub-groups, with `error`. Any thread.
+        """End all pending and later calls, here and in sub-groups, with `error`. Any thread may call it.
 
         Raises:
             Misuse: this process is a fork of a worker; the group goes on in the parent.
@@ -179,7 +179,7 @@ class GroupBase:
             child.abort(error)
 
     def member_lost(self, lost: set[str], error: AxonError) -> None:
-        """Abort this group and its sub-groups where a lost member was in them.
+        """Abort this group and its sub-groups, each if a lost member was in it.
 
         Args:
             lost: ids of members.
@@ -191,9 +191,9 @@ class GroupBase:
             child.member_lost(lost, error)
 
     def member_finished(self, finished: set[str], error: AxonError) -> None:
-        """Members have finished and left: no collective can begin any more, but messages they sent are still received.
+        """End later collectives, since members have finished and left; messages that they sent are still received.
 
-        Calls that wait for one of them end with an error by themselves: the backends notice who is gone.
+        Calls that wait for one of them end with an error by themselves: the backends notice that it is gone.
 
         Args:
             finished: ids of members.
@@ -209,7 +209,7 @@ class GroupBase:
         """Free the group on this worker, sub-groups first; pending calls are aborted. May be repeated.
 
         Args:
-            linger_s: how long to wait first until messages from asynchronous sends are received.
+            linger_s: seconds to wait first until messages from asynchronous sends are received.
 
         Raises:
             Misuse: this process is a fork of a worker; the group goes on in the parent.
@@ -226,7 +226,7 @@ class GroupBase:
         self._free()
 
     def _wait_idle(self, deadline: float) -> bool:
-        """Wait for asynchronous sends; returns whether no call is pending then."""
+        """Wait for asynchronous sends; return True if no call is pending then."""
         for (direction, peer, _), queue in list(self._p2p_queues.items()):
             left_s = max(0.0, deadline - time.monotonic())
             if direction == "send" and not queue.wait_idle(left_s) and left_s:
@@ -234,7 +234,7 @@ class GroupBase:
         return all(queue.wait_idle(0.0) for queue in (self._work_queue, *self._p2p_queues.values()))
 
     def release(self) -> bool:
-        """Free this group and its sub-groups where they have ended; returns whether all of them had.
+        """Free this group and its sub-groups if they have ended; return True if all of them had.
 
         A group that ended with the loss of a member may have sub-groups without that member, which go on.
         """
@@ -250,7 +250,7 @@ class GroupBase:
         self._backends.close()
 
     def statistics(self) -> dict[str, float]:
-        """Counters of its backends."""
+        """Return the counters of its backends."""
         return self._backends.statistics()
 
     # ------------------------------------------------------------------ how calls are made
@@ -265,7 +265,7 @@ class GroupBase:
         async_op: bool,
         **details: Any,
     ) -> Any:
-        """Make a call after the calls before it; arguments as for `_perform`."""
+        """Make a call after the calls before it; arguments are as for `_perform`."""
         perform = partial(self._perform, operation, data, output, result, limit_s, **details)
         return self._dispatch(self._work_queue, perform, operation.value, async_op)
 
@@ -284,7 +284,7 @@ class GroupBase:
         input_counts: tuple[int, ...] = (),
         copied: Flat | None = None,
     ) -> Any:
-        """Number a call and make it; returns `result`. One at a time, on the group's queue.
+        """Number a call and make it; return `result`. Calls run one at a time, on the group's queue.
 
         See `Request` and `Call` for the arguments; `copied` is an array that is copied to `data` first.
         """
@@ -326,14 +326,14 @@ class GroupBase:
 
     @contextlib.contextmanager
     def preparing(self, what: str, device: bool, timeout_s: float | None, async_op: bool) -> Iterator[float]:
-        """A context for the checks before a collective: an error in it is also reported to the other ranks.
+        """Run the checks before a collective in this context; an error in it is also reported to the other ranks.
 
         This rank then makes a refusal in place of its call. The context's value is the seconds that the call may take.
 
         Args:
             what: the collective.
-            device: whether the others call it on the backend for device memory.
-            timeout_s: how long to wait for them.
+            device: True = the others call it on the backend for device memory.
+            timeout_s: seconds to wait for them.
             async_op: do not wait for them.
         """
         try:
@@ -341,7 +341,7 @@ class GroupBase:
         except Exception as error:
             if (
                 not self._member or self._backends.error is not None or self._finished_error is not None
-            ):  # no rank makes it
+            ):  # no rank makes the call
                 raise
             text, limit_s = str(error) or type(error).__name__, self._timeout_s
             with contextlib.suppress(AxonError, TypeError):
@@ -390,7 +390,7 @@ class GroupBase:
         return queue
 
     def _backend_for(self, flat: Flat, limit_s: float) -> Backend:
-        """The backend for a send or receive; if it must be made, that is queued with the collectives."""
+        """Return the backend for a send or receive; if it must be made, that is queued with the collectives."""
         backends = self._backends
         if backends.error is not None:
             raise again(backends.error)
@@ -409,11 +409,11 @@ class GroupBase:
         return self._timeout_s if timeout_s is None else timeout_s
 
     def checked_rank(self, rank: int, what: str) -> int:
-        """`rank`, if it is a position in the group.
+        """Return `rank` if it is a position in the group.
 
         Raises:
-            InvalidRequest: it is none; `what` names it.
-            Misuse: this worker is no member.
+            InvalidRequest: it is not; `what` names it in the message.
+            Misuse: this worker is not a member.
         """
         self._check_member()
         if not 0 <= rank < self.world_size:

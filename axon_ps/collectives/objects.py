@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from axon_ps.collectives.current_world import JobWorld
 
 MAX_OBJECT_BYTES = 64 << 20
-"""How large an encoded value, or list of values, may be."""
+"""The most bytes of an encoded value, or list of values."""
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -35,7 +35,7 @@ Bytes = npt.NDArray[np.uint8]
 def all_gather_object(
     obj: Any, group: ProcessGroup | JobWorld | None = None, *, timeout_s: float | None = None
 ) -> list[Any]:
-    """Every rank's value, by rank, on every rank."""
+    """Return every rank's value, by rank, on every rank."""
     chosen, what = current_group(group), "all_gather_object"
     with chosen.preparing(what, False, timeout_s, False):
         ours = _encoded(obj, what)
@@ -47,7 +47,7 @@ def all_gather_object(
 def gather_object(
     obj: Any, dst: int = 0, group: ProcessGroup | JobWorld | None = None, *, timeout_s: float | None = None
 ) -> list[Any] | None:
-    """Every rank's value, by rank, on rank `dst`; None elsewhere."""
+    """Return every rank's value, by rank, on rank `dst`, and None elsewhere."""
     chosen, what = current_group(group), "gather_object"
     with chosen.preparing(what, False, timeout_s, False):
         chosen.checked_rank(dst, f"dst of {what}")
@@ -64,11 +64,11 @@ def broadcast_object_list(
     *,
     timeout_s: float | None = None,
 ) -> list[Any]:
-    """The items of `object_list` become those of rank `src`'s; returns it.
+    """Replace the items of `object_list` by those of rank `src`'s; return it.
 
     Args:
-        object_list: as long on every rank; elsewhere than on `src` its items are not used.
-        src: whose values they are.
+        object_list: as long on every rank; only rank `src`'s items are used.
+        src: the rank that has the values.
         group: see this module.
         timeout_s: see this module.
     """
@@ -94,7 +94,7 @@ def scatter_object_list(
     *,
     timeout_s: float | None = None,
 ) -> Any:
-    """This rank's item of rank `src`'s list, which has one for each rank; elsewhere the list may be None."""
+    """Return this rank's item of rank `src`'s list, which has one for each rank; elsewhere the list may be None."""
     chosen, what = current_group(group), "scatter_object_list"
     with chosen.preparing(what, False, timeout_s, False):
         chosen.checked_rank(src, f"src of {what}")
@@ -137,7 +137,7 @@ def recv_object_list(
     tag: int = 0,
     timeout_s: float | None = None,
 ) -> int:
-    """The items of `object_list` become those that rank `src` (-1: any) has sent; returns the sender.
+    """Replace the items of `object_list` by those that rank `src` (-1: any) has sent; return the sender.
 
     Raises:
         InvalidRequest: another number of values was sent; they are dropped.
@@ -161,7 +161,7 @@ def _encoded(value: Any, what: str) -> Bytes:
 
 
 def _checked(size: int, what: str) -> int:
-    """A size, after a check that it is allowed."""
+    """Return a size, after a check that it is allowed."""
     if not 0 <= size <= MAX_OBJECT_BYTES:
         raise InvalidRequest(
             f"a value of {what} has {size} bytes; at most {MAX_OBJECT_BYTES} can be sent: send arrays as arrays"
@@ -170,7 +170,7 @@ def _checked(size: int, what: str) -> int:
 
 
 def _sizes(group: ProcessGroup, size: int, timeout_s: float | None) -> list[int]:
-    """Every rank's number of bytes; collective."""
+    """Return every rank's number of bytes. Collective."""
     sizes = group.all_gather(np.array([size]), timeout_s=timeout_s)
     return [_checked(int(s), "another rank") for s in sizes]
 

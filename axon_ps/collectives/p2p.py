@@ -31,7 +31,7 @@ def isend(
     *,
     timeout_s: float | None = None,
 ) -> Work[None]:
-    """`send` with `async_op=True`: torch's name."""
+    """Call `send` with `async_op=True`, by torch's name."""
     work: Work[None] = current_group(group).send(tensor, dst, tag=tag, timeout_s=timeout_s, async_op=True)
     return work
 
@@ -44,7 +44,7 @@ def irecv(
     *,
     timeout_s: float | None = None,
 ) -> Work[int]:
-    """`recv` with `async_op=True`: torch's name. The handle's `wait()` gives who sent it."""
+    """Call `recv` with `async_op=True`, by torch's name. The handle's `wait()` returns the sender."""
     work: Work[int] = current_group(group).recv(tensor, src, tag=tag, timeout_s=timeout_s, async_op=True)
     return work
 
@@ -55,10 +55,10 @@ class P2POp:
 
     Attributes:
         op: `axon_ps.isend` or `axon_ps.irecv`.
-        tensor: what is sent, or filled.
-        peer: to whom, or from whom.
+        tensor: the array to send, or to fill.
+        peer: the receiver, or the sender.
         group: the ranks; None = all workers of the current world.
-        tag: which messages go together.
+        tag: a receive takes messages with its tag.
 
     Raises:
         InvalidRequest: `op` is another function.
@@ -76,10 +76,10 @@ class P2POp:
 
 
 def batch_isend_irecv(p2p_op_list: Sequence[P2POp], *, timeout_s: float | None = None) -> list[Work[Any]]:
-    """Start many sends and receives, in any order; returns their handles, in the order given.
+    """Start many sends and receives, in any order; return their handles, in the order given.
 
     Raises:
-        InvalidRequest: there is nothing in the list, or one of them cannot be done; those before it are started.
+        InvalidRequest: the list is empty, or one of them cannot be done; those before it are started.
     """
     if not p2p_op_list:
         raise InvalidRequest("batch_isend_irecv was given nothing; it needs at least one P2POp")
@@ -99,16 +99,16 @@ def sendrecv(
     """Send an array to one rank while another is received: to the right and from the left, say.
 
     Args:
-        data: what is sent; only read.
-        dst: to whom. It may be this rank, if `src` is, too.
-        src: from whom; None = from `dst`, which makes it an exchange of two.
+        data: the array to send; only read.
+        dst: the receiver. It may be this rank, if `src` is, too.
+        src: the sender; None = `dst`, which makes it an exchange of two.
         group: the ranks; None = all workers of the current world.
-        out: where the message goes; None = a new array like `data`. It must not overlap `data`.
-        tag: which messages go together.
-        timeout_s: how long it may take, in seconds.
+        out: the array for the message; None = a new one like `data`. It must not overlap `data`.
+        tag: the tag of both messages.
+        timeout_s: seconds that it may take.
 
     Returns:
-        The array that holds what was received.
+        The array that holds the received message.
 
     Raises:
         InvalidRequest: only one of `dst` and `src` is this rank; nothing was sent.

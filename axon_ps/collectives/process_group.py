@@ -1,7 +1,7 @@
 """`ProcessGroup`: the collectives of some workers, on arrays of any kind.
 
 Owns: the shapes and dtypes of arguments and results; turning arrays into flat ones. Refuses: to move a byte; its
-`Backend`s do that, one for host memory and one, made when it is first needed, for device memory.
+`Backend`s do that. One is for host memory; another, made when it is first needed, is for device memory.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class ProcessGroup(GroupBase):
     """
 
     def __init__(self, backend: Backend, *, timeout_s: float = BACKEND_TIMEOUT_S) -> None:
-        """A group of the ranks that a backend connects; the groups of a world are made by the world.
+        """Make a group of the ranks that a backend connects; the groups of a world are made by the world.
 
         Args:
             backend: the group's; it is closed with the group. Sub-groups get siblings of it.
@@ -80,18 +80,18 @@ class ProcessGroup(GroupBase):
         self._began_job = True
 
     _began_job = False
-    """Whether the world, if there is one, belongs to a job that was started for this group."""
+    """True if the world, if there is one, belongs to a job that was started for this group."""
 
     @classmethod
     def made_by(cls, context: GroupContext, make: MakeBackend, **options: Any) -> ProcessGroup:
-        """A group whose backends `make` makes when they are needed; `options` as for `GroupBase`."""
+        """Make a group whose backends `make` makes when they are needed; `options` are as for `GroupBase`."""
         group = cls.__new__(cls)
         GroupBase.__init__(group, context, make, **options)
         return group
 
     @staticmethod
     def new(of: Backend | Sequence[int], *, timeout_s: float = BACKEND_TIMEOUT_S) -> ProcessGroup:
-        """`ProcessGroup(backend)`, or of world ranks `World.current().new_group(ranks)`.
+        """Return `ProcessGroup(backend)`, or for world ranks `World.current().new_group(ranks)`.
 
         Raises:
             Misuse: ranks were given, and there is no current world.
@@ -114,13 +114,13 @@ class ProcessGroup(GroupBase):
 
     @staticmethod
     def mock(world_size: int | None = None) -> ProcessGroup | list[ProcessGroup]:
-        """A group of threads of this process, for tests and experiments.
+        """Make a group of threads of this process, for tests and experiments.
 
         Features that need a job, such as FSDP, have one: see `World.mock`. It starts when needed, and ends with the
         groups.
 
         Args:
-            world_size: how many ranks; None = one, this thread.
+            world_size: number of ranks; None = one, this thread.
 
         Returns:
             The group; of several ranks a list with the group as each of them sees it.
@@ -147,7 +147,7 @@ class ProcessGroup(GroupBase):
         timeout_s: float | None = None,
         async_op: bool = False,
     ) -> Any:
-        """`data` (or `out`, if given; then `data` is only read) becomes the reduction of all ranks' data.
+        """Replace `data` (or `out`, if given; then `data` is only read) by the reduction of all ranks' data.
 
         Returns:
             The array that holds the result; with `async_op` a `Work` that gives it.
@@ -168,7 +168,7 @@ class ProcessGroup(GroupBase):
         timeout_s: float | None = None,
         async_op: bool = False,
     ) -> Any:
-        """Each array becomes the reduction of all ranks' arrays, one after the other, until an error.
+        """Replace each array by the reduction of all ranks' arrays, one after the other, until an error.
 
         Returns:
             `data`; with `async_op` a `Work` that gives it.
@@ -194,7 +194,7 @@ class ProcessGroup(GroupBase):
         timeout_s: float | None = None,
         async_op: bool = False,
     ) -> Any:
-        """On the root, `data` becomes the reduction of all ranks' data; elsewhere it is only read.
+        """Replace `data` on the root by the reduction of all ranks' data; elsewhere it is only read.
 
         Returns:
             `data`; with `async_op` a `Work` that gives it.
@@ -207,7 +207,7 @@ class ProcessGroup(GroupBase):
         return self._collective(Operation.REDUCE, flat, None, data, limit_s, async_op, counts=counts, op=op, root=root)
 
     def broadcast(self, data: Any, root: int = 0, *, timeout_s: float | None = None, async_op: bool = False) -> Any:
-        """`data` becomes the root's data.
+        """Replace `data` by the root's data.
 
         Returns:
             `data`; with `async_op` a `Work` that gives it.
@@ -227,13 +227,13 @@ class ProcessGroup(GroupBase):
         timeout_s: float | None = None,
         async_op: bool = False,
     ) -> Any:
-        """All ranks' data, one after the other along the first dimension (a scalar counts as one row).
+        """Gather all ranks' data, one after the other along the first dimension (a scalar counts as one row).
 
         Args:
             data: this rank's rows: [rows, ...]. It may be this rank's partition of `out` (same memory).
-            out: where the result goes: [all rows, ...]; None = a new array.
+            out: the array for the result: [all rows, ...]; None = a new array.
             counts: rows by rank; None = every rank has as many as this one.
-            timeout_s: how long it may take, in seconds.
+            timeout_s: seconds that it may take.
             async_op: return a `Work`.
 
         Returns:
@@ -258,14 +258,15 @@ class ProcessGroup(GroupBase):
         timeout_s: float | None = None,
         async_op: bool = False,
     ) -> Any:
-        """This rank's rows of the reduction of all ranks' data.
+        """Return this rank's rows of the reduction of all ranks' data.
 
         Args:
             data: [rows, ...], the same shape on every rank; only read.
-            op: how to combine.
-            out: where the result goes: [this rank's rows, ...]; None = a new array. It may be its partition of `data`.
+            op: the reduction.
+            out: the array for the result: [this rank's rows, ...]; None = a new array. It may be its partition of
+                `data`.
             counts: rows by rank; None = as even as possible, the first ranks have one more (`numpy.array_split`).
-            timeout_s: how long it may take, in seconds.
+            timeout_s: seconds that it may take.
             async_op: return a `Work`.
 
         Returns:
@@ -291,14 +292,14 @@ class ProcessGroup(GroupBase):
         timeout_s: float | None = None,
         async_op: bool = False,
     ) -> Any:
-        """On the root all ranks' data, one after the other along the first dimension; None elsewhere.
+        """Gather all ranks' data on the root, one after the other along the first dimension; return None elsewhere.
 
         Args:
             data: this rank's rows: [rows, ...].
-            root: who gets them.
-            out: on the root, where the result goes: [all rows, ...]; None = a new array.
+            root: the rank that gets them.
+            out: on the root, the array for the result: [all rows, ...]; None = a new array.
             counts: rows by rank; None = every rank has as many as this one.
-            timeout_s: how long it may take, in seconds.
+            timeout_s: seconds that it may take.
             async_op: return a `Work`.
         """
         with self.preparing("gather", arrays.on_device(data), timeout_s, async_op) as limit_s:
@@ -321,16 +322,16 @@ class ProcessGroup(GroupBase):
         timeout_s: float | None = None,
         async_op: bool = False,
     ) -> Any:
-        """This rank's rows of the root's data.
+        """Return this rank's rows of the root's data.
 
         Args:
-            data: on the root: [all rows, ...]. Elsewhere its values are not used: an array like the root's says what
-                comes, and with `out` it may be None.
-            root: whose data it is.
-            out: where the result goes: [this rank's rows, ...]; None = a new array.
+            data: on the root: [all rows, ...]. Elsewhere its values are not used: an array like the root's gives
+                shape and dtype of the result, and with `out` it may be None.
+            root: the rank that has the data.
+            out: the array for the result: [this rank's rows, ...]; None = a new array.
             counts: rows by rank; None = every rank gets as many as fit in this rank's `out` (without `out`: an equal
                 partition of `data`).
-            timeout_s: how long it may take, in seconds.
+            timeout_s: seconds that it may take.
             async_op: return a `Work`.
 
         Returns:
@@ -368,14 +369,14 @@ class ProcessGroup(GroupBase):
         timeout_s: float | None = None,
         async_op: bool = False,
     ) -> Any:
-        """Partition i of the result is the partition of rank i's data that is for this rank.
+        """Exchange partitions: partition i of the result is the partition of rank i's data that is for this rank.
 
         Args:
             data: [rows, ...]: the partitions for rank 0, 1, ... one after the other.
-            out: where the result goes: [sum(output_counts), ...]; None = a new array.
+            out: the array for the result: [sum(output_counts), ...]; None = a new array.
             output_counts: rows that come from each rank; None = as many as go there.
             input_counts: rows that go to each rank; None = equal partitions.
-            timeout_s: how long it may take, in seconds.
+            timeout_s: seconds that it may take.
             async_op: return a `Work`.
 
         Returns:
@@ -438,12 +439,12 @@ class ProcessGroup(GroupBase):
         """Fill `out` with the next message of a rank (-1: of any rank) with this tag.
 
         Args:
-            out: where it goes; None = a new numpy array.
+            out: the array to fill; None = a new numpy array.
             source: the sender.
-            tag: with which it was sent.
+            tag: the tag with which it was sent.
             shape: without `out`: shape of the message.
             dtype: without `out`: numpy dtype of the message.
-            timeout_s: how long it may take, in seconds.
+            timeout_s: seconds that it may take.
             async_op: return a `Work`.
 
         Returns:
@@ -478,17 +479,17 @@ class ProcessGroup(GroupBase):
     # ------------------------------------------------------------------ sub-groups
 
     def new_group(self, ranks: Sequence[int], *, backend: str = "auto") -> ProcessGroup:
-        """A group of some members of this one; every member of this group must call it, with the same ranks.
+        """Make a group of some members of this one; every member of this group must call it, with the same ranks.
 
         Args:
             ranks: positions in this group, in the order they shall have in the new one.
-            backend: a name of `axon_ps.Backend`; "auto" = by where the members are.
+            backend: a name of `axon_ps.Backend`; "auto" = by the members' nodes.
 
         Returns:
             The group; on workers that are not in it one whose collectives raise `Misuse`.
 
         Raises:
-            InvalidRequest: a rank is not of this group, or twice there.
+            InvalidRequest: a rank is not of this group, or is given twice.
             Disagreement: the members gave different ranks; every member gets it.
         """
         with self.preparing("new_group", False, None, False):
@@ -505,16 +506,16 @@ class ProcessGroup(GroupBase):
     def named_group(
         self, name: str, ranks: Sequence[int], *, backend: str = "auto", timeout_s: float | None = None
     ) -> ProcessGroup:
-        """A group of some members of this one that have agreed on it already: only they call this, nothing is sent.
+        """Make a group of some members that have agreed on it already: only they call this, nothing is sent.
 
         Args:
-            name: the same on every member, for no other sub-group of this group ever; no number.
+            name: the same on every member, never used for another sub-group of this group; not a number.
             ranks: positions in this group, in the order they shall have in the new one; this rank is one of them.
             backend: as for `new_group`.
             timeout_s: default deadline of its operations, in seconds; None = this group's.
 
         Raises:
-            InvalidRequest: a rank is not of this group, or twice there, or this one is missing.
+            InvalidRequest: a rank is not of this group, or is given twice, or this one is missing.
         """
         chosen = [self.checked_rank(r, "ranks") for r in ranks]
         if len(set(chosen)) != len(chosen) or self.rank not in chosen:
@@ -545,7 +546,7 @@ class ProcessGroup(GroupBase):
         return group
 
     def _agree(self, description: str) -> None:
-        """Check that every member calls with the same description; collective.
+        """Check that every member calls it with the same description. Collective.
 
         Raises:
             Disagreement: some do not.

@@ -1,7 +1,8 @@
-"""Why a group ended, published in its store: for ranks whose transport reports only that a connection broke.
+"""The reason of a group's end, published in its store for ranks whose transport only reports a broken connection.
 
 Invariant: a rank that ends a group by itself, after a time-out, publishes the reason before it breaks connections, so a
-rank that sees one break finds it. An end of which every rank is notified anyway (a member has gone) is not published.
+rank that sees a broken one finds it. An end of which every rank is notified anyway (a member has gone) is not
+published.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ _KINDS: dict[str, type[AxonError]] = {"Timeout": Timeout, "MemberLost": MemberLo
 
 
 def publish(context: GroupContext, transport: str, error: AxonError) -> None:
-    """Publish the reason. Takes half a second at most; must not be called on the store's own thread."""
+    """Publish the reason. It takes half a second at most; it must not be called on the store's own thread."""
 
     def put() -> None:
         with contextlib.suppress(AxonError):
@@ -29,7 +30,7 @@ def publish(context: GroupContext, transport: str, error: AxonError) -> None:
 
 
 def find(context: GroupContext, transport: str, wait_s: float = WAIT_S) -> AxonError | None:
-    """The error that another rank ended the group with; None if none is published within `wait_s` seconds."""
+    """Return another rank's error that ended the group; None if none is published within `wait_s` seconds."""
     try:
         kind, _, text = context.store.wait(_key(context, transport), wait_s).decode().partition(" ")
     except AxonError:

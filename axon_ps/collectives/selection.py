@@ -34,9 +34,9 @@ def register_backend(name: str, make: Make) -> None:
 
 
 def select(members: Sequence[Member]) -> str:
-    """The backend for host memory, by the nodes of the members.
+    """Return the backend for host memory, by the nodes of the members.
 
-    "shm" when all are on one node, "grpc" when every one is on a node of its own, else "hierarchical".
+    It is "shm" if all are on one node, "grpc" if every one is on a node of its own, else "hierarchical".
     """
     per_node = Counter(m.node for m in members)
     if len(per_node) == 1:
@@ -45,9 +45,9 @@ def select(members: Sequence[Member]) -> str:
 
 
 def select_for_device(members: Sequence[Member]) -> str:
-    """The backend for device memory, by the nodes of the members.
+    """Return the backend for device memory, by the nodes of the members.
 
-    "nccl" when all are on one node, else "hierarchical": NCCL inside nodes, and between them gRPC from host memory.
+    It is "nccl" if all are on one node, else "hierarchical": NCCL inside nodes, and between them gRPC from host memory.
     """
     return "nccl" if len({m.node for m in members}) == 1 else "hierarchical"
 
@@ -56,9 +56,9 @@ class BackendMaker:
     """Makes the backends of a world's groups.
 
     Args:
-        grpc: makes one that goes through the shard servers.
-        threads: whether the ranks are threads of this process: then "mock" serves every memory, if nothing else is
-            asked for.
+        grpc: makes a backend that goes through the shard servers.
+        threads: True = the ranks are threads of this process: then "mock" serves every memory, if nothing else is asked
+            for.
     """
 
     def __init__(self, grpc: Make, *, threads: bool = False) -> None:
@@ -66,7 +66,7 @@ class BackendMaker:
         self._threads = threads
 
     def __call__(self, context: GroupContext, name: str) -> Backend:
-        """The backend called `name`, or one that fits if it is "auto" or "device" (device memory). Collective.
+        """Make the backend called `name`, or a fitting one if it is "auto" or "device" (device memory). Collective.
 
         Raises:
             ConfigurationError: there is no backend of that name.
@@ -121,7 +121,7 @@ class BackendMaker:
         raise ConfigurationError(f"there is no backend {name!r}; use {known} or {AUTO}")
 
     def _or_grpc(self, context: GroupContext, name: str) -> Backend:
-        """The backend `name`; if a member cannot use it (no shared memory, say), gRPC for all of them."""
+        """Make the backend `name`; if a member cannot use it (no shared memory, say), make gRPC's for all of them."""
         failure: AxonError | None = None
         try:
             backend = self._named(context, name)

@@ -1,4 +1,4 @@
-"""The shapes of collectives' arguments and results: rows by rank, and whether arrays fit them.
+"""The shapes of collectives' arguments and results: rows by rank, and checks that arrays fit them.
 
 Owns: the checks of a collective's arguments, on this rank alone. A row is an item along the first dimension; a scalar
 counts as one row. Every check raises `InvalidRequest`, which `GroupBase.preparing` reports to the other ranks.
@@ -16,12 +16,12 @@ from axon_ps.types import DType
 
 
 def rows(flat: Flat) -> int:
-    """The number of rows of an array."""
+    """Return the number of rows of an array."""
     return flat.shape[0] if flat.shape else 1
 
 
 def width(shape: tuple[int, ...]) -> int:
-    """Elements of a row."""
+    """Return the number of elements of a row."""
     width = 1
     for size in shape[1:]:
         width *= size
@@ -29,7 +29,7 @@ def width(shape: tuple[int, ...]) -> int:
 
 
 def target(data: Any, out: Any) -> tuple[Any, Flat, Flat | None]:
-    """The array for a result of the shape of `data`, and the array that must be copied there first."""
+    """Return the array for a result of the shape of `data`, and the array that must be copied there first."""
     if out is None or out is data:
         return data, arrays.flatten(data), None
     source, flat = arrays.flatten(data, writable=False), arrays.flatten(out, what="out")
@@ -38,7 +38,7 @@ def target(data: Any, out: Any) -> tuple[Any, Flat, Flat | None]:
 
 
 def out(given: Any, data: Any, flat: Flat, num_rows: int) -> tuple[Any, Flat]:
-    """The array for a number of rows like those of `data`: the one given, or a new one."""
+    """Return the array for a number of rows like those of `data`: the given one, or a new one."""
     shape = (num_rows, *flat.shape[1:])
     if given is None:
         given = arrays.empty_like(data, shape)
@@ -51,7 +51,7 @@ def out(given: Any, data: Any, flat: Flat, num_rows: int) -> tuple[Any, Flat]:
 
 
 def counts(given: Sequence[int] | None, each: int, world_size: int) -> tuple[int, ...]:
-    """Rows by rank: as given, or `each` for every rank."""
+    """Return rows by rank: the given ones, or `each` for every rank."""
     if given is None:
         return (each,) * world_size
     numbers = tuple(int(c) for c in given)
@@ -63,19 +63,19 @@ def counts(given: Sequence[int] | None, each: int, world_size: int) -> tuple[int
 
 
 def split(total: int, world_size: int) -> tuple[int, ...]:
-    """Rows by rank, as even as possible: the first have one more."""
+    """Return rows by rank, as even as possible: the first have one more."""
     return tuple(total // world_size + (r < total % world_size) for r in range(world_size))
 
 
 def divided(total: int, world_size: int, otherwise: str) -> int:
-    """Rows of each rank when rows are divided equally; the error names the argument to give otherwise."""
+    """Return each rank's rows when rows are divided equally; the error names the argument to give otherwise."""
     if total % world_size:
         raise InvalidRequest(f"{total} rows do not divide among {world_size} ranks; give {otherwise}")
     return total // world_size
 
 
 def match_rows(what: str, flat: Flat, needed: int) -> None:
-    """Check that an array has a number of rows."""
+    """Check that an array has `needed` rows."""
     if rows(flat) != needed:
         raise InvalidRequest(f"{what} has {rows(flat)} rows; the counts say {needed}")
 

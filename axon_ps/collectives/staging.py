@@ -6,7 +6,7 @@ what the data is.
 Invariants:
 - A copy begins when the work that was already on the calling thread's current stream is done, and is done when the call
   returns; work that is put on that stream later runs concurrently with the copy.
-- A buffer belongs to the caller from `allocate` to `free`. Any thread.
+- A buffer belongs to the caller from `allocate` to `free`. Any thread may call them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from axon_ps.collectives import cuda
 from axon_ps.types import Array
 
 _MAX_IDLE = 8
-"""How many freed buffers are pooled."""
+"""The most freed buffers that are pooled."""
 
 
 class Staging:
@@ -34,7 +34,7 @@ class Staging:
         self._counters = {"downloaded_bytes": 0.0, "uploaded_bytes": 0.0}
 
     def allocate(self, like: Array) -> Array:
-        """T[like.size]: a page-locked host buffer as large as a device array; its values are arbitrary."""
+        """Return T[like.size]: a page-locked host buffer as large as a device array; its values are arbitrary."""
         size_bytes = int(like.nbytes)
         if not size_bytes:
             return np.empty(0, like.dtype)
@@ -79,12 +79,12 @@ class Staging:
         self._count("uploaded_bytes", host)
 
     def statistics(self) -> dict[str, float]:
-        """Bytes that were copied to the host and from it."""
+        """Return the bytes that were copied to the host and from it."""
         with self._lock:
             return dict(self._counters)
 
     def _side_stream(self, array: Any) -> Any:
-        """The side stream of an array's device, ordered after the work that is on the current stream by now."""
+        """Return the side stream of an array's device, ordered after the work that is on the current stream by now."""
         streams, index = cuda.load().cuda, int(array.device.id)
         with self._lock:
             side = self._streams.get(index)

@@ -17,7 +17,7 @@ from axon_ps.errors import AxonError, InvalidRequest, Timeout, again
 
 MAX_VALUE_BYTES = 1 << 20
 LOOK_EVERY_S = 0.25
-"""How often a wait checks for an abort."""
+"""Seconds between two checks for an abort in a wait."""
 
 T = TypeVar("T")
 
@@ -43,7 +43,7 @@ class MemoryStore:
             self._changed.notify_all()
 
     def wait(self, key: str, timeout_s: float) -> bytes:
-        """The value of a key as soon as there is one.
+        """Return the value of a key as soon as there is one.
 
         Raises:
             Timeout: it was not stored in time.
@@ -54,12 +54,12 @@ class MemoryStore:
             return self._values[key]
 
     def delete(self, key: str) -> None:
-        """Remove a key; harmless when there is none."""
+        """Remove a key, if there is one."""
         with self._changed:
             self._values.pop(key, None)
 
     def get_or_make(self, key: str, make: Callable[[], T]) -> T:
-        """The object of that name that all threads share; the first that asks makes it."""
+        """Return the object of that name that all threads share; the first call makes it."""
         with self._changed:
             if key not in self._shared:
                 self._shared[key] = make()
@@ -80,11 +80,11 @@ class AbortableStore:
         self._no_more: AxonError | None = None
 
     def expect_no_more(self, error: AxonError) -> None:
-        """A member has finished: stored values can be read; waits for others end with `error`. Any thread."""
+        """End with `error` all waits for values that are not stored: a member has finished. Any thread may call it."""
         self._no_more = self._no_more or again(error)
 
     def abort(self, error: AxonError) -> None:
-        """End pending and later waits with `error`. Any thread."""
+        """End pending and later waits with `error`. Any thread may call it."""
         self._error = self._error or again(error)
 
     def put(self, key: str, value: bytes) -> None:
@@ -92,7 +92,7 @@ class AbortableStore:
         self.inner.put(key, value)
 
     def wait(self, key: str, timeout_s: float) -> bytes:
-        """The value of a key as soon as there is one.
+        """Return the value of a key as soon as there is one.
 
         Raises:
             Timeout: it was not stored in time.
@@ -113,5 +113,5 @@ class AbortableStore:
                     raise
 
     def delete(self, key: str) -> None:
-        """Remove a key; harmless when there is none."""
+        """Remove a key, if there is one."""
         self.inner.delete(key)

@@ -28,7 +28,7 @@ from axon_ps.rpc.background_loop import CANCEL_WAIT_S, BackgroundLoop
 T = TypeVar("T")
 
 IDLE_S = 10.0
-"""Seconds that a thread for callbacks stays without one."""
+"""Seconds that a thread for callbacks stays idle before it ends."""
 
 _logger = logging.getLogger(__name__)
 
@@ -40,7 +40,7 @@ class Awaited(Protocol):
         """Block until it is done; after a `Timeout` it goes on."""
 
     def is_completed(self) -> bool:
-        """Whether it ended, with a result or an error."""
+        """Return True if it ended, with a result or an error."""
 
 
 class Work(Generic[T]):
@@ -59,11 +59,11 @@ class Work(Generic[T]):
         """Block until it is done and return its result.
 
         Args:
-            timeout_s: how long to wait; None = until its own deadline.
+            timeout_s: seconds to wait; None = until its own deadline.
 
         Raises:
             Timeout: it is not done yet; it goes on, and may be waited for again.
-            AxonError: what it failed with.
+            AxonError: it failed with this error.
         """
         began = time.monotonic()
         try:
@@ -79,11 +79,11 @@ class Work(Generic[T]):
         return self._future.result()
 
     def is_completed(self) -> bool:
-        """Whether it ended, with a result or an error."""
+        """Return True if it ended, with a result or an error."""
         return self._future.done()
 
     def exception(self) -> BaseException | None:
-        """The error it failed with; None if it succeeded or is not done."""
+        """Return the error with which it failed; None if it succeeded or is not done."""
         if not self._future.done() or self._future.cancelled():
             return None
         return self._future.exception()
@@ -91,12 +91,12 @@ class Work(Generic[T]):
     def add_done_callback(self, callback: Callable[[Work[T]], object]) -> None:
         """Call `callback(self)` when it has ended, on a thread for callbacks: it may wait for other operations.
 
-        Callbacks of several operations may run at the same time. What one raises is logged.
+        Callbacks of several operations may run at the same time. Their errors are logged.
         """
         self.on_end(lambda work: CALLBACKS.run(partial(callback, work)))
 
     def on_end(self, callback: Callable[[Work[T]], object]) -> None:
-        """Call `callback(self)` on the thread that completes it, at once if it has ended; for what does not block."""
+        """Call `callback(self)` on the thread that completes it, or at once if it has ended; it must not block."""
         self._future.add_done_callback(lambda _: callback(self))
 
 
@@ -104,8 +104,8 @@ class LoopWork(Work[T]):
     """A coroutine that runs on the background loop.
 
     Args:
-        loop: where it runs.
-        coroutine: what to do; started at once.
+        loop: the loop that runs it.
+        coroutine: the coroutine; it is started at once.
         what: for error messages.
     """
 
@@ -152,7 +152,7 @@ class CallbackThreads:
     """Runs calls of users' code, each begun at once, in the order given; see Note: [Callbacks].
 
     Args:
-        name: of the threads.
+        name: name of the threads.
     """
 
     def __init__(self, name: str) -> None:
@@ -162,7 +162,7 @@ class CallbackThreads:
         self._idle = 0
 
     def run(self, call: Callable[[], object]) -> None:
-        """Run a call on a thread that is idle, or on a new one; what it raises is logged."""
+        """Run a call on a thread that is idle, or on a new one; its errors are logged."""
         with self._mutex:
             self._queue.append(call)
             if len(self._queue) > self._idle:
@@ -187,7 +187,7 @@ class CallbackThreads:
 
 
 CALLBACKS = CallbackThreads("axon-ps-callback")
-"""Of this process."""
+"""The threads for callbacks of this process."""
 
 
 class WorkQueue:
@@ -196,7 +196,7 @@ class WorkQueue:
     A call runs on its caller's thread if the queue is empty, else on the queue's own thread.
 
     Args:
-        name: of the thread.
+        name: name of the thread.
     """
 
     def __init__(self, name: str) -> None:
@@ -250,7 +250,7 @@ class WorkQueue:
         return future
 
     def wait_idle(self, timeout_s: float) -> bool:
-        """Wait until all submitted calls are done, at most `timeout_s` seconds; whether they are."""
+        """Wait until all submitted calls are done, at most `timeout_s` seconds; return True if they are."""
         with self._mutex:
             return self._mutex.wait_for(lambda: self._unfinished == 0, timeout_s)
 

@@ -3,6 +3,6 @@
 mock          threads of one process                    grpc           ranks anywhere, reduced on the shard servers
 shm           processes of one host                     gloo           PyTorch's gloo
 nccl          GPUs                                      hierarchical   one inside nodes, another across them
-request       a collective call with its arrays, which is what a backend runs
-header        how ranks compare their calls, where the transport does not
+request       a collective call with its arrays, as a backend runs it
+header        the comparison of the ranks' calls, if the transport has none
 """

@@ -37,20 +37,20 @@ __all__ = ["Backend", "Call", "GroupContext", "Operation", "Request", "Store", "
 
 
 class Store(Protocol):
-    """The key-value store that the ranks of a group share. Blocking; any thread."""
+    """The key-value store that the ranks of a group share. Its calls block; any thread may make them."""
 
     def put(self, key: str, value: bytes) -> None:
         """Store a value, at most 1 MiB."""
 
     def wait(self, key: str, timeout_s: float) -> bytes:
-        """The value of a key as soon as there is one.
+        """Return the value of a key as soon as there is one.
 
         Raises:
             Timeout: it was not stored in time.
         """
 
     def delete(self, key: str) -> None:
-        """Remove a key; harmless when there is none."""
+        """Remove a key, if there is one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,8 +62,8 @@ class GroupContext:
         rank: our position in the group.
         ranks: the members' world ranks, by position; messages name these.
         members: the members, by position; mock groups have invented ones.
-        store: where they find each other.
-        timeout_s: how long making the backend may take.
+        store: the store by which they find each other.
+        timeout_s: seconds that making the backend may take.
         ended: returns the error that ended the group, once there is one; checked by waits while a backend is made.
     """
 
@@ -77,11 +77,11 @@ class GroupContext:
 
 
 class Backend(ABC):
-    """The collectives of one group. Blocking; see this module's notes.
+    """The collectives of one group. Its calls block; see this module's notes.
 
     Attributes:
-        name: under which it is selected ("shm").
-        buffers_messages: whether messages are still received after their sender has closed its backend and exited.
+        name: the name under which it is selected ("shm").
+        buffers_messages: True = messages are still received after their sender has closed its backend and exited.
         dtypes: the element types that it supports.
         context: the group.
         rank: our position in the group.
@@ -98,7 +98,7 @@ class Backend(ABC):
         self.world_size = len(context.ranks)
 
     def sibling(self, context: GroupContext) -> Backend:
-        """Another backend of this kind, for a group of some of our ranks; all of those make it together.
+        """Make another backend of this kind, for a group of some of our ranks; all of those make it together.
 
         Raises:
             AxonError: it cannot be made.
@@ -107,7 +107,7 @@ class Backend(ABC):
 
     @abstractmethod
     def run(self, request: Request, timeout_s: float) -> None:
-        """Make a collective call: `request` says which, and with which arrays. Begins with `Request.check`.
+        """Make the collective call of a request. It begins with `Request.check`.
 
         Raises:
             Disagreement: the ranks' calls differ, or in an all-to-all a rank does not send as many elements as the
@@ -123,9 +123,9 @@ class Backend(ABC):
 
     @abstractmethod
     def send(self, data: Array, dtype: DType, to: int, tag: int, timeout_s: float) -> None:
-        """Send data: T[any] to a rank; returns when `data` may be changed. Messages of one tag arrive in order.
+        """Send data: T[any] to a rank; return when `data` may be changed. Messages of one tag arrive in order.
 
-        May be called at the same time as any other method, from any thread.
+        It may be called at the same time as any other method, from any thread.
 
         Raises:
             Disagreement: the receiver expects another size or dtype, and we still waited for it.
@@ -133,7 +133,7 @@ class Backend(ABC):
 
     @abstractmethod
     def recv(self, data: Array, dtype: DType, source: int, tag: int, timeout_s: float) -> int:
-        """Fill data: T[any] with the next message of a rank (-1 = any) with this tag; returns the sender's position.
+        """Fill data: T[any] with the next message of a rank (-1 = any) with this tag; return the sender's position.
 
         Raises:
             Disagreement: the message has another size or dtype; it is dropped.
@@ -141,12 +141,12 @@ class Backend(ABC):
 
     @abstractmethod
     def abort(self, error: AxonError) -> None:
-        """End all pending and later calls with `error`. Any thread; the first error counts."""
+        """End all pending and later calls with `error`; the first error counts. Any thread may call it."""
 
     @abstractmethod
     def close(self) -> None:
-        """Free all resources, on this rank only. May be repeated; no call may be pending."""
+        """Free all resources, on this rank only. It may be repeated; no call may be pending."""
 
     def statistics(self) -> dict[str, float]:
-        """Counters: bytes copied, sent and received, waits."""
+        """Return counters: bytes copied, sent and received, waits."""
         return {}

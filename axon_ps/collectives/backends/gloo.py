@@ -1,8 +1,8 @@
 """`GlooBackend`: PyTorch's gloo behind our `Backend`: for comparison, and for TCP without servers.
 
-Owns: what gloo lacks. Before a collective all pairs of ranks exchange headers, so a disagreement is found before data
-moves and a time-out can name the missing ranks. Averages, NaN in minima and maxima, bool, bf16, uneven counts and empty
-arrays are composed of gloo's operations. The only module outside `parallel` that imports torch.
+Owns: the features that gloo lacks. Before a collective all pairs of ranks exchange headers, so a disagreement is found
+before data moves and a time-out can name the missing ranks. Averages, NaN in minima and maxima, bool, bf16, uneven
+counts and empty arrays are composed of gloo's operations. No other module outside `parallel` imports torch.
 
 Invariants:
 - bf16 and f16 are reduced in f32 and rounded once. The order of reductions is gloo's. Blocks of int8, which gloo moves
@@ -79,7 +79,7 @@ class _Rendezvous(dist.Store):  # type: ignore[misc, name-defined]
         self._store.put(self._keys[-1], value.encode() if isinstance(value, str) else value)
 
     def get(self, key: str) -> bytes:
-        """The value of a key as soon as there is one."""
+        """Return the value of a key as soon as there is one."""
         return self._store.wait(f"{self._prefix}/{key}", self._timeout_s)
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
@@ -98,7 +98,7 @@ class GlooBackend(Backend):
     """The collectives of a group over gloo's TCP connections. A group of one rank needs none and has none.
 
     Args:
-        context: who the group is. All ranks must make it together.
+        context: the group. All ranks must make the backend together.
 
     Raises:
         Timeout: some ranks did not make it in time.
@@ -141,7 +141,7 @@ class GlooBackend(Backend):
             raise
 
     def _agree(self, request: Request, deadline: float) -> list[list[int]]:
-        """Exchange headers with every rank; how many elements go from rank to rank in an all-to-all."""
+        """Exchange headers with every rank; return how many elements go from rank to rank in an all-to-all."""
         mine = header.encode(request, self.world_size)
         headers = [mine if r == self.rank else np.zeros_like(mine) for r in range(self.world_size)]
         others = [r for r in range(self.world_size) if r != self.rank]
@@ -168,7 +168,7 @@ class GlooBackend(Backend):
         self._do(lambda: [start()], what, missing, deadline)
 
     def _all_reduce_native(self, tensor: Any, op: Any, root: int, what: str, deadline: float) -> None:
-        """tensor becomes the reduction of all ranks' tensors; with a root other than -1, on the root only."""
+        """Reduce all ranks' tensors into tensor; with a root other than -1, on the root only."""
         if root < 0:
             options = dist.AllreduceOptions()
             options.reduceOp = op
@@ -179,7 +179,7 @@ class GlooBackend(Backend):
             self._run_native(lambda: self._native.reduce([tensor], reduce_options), what, deadline)
 
     def _reduced(self, request: Request, deadline: float, root: int = -1) -> Any:
-        """The reduction of all ranks' data, as a new tensor."""
+        """Return the reduction of all ranks' data, as a new tensor."""
         call = request.call
         assert call.op is not None
         assert request.data is not None
@@ -200,7 +200,7 @@ class GlooBackend(Backend):
         return result
 
     def _reduced_blocks(self, request: Request, data: Array, deadline: float) -> Any:
-        """The same for blocks of int8, in rank order: each rank reduces its partition, and all get all partitions."""
+        """Reduce blocks of int8, in rank order: each rank reduces its partition, and all get all partitions."""
         call, n = request.call, self.world_size
         assert call.op is not None
         counts = [data.size // n + (r < data.size % n) for r in range(n)]
@@ -244,7 +244,7 @@ class GlooBackend(Backend):
         self._broadcast_from(request.data, request.call.root, request, deadline)
 
     def _all_gather(self, request: Request, _: Any, deadline: float) -> None:
-        """One broadcast per rank: gloo's all-gather takes equal counts only."""
+        """Make one broadcast per rank: gloo's all-gather takes equal counts only."""
         assert request.output is not None
         assert request.data is not None
         partitions = np.split(request.output, np.cumsum(request.call.counts)[:-1])
@@ -255,7 +255,7 @@ class GlooBackend(Backend):
     def _exchange(
         self, output: Array, data: Array, received: list[int], sent: list[int], request: Request, deadline: float
     ) -> None:
-        """Partition i of data goes to rank i, partition i of output comes from there; not all of them are empty."""
+        """Send partition i of data to rank i, and receive partition i of output from there; not all are empty."""
         if self.world_size == 1:
             _copy_unless_same(output, data)
             return
@@ -298,12 +298,12 @@ class GlooBackend(Backend):
             self._exchange(request.output, request.data, received, sent, request, deadline)
 
     def _barrier(self, request: Request, _: Any, deadline: float) -> None:
-        """Nothing is left to do: the ranks have exchanged headers."""
+        """Do nothing: the ranks have exchanged headers."""
 
     # ------------------------------------------------------------------ point to point
 
     def send(self, data: Array, dtype: DType, to: int, tag: int, timeout_s: float) -> None:
-        """See `Backend.send`; returns when the receiver has received it."""
+        """See `Backend.send`; it returns when the receiver has received the message."""
         self._check_message(data, dtype, to, tag, receiving=False)
         deadline = time.monotonic() + timeout_s
         payload_tag = _FIRST_PAYLOAD_TAG + next(self._payload_tags) % _PAYLOAD_TAGS
@@ -378,7 +378,7 @@ class GlooBackend(Backend):
         try:
             works = start()
             for work in works:
-                # Gloo cuts what is not a whole millisecond, and would say that time is up before it is.
+                # gloo cuts a time-out to full milliseconds, and would report that time is up before it is.
                 left_s = max(1, math.ceil((deadline - time.monotonic()) * 1000.0)) / 1000.0
                 work.wait(timedelta(seconds=left_s))
             return works
@@ -424,12 +424,12 @@ class GlooBackend(Backend):
     def close(self) -> None:
         """See `Backend.close`."""
         with self._lock:
-            # Not the error that ended the group: its traceback would keep the connections open.
+            # This is not the error that ended the group, whose traceback would keep the connections open.
             self._error = Closed(f"the backend of group {self.context.name!r} was closed")
             self._native = None
 
     def statistics(self) -> dict[str, float]:
-        """Bytes of messages sent."""
+        """Return the bytes of messages sent."""
         return {"gloo_message_bytes_sent": float(self._bytes_sent)}
 
 
@@ -448,7 +448,7 @@ _PERFORM: dict[Operation, Callable[[GlooBackend, Request, list[list[int]], float
 
 
 def _tensor(array: Array, dtype: DType) -> Any:
-    """The array as a tensor on the same memory; a copy if it is read-only, which torch does not know."""
+    """Return the array as a tensor on the same memory; a copy if it is read-only, which torch does not know."""
     if not array.flags.writeable:
         array = array.copy()
     if dtype is DType.BF16:
@@ -474,5 +474,5 @@ def _who(ranks: list[int]) -> str:
 
 
 def _first_line(error: BaseException) -> str:
-    """gloo's message, without its source location and without its advice."""
+    """Return gloo's message, without its source location and without its advice."""
     return re.sub(r"^\[[^\]]*\] ?", "", str(error)).partition("\n")[0].partition(" This is typically")[0]

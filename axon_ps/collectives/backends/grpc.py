@@ -3,7 +3,7 @@
 Every rank sends its contribution to the servers once and receives its result once: an all-reduce of M bytes moves M
 bytes in each direction of a rank's network card, at the same time, where a ring moves 2(n-1)/n·M each way.
 
-Owns: the blocking side, and which range of which array is sent and filled. Refuses: to know how an operation is striped
+Owns: the blocking side, and the ranges of arrays that are sent and filled. Refuses: to know how an operation is striped
 over the servers (`aggregation.core.stripes`) and how streams are read and written (`aggregation.client.client`).
 """
 
@@ -28,7 +28,7 @@ from axon_ps.types import Array, DType
 T = TypeVar("T")
 
 SERVER_REPORT_S = 0.5
-"""How long the servers may take to report how a call ended whose group has lost a member."""
+"""Seconds that the servers may take to report the outcome of a call whose group has lost a member."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +36,7 @@ class GrpcCalls:
     """A process's connection to the shard servers for collectives; all its groups share it.
 
     Attributes:
-        loop: where streams run.
+        loop: the loop that runs the streams.
         client: performs operations on the servers, on that loop.
     """
 
@@ -132,7 +132,7 @@ class GrpcBackend(Backend):
                 self._loop.run(self._client.close_group(self._group))
 
     def statistics(self) -> dict[str, float]:
-        """Payload bytes and messages in each direction, of all groups of this process."""
+        """Return payload bytes and messages in each direction, of all groups of this process."""
         return {name: float(value) for name, value in sorted(self._client.counters.items())}
 
     # ------------------------------------------------------------------ inside
@@ -159,7 +159,7 @@ class GrpcBackend(Backend):
             self._tasks.discard(task)
 
     async def _cancel(self) -> None:
-        """End what is under way; after a death the servers do that, and calls that were complete before it succeed."""
+        """End calls under way; after a death the servers do that, and calls that were complete before it succeed."""
         if isinstance(self._error, MemberLost) and self._tasks:
             await asyncio.wait(set(self._tasks), timeout=SERVER_REPORT_S)
         for task in self._tasks:
@@ -167,7 +167,7 @@ class GrpcBackend(Backend):
 
 
 def _buffers(request: Request, rank: int, world_size: int) -> Buffers:
-    """The range of an array that is sent, and the place of received data."""
+    """Return the range of an array that is sent, and the destination of received data."""
     call, data, output = request.call, request.data, request.output
     nowhere = [0] * world_size
     match call.operation:
@@ -198,7 +198,7 @@ def _buffers(request: Request, rank: int, world_size: int) -> Buffers:
 
 
 def _copy_own(request: Request, rank: int, world_size: int) -> None:
-    """Copy the data that a rank keeps for itself, which is not sent, to its place."""
+    """Copy the data that a rank keeps for itself, which is not sent, to its destination."""
     call, data, output = request.call, request.data, request.output
     if data is None or output is None:
         return
@@ -217,7 +217,7 @@ def _copy_own(request: Request, rank: int, world_size: int) -> None:
 
 
 def _place(output: Array, begin: int, data: Array) -> None:
-    """Copy our own partition to its place, unless it is there already."""
+    """Copy our own partition to its destination, unless it is there already."""
     target = output[begin : begin + data.size]
     if data.size and target.ctypes.data != data.ctypes.data:
         np.copyto(target, data)

@@ -1,4 +1,4 @@
-"""The headers that ranks exchange before a collective, where the transport does not compare calls itself.
+"""The headers that ranks exchange before a collective, if the transport does not compare calls itself.
 
 Owns: the encoding of one rank's call, of one size for all ranks of a group, and the comparison of all ranks' calls.
 Pure.
@@ -23,12 +23,12 @@ _MARK = 0xA5
 
 
 def numel(world_size: int) -> int:
-    """The size of a header, in bytes."""
+    """Return the size of a header, in bytes."""
     return _DIGEST_BYTES + _TEXT_BYTES + 16 * world_size + 1
 
 
 def encode(request: Request, world_size: int) -> Array:
-    """The header of one rank: u8[numel(world_size)]."""
+    """Return the header of one rank: u8[numel(world_size)]."""
     call, header = request.call, np.zeros(numel(world_size), np.uint8)
     text = describe(call, request.output_counts, request.input_counts).encode()[:_TEXT_BYTES]
     header[:_DIGEST_BYTES] = np.frombuffer(_digest(call), np.uint8)
@@ -41,7 +41,7 @@ def encode(request: Request, world_size: int) -> Array:
 
 
 def arrived(header: Array) -> bool:
-    """Whether a header, in a buffer that was all zeros, was received to its end."""
+    """Return True if a header, in a buffer that was all zeros, was received to its end."""
     return bool(header[-1] == _MARK)
 
 
@@ -49,7 +49,7 @@ def check(headers: Sequence[Array], call: Call, context: GroupContext) -> list[l
     """Compare the headers of all ranks, given by rank; the result is the same on every rank.
 
     Returns:
-        How many elements go from rank i to rank j, `[i][j]`; only used in an all-to-all.
+        The number of elements from rank i to rank j, `[i][j]`; only used in an all-to-all.
 
     Raises:
         Disagreement: the ranks do not make the same call.

@@ -1,10 +1,10 @@
 """`MockBackend`: the collectives of threads of one process, for tests and for trying things out.
 
 Owns: the state that the ranks of a group share. The last rank that comes to a collective performs it for all while the
-others wait, in rank order; so results and errors do not depend on how the threads are scheduled.
+others wait, in rank order; so results and errors do not depend on the scheduling of the threads.
 
 Invariants:
-- The error that one rank is aborted with, or its time-out, is raised by the others too, when they need that rank.
+- The error that aborts one rank, or its time-out, is raised by the others too, when they need that rank.
 - A message is copied when it is sent, so `send` never waits; it is received also when its sender has gone meanwhile.
 """
 
@@ -58,7 +58,7 @@ class _SharedState:
         self._aborted: dict[int, AxonError] = {}
 
     def perform(self, rank: int, request: Request, timeout_s: float) -> None:
-        """Take part in the next collective; returns when all ranks have come and it is done."""
+        """Take part in the next collective; return when all ranks have come and it is done."""
         with self._changed:
             self._raise_end(rank, range(len(self._ranks)))
             current = self._current
@@ -82,7 +82,7 @@ class _SharedState:
             self._changed.notify_all()
 
     def dequeue(self, rank: int, source: int, tag: int, timeout_s: float) -> _Message:
-        """The oldest message for `rank` from `source` (-1 = any rank) with that tag, as soon as there is one."""
+        """Return the oldest message for `rank` from `source` (-1 = any rank) with that tag, as soon as there is one."""
         inbox = self._inboxes[rank]
         others = [source] if source >= 0 else [i for i in range(len(self._ranks)) if i != rank] or [rank]
 
@@ -135,10 +135,10 @@ class _SharedState:
 
 
 class MockBackend(Backend):
-    """The collectives of a group of threads. Bits as on every flat backend, and the same in every run.
+    """The collectives of a group of threads. Results have the bits of every flat backend, the same in every run.
 
     Args:
-        context: who the group is; its store must be a `MemoryStore`, through which the ranks find each other.
+        context: the group; its store must be a `MemoryStore`, through which the ranks find each other.
 
     Raises:
         InvalidRequest: the store is of another kind.
@@ -159,12 +159,12 @@ class MockBackend(Backend):
 
     @classmethod
     def create_world(cls, n: int, *, nodes: Sequence[str] = ()) -> list[MockBackend]:
-        """The backends of a group of `n` ranks, by rank: one for each of `n` threads.
+        """Make the backends of a group of `n` ranks, by rank: one for each of `n` threads.
 
         `ProcessGroup(backend)` makes a group of each.
 
         Args:
-            n: how many.
+            n: number of ranks.
             nodes: the node of each rank; empty = all on one.
 
         Raises:
@@ -173,9 +173,9 @@ class MockBackend(Backend):
         return [cls(context) for context in mock_contexts(n, nodes=nodes)]
 
     def get_or_make(self, name: str, make: Callable[[], T]) -> T:
-        """An object that all ranks share; the first rank that asks makes it.
+        """Return an object that all ranks share; the first call makes it.
 
-        After an error: the next one that asks tries again.
+        After an error: the next call tries again.
         """
         return self._store.get_or_make(name, make)
 
@@ -185,7 +185,7 @@ class MockBackend(Backend):
         self._shared.perform(self.rank, request, timeout_s)
 
     def send(self, data: Array, dtype: DType, to: int, tag: int, timeout_s: float) -> None:
-        """See `Backend.send`; returns at once."""
+        """See `Backend.send`; it returns at once."""
         check_message(data, dtype, to, tag, self.world_size, receiving=False)
         self._shared.enqueue(to, _Message(self.rank, tag, dtype, data.copy()))
 
@@ -215,12 +215,12 @@ class MockBackend(Backend):
 def mock_contexts(
     n: int, *, nodes: Sequence[str] = (), name: str = "mock", ranks: Sequence[int] = ()
 ) -> list[GroupContext]:
-    """The contexts of a group of `n` ranks that are threads of this process, by rank.
+    """Make the contexts of a group of `n` ranks that are threads of this process, by rank.
 
     Args:
-        n: how many.
+        n: number of ranks.
         nodes: the node of each rank; empty = all on one.
-        name: of the group.
+        name: name of the group.
         ranks: their world ranks; empty = 0 to n - 1.
 
     Raises:
@@ -322,7 +322,7 @@ def _all_to_all(requests: Sequence[Request]) -> None:
 
 
 def _barrier(requests: Sequence[Request]) -> None:
-    """Nothing is left to do when all ranks have come."""
+    """Do nothing: all ranks have come."""
 
 
 _PERFORM: dict[Operation, Callable[[Sequence[Request]], None]] = {

@@ -1,6 +1,6 @@
-"""`Request`: a collective call and its arrays, which is what a backend performs.
+"""`Request`: a collective call and its arrays, as a backend performs it.
 
-Owns: which arrays a collective has, how long they are, and which one it changes.
+Owns: the arrays of a collective, their lengths, and the array that it changes.
 
     shape legend: n = world_size, T = call.dtype.numpy, counts = call.counts; every array is 1-D and contiguous
 
@@ -46,12 +46,12 @@ _MAX_LISTED_COUNTS = 8
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class Request:
-    """One rank's call of a collective, with its arrays; see this module. Never changed once it is made.
+    """One rank's call of a collective, with its arrays; see this module. It is never changed once it is made.
 
     Attributes:
-        call: what all ranks agree on.
-        data: what is read and, without `output`, written.
-        output: where the result goes when it is not `data`.
+        call: the part on which all ranks agree.
+        data: the array that is read and, without `output`, written.
+        output: the array for the result when it is not `data`.
         output_counts: ALL_TO_ALL: elements that come from each rank.
         input_counts: ALL_TO_ALL: elements that go to each rank.
     """
@@ -63,7 +63,7 @@ class Request:
     input_counts: tuple[int, ...] = ()
 
     def lengths(self, rank: int) -> tuple[int | None, int | None]:
-        """The lengths of `data` and `output` on `rank`; None = it must not be there."""
+        """Return the lengths of `data` and `output` on `rank`; None = it must not be there."""
         call = self.call
         operation, counts = call.operation, call.counts
         if operation in _ONE_COUNT:
@@ -80,7 +80,7 @@ class Request:
         return (mine, total) if operation is Operation.ALL_GATHER else (total, mine)
 
     def target(self, rank: int) -> Array | None:
-        """The array that the call changes on `rank`; None = it changes none."""
+        """Return the array that the call changes on `rank`; None = it changes none."""
         operation, root = self.call.operation, self.call.root
         if operation not in _ONE_COUNT:
             return self.output
@@ -94,7 +94,7 @@ class Request:
         Args:
             rank: our position in the group.
             world_size: number of ranks.
-            dtypes: that the backend supports.
+            dtypes: the dtypes that the backend supports.
 
         Raises:
             InvalidRequest: they do not, or the operation has no meaning for the dtype.
@@ -132,12 +132,12 @@ class Request:
             raise InvalidRequest(f"{call} needs {what} of {numel} {call.dtype.value} on this rank; it got None")
 
     def mismatch(self, others: Sequence[Request], rank: int) -> bool:
-        """ALL_TO_ALL: whether some rank does not send us, `rank`, as many elements as we expect."""
+        """Return True if, in an ALL_TO_ALL, some rank does not send us, `rank`, as many elements as we expect."""
         return any(mine != other.input_counts[rank] for mine, other in zip(self.output_counts, others, strict=True))
 
 
 def describe(call: Call, output_counts: Sequence[int] = (), input_counts: Sequence[int] = ()) -> str:
-    """The call as text that differs for different calls: it adds to `str` the counts that are left out there."""
+    """Return a text that differs for different calls: it adds to `str(call)` the counts that are left out there."""
     if call.operation is not Operation.ALL_TO_ALL:
         if len(call.counts) <= _MAX_LISTED_COUNTS or len(set(call.counts)) == 1:
             return str(call)
@@ -147,7 +147,7 @@ def describe(call: Call, output_counts: Sequence[int] = (), input_counts: Sequen
 
 
 def required(array: Array | None) -> Array:
-    """An array of a request that `Request.check` found where it must be."""
+    """Return an array of a request, which `Request.check` has found to be there."""
     assert array is not None, "Request.check has checked this"
     return array
 
@@ -156,7 +156,7 @@ def check_message(data: Array, dtype: DType, peer: int, tag: int, world_size: in
     """Check the arguments of `send`, or of `recv`, which writes to `data` and may name no peer (-1).
 
     Raises:
-        InvalidRequest: they do not.
+        InvalidRequest: they are not valid.
     """
     if not (0 <= peer < world_size or (receiving and peer == -1)):
         raise InvalidRequest(f"there is no rank {peer} in a group of {world_size}")
@@ -166,7 +166,7 @@ def check_message(data: Array, dtype: DType, peer: int, tag: int, world_size: in
 
 
 def partition_starts(counts: Sequence[int]) -> list[int]:
-    """The offsets of partitions of these lengths that lie one after the other."""
+    """Return the offsets of partitions of these lengths that lie one after the other."""
     return list(accumulate(counts, initial=0))[:-1]
 
 

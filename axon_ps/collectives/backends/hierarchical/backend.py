@@ -1,14 +1,14 @@
 """`HierarchicalBackend`: one backend inside nodes, and another across them, which moves a byte once per node.
 
-Owns: the backends it is made of, the agreement of all ranks, and which way a call goes. Refuses: to move a byte itself,
-and to know of which stages a call consists (`staged`).
+Owns: the backends that it is made of, the agreement of all ranks, and the way that a call goes. Refuses: to move a byte
+itself, and to know of which stages a call consists (`staged`).
 
 Invariants:
 - All ranks compare their calls first, through `flat`, which spans the group. So a rank that is missing or makes another
   call is named whichever node it is on, and no rank begins a stage that another does not begin.
 - Small calls go through `flat` only: the stages would cost more than they save. So do messages: they would be faster
   inside a node, but a receive from any rank would have to wait in two places.
-- A group on one node uses `intra` alone, and one with a single rank on each node `inter` alone.
+- A group on one node uses `intra` alone; a group with a single rank on each node uses `inter` alone.
 - Reductions are in rank order inside nodes, then in the order of nodes; bf16, f16 and blocks of int8 are rounded after
   each. Results have the same bits on every rank and in every run.
 - Device memory stays on the device inside a node. Only the stripe of each rail, which crosses nodes, is staged through
@@ -34,7 +34,7 @@ from axon_ps.errors import AxonError, Disagreement, InternalError, InvalidReques
 from axon_ps.types import Array, DType
 
 SMALL_BYTES = 16 << 10
-"""Up to how many bytes a call goes through `flat` only."""
+"""The most bytes of a call that goes through `flat` only."""
 
 Make = Callable[[GroupContext], Backend]
 _MAX_NAME = 200
@@ -45,8 +45,8 @@ class HierarchicalBackend(Backend):
 
     Args:
         intra: spans the ranks of our node, in the group's order.
-        inter: spans the group, and knows who is on which node (its members); rails get siblings of it.
-        small_bytes: up to how many bytes a call goes through `inter` only.
+        inter: spans the group, and knows the node of each rank (its members); rails get siblings of it.
+        small_bytes: the most bytes of a call that goes through `inter` only.
 
     Raises:
         InvalidRequest: `intra` does not span our node.
@@ -87,8 +87,14 @@ class HierarchicalBackend(Backend):
         flat: Backend | None,
         small_bytes: int = SMALL_BYTES,
     ) -> None:
-        """`node` spans our node, None if `flat` does everything; `rail` our rail, None if we are in none; `flat` the
-        group, None if `node` does everything.
+        """Set the backends that are used.
+
+        Args:
+            context: the group.
+            node: spans our node; None = `flat` does everything.
+            rail: spans our rail; None = we are in none.
+            flat: spans the group; None = `node` does everything.
+            small_bytes: as for the class.
         """
         super().__init__(context)
         self._backends = [b for b in (flat, rail, node) if b is not None]
@@ -107,16 +113,16 @@ class HierarchicalBackend(Backend):
     def create(
         cls, context: GroupContext, *, intra: Make, inter: Make, small_bytes: int = SMALL_BYTES
     ) -> HierarchicalBackend:
-        """Make the backend and those it uses. All ranks of the group must make it together.
+        """Make the backend and the backends that it uses. All ranks of the group must make it together.
 
         Args:
-            context: who the group is.
+            context: the group.
             intra: makes a backend for the ranks of one node.
             inter: makes a backend for ranks on different nodes.
             small_bytes: as for the class.
 
         Raises:
-            AxonError: one of the backends cannot be made; those that were are closed.
+            AxonError: one of the backends cannot be made; those made before it are closed.
         """
         topology, all_ranks = Topology.of(context.members), range(len(context.ranks))
         if len(topology.nodes) == 1:
@@ -175,7 +181,7 @@ class HierarchicalBackend(Backend):
             raise
 
     def _through_flat(self, request: Request, deadline: float) -> bool:
-        """Make a small call through `flat`; returns whether it was small, which equal calls find on every rank."""
+        """Make a call through `flat` if it is small; return True if it was. Equal calls give the same on every rank."""
         call = request.call
         arrays = [a for a in (request.data, request.output) if a is not None]
         small = sum(call.counts) * call.dtype.itemsize <= self._small_bytes
@@ -198,7 +204,7 @@ class HierarchicalBackend(Backend):
         return True
 
     def _agree(self, request: Request, deadline: float) -> list[list[int]]:
-        """Check that all ranks make the same call; how many elements go from rank to rank in an all-to-all."""
+        """Check that all ranks make the same call; return how many elements go from rank to rank in an all-to-all."""
         try:
             headers = self._exchange_headers(request, deadline)
         except Disagreement:  # other ranks make a small call
@@ -206,7 +212,7 @@ class HierarchicalBackend(Backend):
         return header.check(headers, request.call, self.context)
 
     def _raise_disagreement(self, request: Request, deadline: float) -> list[list[int]]:
-        """All ranks come here when one finds that calls differ: `flat` cannot describe the ranks' own calls."""
+        """Raise `Disagreement` on all ranks, after one has found it: `flat` cannot describe the ranks' own calls."""
         header.check(self._exchange_headers(request, deadline), request.call, self.context)
         raise InternalError(f"the ranks make equal calls {request.call}, and yet a stage found that they differ")
 
@@ -240,7 +246,7 @@ class HierarchicalBackend(Backend):
             backend.close()
 
     def statistics(self) -> dict[str, float]:
-        """Counters of the backends it uses, added up, and bytes of device memory that crossed to the host."""
+        """Return the counters of the backends that it uses, added up, and bytes copied between device and host."""
         total = self._staging.statistics()
         for backend in self._backends:
             for name, value in backend.statistics().items():
@@ -249,7 +255,7 @@ class HierarchicalBackend(Backend):
 
 
 def _sub_context(context: GroupContext, what: str, positions: Sequence[int]) -> GroupContext:
-    """The context of a sub-group of which we are a member."""
+    """Return the context of a sub-group of which we are a member."""
     return GroupContext(
         name=name_of_subgroup(context.name, what),
         rank=list(positions).index(context.rank),
@@ -261,6 +267,6 @@ def _sub_context(context: GroupContext, what: str, positions: Sequence[int]) -> 
 
 
 def name_of_subgroup(group: str, what: str) -> str:
-    """The name of a sub-group of a group; hashed if it would be longer than a name may be."""
+    """Return the name of a sub-group of a group; it is hashed if it would be longer than a name may be."""
     name = f"{group}/{what}"
     return name if len(name) <= _MAX_NAME else hashlib.blake2b(name.encode(), digest_size=16).hexdigest()

@@ -88,7 +88,7 @@ class Stage:
                     staging.free(host)
 
     def send(self, data: Array, dtype: DType, to: int, tag: int, timeout_s: float) -> None:
-        """See `Backend.send`; any thread."""
+        """See `Backend.send`; any thread may call it."""
         if self._staging is None or not on_device(data):
             self.backend.send(data, dtype, to, tag, timeout_s)
             return
@@ -100,7 +100,7 @@ class Stage:
             self._staging.free(host)
 
     def recv(self, data: Array, dtype: DType, source: int, tag: int, timeout_s: float) -> int:
-        """See `Backend.recv`; any thread."""
+        """See `Backend.recv`; any thread may call it."""
         if self._staging is None or not on_device(data):
             return self.backend.recv(data, dtype, source, tag, timeout_s)
         host = self._staging.allocate(data)
@@ -112,10 +112,10 @@ class Stage:
             self._staging.free(host)
 
     def _reads(self, call: Call) -> bool:
-        """Whether the call reads this rank's data."""
+        """Return True if the call reads this rank's data."""
         return call.operation is not Operation.BROADCAST or call.root == self.backend.rank
 
 
 def on_device(array: Any) -> bool:
-    """Whether an array is in device memory: a cupy array."""
+    """Return True for an array in device memory: a cupy array."""
     return hasattr(array, "__cuda_array_interface__")

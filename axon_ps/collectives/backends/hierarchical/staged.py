@@ -1,8 +1,8 @@
 """Collectives of several nodes, made of collectives inside nodes and in rails.
 
 An all-reduce is a reduce-scatter inside each node, an all-reduce across nodes in each rail (one rank of every node,
-each with its stripe of the data), and an all-gather inside each node; the other operations likewise. Nodes may have
-different numbers of ranks, see `topology`.
+each with its stripe of the data), and an all-gather inside each node; the other operations are made likewise. Nodes may
+have different numbers of ranks, see `topology`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class StagedCalls:
     """The calls of one rank of several nodes, some of which have several ranks.
 
     Args:
-        topology: of the group.
+        topology: topology of the group.
         rank: our position in the group.
         node: performs the stages inside our node.
         rail: performs those in our rail; None = we are in none.
@@ -49,8 +49,8 @@ class StagedCalls:
 
         Args:
             request: the call.
-            matrix: ALL_TO_ALL: how many elements go from rank to rank.
-            deadline: of the call.
+            matrix: ALL_TO_ALL: numbers of elements from rank to rank.
+            deadline: deadline of the call.
         """
         try:
             _PERFORM[request.call.operation](self, request, matrix, deadline)
@@ -60,12 +60,12 @@ class StagedCalls:
     # ------------------------------------------------------------------ reductions
 
     def _stripe_counts(self, numel: int) -> list[int]:
-        """The number of elements, of `numel`, that each rank of the node takes through its rail."""
+        """Return the number of elements, of `numel`, that each rank of the node takes through its rail."""
         rails = self._topology.num_rails
         return [numel // rails + (i < numel % rails) if i < rails else 0 for i in range(len(self._node_ranks))]
 
     def _rail_reduction(self, call: Call) -> tuple[ReduceOp, Callable[[Array], object] | None]:
-        """The reduction of the nodes' partial results in a rail, and the step before it for each stripe.
+        """Return the reduction of the nodes' partial results in a rail, and the step before it for each stripe.
 
         An average of averages is right if nodes are equal; else each node is weighted by its number of ranks.
         """
@@ -83,7 +83,7 @@ class StagedCalls:
         return ReduceOp.SUM, weigh
 
     def _reduce_in_node(self, request: Request, data: Array, stripe_counts: Sequence[int], deadline: float) -> Array:
-        """Our stripe of the reduction of our node's data: T[stripe_counts[local_rank]]."""
+        """Return our stripe of the reduction of our node's data: T[stripe_counts[local_rank]]."""
         stripe = _empty(data, stripe_counts[self._local_rank])
         self._node.run(
             Operation.REDUCE_SCATTER,
@@ -218,7 +218,7 @@ class StagedCalls:
         self._deliver_in_node(call, mine, output, counts, deadline)
 
     def _all_to_all(self, request: Request, matrix: list[list[int]], deadline: float) -> None:
-        """Inside the node to the receiver's rail, across nodes, and inside the receiver's node to the receiver."""
+        """Move data inside the node to the receiver's rail, across nodes, and inside its node to the receiver."""
         call, topology, all_ranks = request.call, self._topology, range(self._world_size)
         counts = {(i, j): matrix[i][j] for i in all_ranks for j in all_ranks}
         by_rail = [[(self._rank, j) for j in topology.served_everywhere(q)] for q in range(topology.num_rails)]
@@ -256,22 +256,22 @@ class StagedCalls:
         self._deliver_in_node(call, arrived, required(request.output), totals, deadline)
 
     def _barrier(self, request: Request, _: Any, deadline: float) -> None:
-        """Nothing is left to do: the ranks have exchanged headers."""
+        """Do nothing: the ranks have exchanged headers."""
 
     # ------------------------------------------------------------------ inside the node
 
     def _rail_totals(self, counts: dict[int, int]) -> list[int]:
-        """Elements of each rail, by rank of our node, given those of each rank of the group."""
+        """Return the elements of each rail, by rank of our node, given those of each rank of the group."""
         rails = self._topology.num_rails
         totals = [_total(counts, self._topology.served_everywhere(q)) for q in range(rails)]
         return totals + [0] * (len(self._node_ranks) - rails)
 
     def _node_totals(self, counts: dict[int, int]) -> list[int]:
-        """Elements of our rail, by node."""
+        """Return the elements of our rail, by node."""
         return [_total(counts, self._topology.served(b, self._local_rank)) for b in range(len(self._topology.nodes))]
 
     def _served_total(self, counts: dict[int, int]) -> int:
-        """Elements of the ranks of our node whose data goes through us."""
+        """Return the elements of the ranks of our node whose data goes through us."""
         return _total(counts, self._topology.served(self._node_index, self._local_rank)) if self._in_rail else 0
 
     def _gather_in_node(
@@ -291,7 +291,7 @@ class StagedCalls:
         )
 
     def _collect_in_node(self, call: Call, data: Array, counts: dict[int, int], deadline: float) -> Array:
-        """The data of the ranks of our node whose data goes through our rail; only used in a rail."""
+        """Collect the data of the ranks of our node whose data goes through our rail; only used in a rail."""
         if len(self._node_ranks) == self._topology.num_rails:
             return data
         sent, received = self._transfer_counts(counts)
@@ -302,7 +302,7 @@ class StagedCalls:
         return collected
 
     def _deliver_in_node(self, call: Call, mine: Array, output: Array, counts: dict[int, int], deadline: float) -> None:
-        """The inverse of `_collect_in_node`: from the rails to the ranks."""
+        """Do the inverse of `_collect_in_node`: move data from the rails to the ranks."""
         if len(self._node_ranks) == self._topology.num_rails:
             output[:] = mine
             return
@@ -312,7 +312,7 @@ class StagedCalls:
         )
 
     def _transfer_counts(self, counts: dict[int, int]) -> tuple[list[int], list[int]]:
-        """Elements that we send to, and receive from, each rank of our node when data is collected."""
+        """Return the elements that we send to, and receive from, each rank of our node when data is collected."""
         own, rail = counts[self._rank], self._topology.rail_of(self._rank)
         sent = [own if i == rail else 0 for i in range(len(self._node_ranks))]
         served = self._topology.served(self._node_index, self._local_rank) if self._in_rail else ()
@@ -333,7 +333,7 @@ _PERFORM: dict[Operation, Callable[[StagedCalls, Request, list[list[int]], float
 
 
 def _empty(like: Array, numel: int) -> Array:
-    """A new array T[numel] where `like` is: numpy hands the call on to cupy for its arrays."""
+    """Make a new array T[numel] in the memory of `like`'s kind: numpy hands the call on to cupy for its arrays."""
     return np.empty_like(like, shape=(numel,))
 
 

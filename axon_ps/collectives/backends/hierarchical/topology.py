@@ -34,7 +34,7 @@ class Topology:
 
     @classmethod
     def of(cls, members: Sequence[Member]) -> Topology:
-        """The topology of a group's members, by position."""
+        """Return the topology of a group's members, by position."""
         nodes: dict[str, list[int]] = {}
         for position, member in enumerate(members):
             nodes.setdefault(member.node, []).append(position)
@@ -47,31 +47,31 @@ class Topology:
 
     @property
     def even(self) -> bool:
-        """Whether all nodes have the same number of ranks."""
+        """True if all nodes have the same number of ranks."""
         return len(set(map(len, self.nodes))) == 1
 
     def node_of(self, position: int) -> int:
-        """Index of a rank's node."""
+        """Return the index of a rank's node."""
         return next(i for i, node in enumerate(self.nodes) if position in node)
 
     def local_rank(self, position: int) -> int:
-        """A rank's position in its node."""
+        """Return a rank's position in its node."""
         return self.nodes[self.node_of(position)].index(position)
 
     def rail_of(self, position: int) -> int:
-        """The rail that a rank's data goes through."""
+        """Return the rail that a rank's data goes through."""
         return self.local_rank(position) % self.num_rails
 
     def rail(self, rail: int) -> tuple[int, ...]:
-        """The ranks in a rail, by node."""
+        """Return the ranks in a rail, by node."""
         return tuple(node[rail] for node in self.nodes)
 
     def served(self, node: int, rail: int) -> tuple[int, ...]:
-        """The ranks of a node whose data goes through a rail."""
+        """Return the ranks of a node whose data goes through a rail."""
         return self.nodes[node][rail :: self.num_rails]
 
     def served_everywhere(self, rail: int) -> tuple[int, ...]:
-        """The ranks of all nodes whose data goes through a rail, by node."""
+        """Return the ranks of all nodes whose data goes through a rail, by node."""
         return tuple(p for node in range(len(self.nodes)) for p in self.served(node, rail))
 
     @property
@@ -81,7 +81,7 @@ class Topology:
 
 
 def rearranged(data: Array, counts: Mapping[Key, int], source: Sequence[Key], target: Sequence[Key]) -> Array:
-    """The blocks of an array in another order.
+    """Return the blocks of an array in another order.
 
     Args:
         data: T[m]: blocks in the order `source`.

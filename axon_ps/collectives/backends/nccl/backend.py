@@ -1,7 +1,7 @@
 """`NcclBackend`: collectives of GPUs through NCCL, on cupy arrays.
 
-Owns: the order of calls on streams and communicators, and how calls end. Ranks compare their calls by a small
-all-gather before each collective. Refuses: what a collective is in NCCL's operations (`calls`).
+Owns: the order of calls on streams and communicators, and the end of calls. Ranks compare their calls by a small
+all-gather before each collective. Refuses: to compose collectives of NCCL's operations (`calls`).
 
 Invariants:
 - A call first waits for the calling thread's current stream, on which the data was computed, and then runs on the
@@ -47,12 +47,12 @@ class NcclBackend(Backend):
     """The collectives of a group of GPUs, one for each rank.
 
     Args:
-        unique_id: what `generate_unique_id` gave on one rank.
+        unique_id: the id that `generate_unique_id` returned on one rank.
         rank: our position.
         world_size: number of ranks. All of them must make the backend together.
         device: index of our GPU.
-        context: who the group is; None = ranks that share nothing but the unique id: messages then cannot be sent,
-            and a time-out cannot say who is missing.
+        context: the group; None = the ranks share nothing but the unique id: messages then cannot be sent, and a
+            time-out cannot name the missing ranks.
 
     Raises:
         NcclError: there is no GPU or no cupy, or NCCL failed.
@@ -92,7 +92,7 @@ class NcclBackend(Backend):
         """Make the backend of a group: its first rank makes the unique id, the others find it in the group's store.
 
         Args:
-            context: who the group is. All ranks must make it together.
+            context: the group. All ranks must make the backend together.
             device: index of our GPU; None = by our position among the workers of our node.
 
         Raises:
@@ -118,7 +118,7 @@ class NcclBackend(Backend):
 
     @classmethod
     def create_world(cls, devices: list[int]) -> list[NcclBackend]:
-        """The backends of the GPUs of this process, by rank: one for each of as many threads.
+        """Make the backends of the GPUs of this process, by rank: one for each of as many threads.
 
         Raises:
             NcclError: there is no GPU or no cupy, or NCCL failed.
@@ -146,7 +146,7 @@ class NcclBackend(Backend):
         return backends
 
     def sibling(self, context: GroupContext) -> NcclBackend:
-        """See `Backend.sibling`; on our GPU.
+        """See `Backend.sibling`; it is on our GPU.
 
         Raises:
             Misuse: the ranks share nothing but the unique id.
@@ -160,7 +160,7 @@ class NcclBackend(Backend):
 
     @staticmethod
     def generate_unique_id() -> NcclUniqueId:
-        """A new unique id, for one communicator.
+        """Make a new unique id, for one communicator.
 
         Raises:
             NcclError: there is no GPU or no cupy.
@@ -170,7 +170,7 @@ class NcclBackend(Backend):
 
     @staticmethod
     def nccl_version() -> tuple[int, int, int]:
-        """The version of NCCL: (major, minor, patch).
+        """Return the version of NCCL: (major, minor, patch).
 
         Raises:
             NcclError: there is no GPU or no cupy.
@@ -180,7 +180,7 @@ class NcclBackend(Backend):
 
     @staticmethod
     def device_count() -> int:
-        """The number of GPUs that this process sees.
+        """Return the number of GPUs that this process sees.
 
         Raises:
             NcclError: there is no GPU or no cupy.
@@ -207,7 +207,7 @@ class NcclBackend(Backend):
 
     @contextlib.contextmanager
     def _watched(self, timeout_s: float, what: str, peer: int = -1) -> Iterator[None]:
-        """Runs the body, which calls NCCL, on our device and under the watchdog, and turns its errors into ours."""
+        """Run the body, which calls NCCL, on our device and under the watchdog, and turn its errors into ours."""
         if self._error is not None:
             with self._settling:
                 raise again(self._error)
@@ -263,7 +263,7 @@ class NcclBackend(Backend):
     # ------------------------------------------------------------------ point to point
 
     def send(self, data: Array, dtype: DType, to: int, tag: int, timeout_s: float) -> None:
-        """See `Backend.send`; returns when the receiver has the message."""
+        """See `Backend.send`; it returns when the receiver has the message."""
         self._check_message(data, dtype, to, tag, receiving=False)
         with self._watched(timeout_s, f"a message with tag {tag}", to):
             self._messages.send(data, dtype, to, tag, timeout_s)
@@ -285,7 +285,7 @@ class NcclBackend(Backend):
             raise InvalidRequest("messages need a group's store; make the backend with NcclBackend.create(context)")
 
     def _connect_pair(self, unique_id: NcclUniqueId, end: int) -> Callable[[Array, DType], None]:
-        """A function that moves messages in one direction between two ranks: end 0 sends, end 1 receives."""
+        """Return a function that moves messages in one direction between two ranks: end 0 sends, end 1 receives."""
         comm = self._connect(unique_id, 2, end)
 
         def move(array: Array, dtype: DType) -> None:
@@ -300,7 +300,7 @@ class NcclBackend(Backend):
     # ------------------------------------------------------------------ errors, the end
 
     def _connect(self, unique_id: NcclUniqueId, world_size: int, rank: int) -> Any:
-        """A communicator; all of its ranks must call this together."""
+        """Make a communicator; all of its ranks must call this together."""
         made: list[Any] = []
         errors: list[Exception] = []
 
@@ -352,7 +352,7 @@ class NcclBackend(Backend):
         return f"nccl/{self.context.name}/late/{self._sequence}/{rank}"
 
     def _missing(self, peer: int) -> str:
-        """The ranks that did not come. NCCL does not say; ranks that timed out are in the store, others are not."""
+        """Name the ranks that did not come. NCCL does not: ranks that timed out are in the store, others are not."""
         if peer >= 0:
             return f"rank {self.context.ranks[peer]}"
         if not self._has_store:

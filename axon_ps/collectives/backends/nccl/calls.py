@@ -1,8 +1,8 @@
 """Collectives as calls of one NCCL communicator.
 
-Owns: what NCCL's operations lack. Bitwise reductions, NaN in minima and maxima, bool, and uneven counts are composed of
-them, in one group each. A bf16 array is uint16 here. Everything is put on the calling thread's current stream; nothing
-waits.
+Owns: the features that NCCL's operations lack. Bitwise reductions, NaN in minima and maxima, bool, and uneven counts
+are composed of them, in one group each. A bf16 array is uint16 here. Everything is put on the calling thread's current
+stream, and no call waits.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _BITWISE: dict[ReduceOp, Any] = {
 
 
 class NcclCalls:
-    """The collectives of one communicator. One thread at a time, on the communicator's device.
+    """The collectives of one communicator. One thread at a time may use it, on the communicator's device.
 
     Args:
         cupy: the module.
@@ -45,7 +45,7 @@ class NcclCalls:
         _PERFORM[request.call.operation](self, request)
 
     def gather(self, mine: Array) -> Any:
-        """Enqueue an all-gather of u8[m], which must stay; returns u8[n * m], which is not there yet."""
+        """Enqueue an all-gather of u8[m], which must stay; return u8[n * m], which is not there yet."""
         everything = self._cupy.empty(mine.size * self._world_size, np.uint8)
         self._comm.allGather(address(mine), address(everything), mine.size, NCCL_DTYPES[DType.U8], self._stream)
         return everything
@@ -56,7 +56,7 @@ class NcclCalls:
 
     @contextlib.contextmanager
     def _group(self) -> Iterator[None]:
-        """All calls of the body become one launch, so their order does not matter."""
+        """Make all calls of the body one launch, so that their order does not matter."""
         self._nccl.groupStart()
         try:
             yield
@@ -68,7 +68,7 @@ class NcclCalls:
         return [array[end - count : end] for end, count in zip(ends, counts, strict=True)]
 
     def _native_reduce(self, source: Array, target: Array, op: int, dtype: DType, root: int = -1) -> None:
-        """target: T[m] becomes the reduction of all ranks' source: T[m], or only on the root's if there is one."""
+        """Reduce all ranks' source: T[m] into target: T[m], or only into the root's if there is one."""
         where = address(source), address(target), source.size, NCCL_DTYPES[dtype], op
         if root < 0:
             self._comm.allReduce(*where, self._stream)
@@ -76,7 +76,7 @@ class NcclCalls:
             self._comm.reduce(*where, root, self._stream)
 
     def _reduced(self, request: Request, target: Array | None = None, root: int = -1) -> Array:
-        """The reduction of all ranks' data, in `target` or a new array; with a root, there only."""
+        """Return the reduction of all ranks' data, in `target` or a new array; with a root, there only."""
         call, data = request.call, required(request.data)
         assert call.op is not None
         result: Array = self._cupy.empty(data.size, data.dtype) if target is None else target
@@ -151,7 +151,7 @@ class NcclCalls:
                 self._broadcast_one(partition, call.dtype, root)
 
     def _exchange(self, outputs: list[Array | None], inputs: list[Array | None], dtype: DType) -> None:
-        """inputs[i] goes to rank i, outputs[i] comes from there; None = nothing is sent or received."""
+        """Send inputs[i] to rank i, and receive outputs[i] from there; None = nothing is sent or received."""
         number, stream = NCCL_DTYPES[dtype], self._stream
         own_output, own_input = outputs[self._rank], inputs[self._rank]
         if own_output is not None and own_input is not None and own_output.size:
@@ -186,7 +186,7 @@ class NcclCalls:
         self._exchange([*outputs], [*inputs], request.call.dtype)
 
     def _barrier(self, request: Request) -> None:
-        """Nothing is left to do: the ranks have exchanged headers."""
+        """Do nothing: the ranks have exchanged headers."""
 
 
 _PERFORM: dict[Operation, Callable[[NcclCalls, Request], None]] = {
@@ -209,5 +209,5 @@ def _is_nan(data: Array, dtype: DType) -> Array:
 
 
 def address(array: Any) -> int:
-    """The address of an array in device memory."""
+    """Return the address of an array in device memory."""
     return int(array.data.ptr)

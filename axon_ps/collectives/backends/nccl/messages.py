@@ -1,8 +1,8 @@
 """Messages between GPUs: tags, any source and sizes that do not fit, on a transport that has only an order.
 
 Owns: the agreement of both ends, in the group's store, on which message is transferred next. A sender announces a
-message under its tag; the receiver that matches it replies "go" or "drop", and only after "go" both transfer it. Knows
-nothing of GPUs; the function that moves bytes is given.
+message under its tag; the receiver that matches it replies "go" or "drop", and only after "go" both transfer it. The
+module knows nothing of GPUs; the function that moves bytes is given.
 
 Invariant: between two ranks one message is transferred at a time in each direction.
 """
@@ -30,10 +30,10 @@ class Messages:
     """One rank's messages.
 
     Args:
-        context: the group; its store is where the ends meet.
+        context: the group; the ends meet in its store.
         connect: makes the function that moves bytes to (end 0) or from (end 1) one peer; the peer makes the other end
             at the same time, with the same unique id.
-        generate_unique_id: makes one.
+        generate_unique_id: makes a unique id.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class Messages:
             self._move((self._context.rank, to), deadline)(data, dtype)
 
     def recv(self, data: Array, dtype: DType, source: int, tag: int, timeout_s: float) -> int:
-        """Receive the next message of a rank, or of any (-1); returns its sender."""
+        """Receive the next message of a rank, or of any (-1); return its sender."""
         deadline = time.monotonic() + timeout_s
         sender, key, announced = self._next(source, tag, deadline)
         name, _, numel = announced.decode().partition(" ")
@@ -92,11 +92,11 @@ class Messages:
         return sender
 
     def _next(self, source: int, tag: int, deadline: float) -> tuple[int, str, bytes]:
-        """Match the next message with a tag: its sender, its key, its announcement."""
+        """Match the next message with a tag; return its sender, its key, its announcement."""
         sources = [source] if source >= 0 else [r for r in range(len(self._context.ranks)) if r != self._context.rank]
         while True:
             for candidate in sources:
-                with self._order["recv", candidate, tag]:  # two receivers of one source take turns
+                with self._order["recv", candidate, tag]:  # one receiver of a source at a time
                     number = self._numbers["recv", candidate, tag]
                     key = self._key(candidate, self._context.rank, tag, number)
                     limit = deadline if source >= 0 else time.monotonic() + _LOOK_S
@@ -111,7 +111,7 @@ class Messages:
                     return candidate, key, announced
 
     def _move(self, pair: tuple[int, int], deadline: float) -> Move:
-        """The function that moves bytes between two ranks in one direction; both make it when it is first needed."""
+        """Return the function that moves bytes in one direction between two ranks; both make it when first needed."""
         end = pair.index(self._context.rank)
         with self._order["connect", *pair]:
             if pair not in self._moves:
@@ -127,7 +127,7 @@ class Messages:
             return self._moves[pair]
 
     def _wait(self, key: str, deadline: float) -> bytes:
-        """The value of a key; ends early on an abort."""
+        """Return the value of a key; end early on an abort."""
         while True:
             if self._error is not None:
                 raise again(self._error)

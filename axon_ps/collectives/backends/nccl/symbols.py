@@ -1,4 +1,4 @@
-"""NCCL's numbers and names: dtypes, reductions, unique ids, versions. Pure; needs no GPU."""
+"""NCCL's numbers and names: dtypes, reductions, unique ids, versions. Pure; it needs no GPU."""
 
 from __future__ import annotations
 
@@ -55,23 +55,23 @@ class NcclUniqueId:
             raise InvalidRequest(f"a unique id of NCCL has {UNIQUE_ID_BYTES} bytes; given were {len(self.value)}")
 
     def as_of(self, cupy: str) -> bytes | tuple[int, ...]:
-        """The unique id as that version of cupy takes it: bytes since 14.0, before that C's signed characters."""
+        """Return the unique id for that version of cupy: bytes since 14.0, before that C's signed characters."""
         if int(cupy.split(".")[0]) >= 14:
             return self.value
         return tuple(int(c) for c in np.frombuffer(self.value, np.int8))
 
     @classmethod
     def of(cls, given: bytes | tuple[int, ...]) -> NcclUniqueId:
-        """The unique id that cupy gave, of whichever version."""
+        """Return the unique id that cupy gave, in any version."""
         return cls(given if isinstance(given, bytes) else np.array(given, np.int16).astype(np.int8).tobytes())
 
 
 def nccl_op(op: ReduceOp, dtype: DType) -> int | None:
-    """NCCL's number of the reduction; None when NCCL has none, and we gather and reduce ourselves."""
+    """Return NCCL's number of the reduction; None when NCCL has none, and we gather and reduce ourselves."""
     return (_OPS_OF_BOOL if dtype is DType.BOOL else _OPS).get(op)
 
 
 def version_of(code: int) -> tuple[int, int, int]:
-    """NCCL's version number as (major, minor, patch): 22304 is (2, 23, 4), 2708 is (2, 7, 8)."""
+    """Return NCCL's version number as (major, minor, patch): 22304 is (2, 23, 4), 2708 is (2, 7, 8)."""
     scale = 10_000 if code >= 10_000 else 1_000
     return code // scale, code % scale // 100, code % 100

@@ -1,4 +1,4 @@
-"""`Watchdog`: a thread that ends calls that take too long or have failed, where the waiting cannot be interrupted.
+"""`Watchdog`: a thread that ends calls that take too long or have failed, if their waits cannot be interrupted.
 
 Invariant: `expire` is called outside the lock, at most once until no call is under way.
 """
@@ -20,7 +20,7 @@ class Watchdog:
     """Watches over the bodies of `until`.
 
     Args:
-        name: of the thread.
+        name: name of the thread.
         failed: checks for an error; called every `POLL_S` while a call is under way.
         expire: called with the error found, or with None when a deadline has passed.
     """
@@ -69,7 +69,7 @@ class Watchdog:
                 self._until_idle()
 
     def _next_check(self) -> float | None:
-        """Wait a while, or until there is a call to watch; seconds to the next deadline, None when closed."""
+        """Wait a while, or until there is a call; return the seconds to the next deadline, or None when closed."""
         with self._changed:
             if not self._deadlines:
                 self._changed.wait_for(lambda: self._closed or bool(self._deadlines))

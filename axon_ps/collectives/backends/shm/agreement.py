@@ -27,10 +27,10 @@ _OPS: dict[ReduceOp | None, int] = {None: 255, **{op: i for i, op in enumerate(R
 
 
 class Agreement:
-    """Exchanges and compares the headers of a group's calls. One thread at a time.
+    """Exchanges and compares the headers of a group's calls. One thread at a time may use it.
 
     Attributes:
-        calls: how many there were.
+        calls: number of calls so far.
         bytes_inline: bytes that this rank sent beside its headers.
 
     Args:
@@ -70,7 +70,7 @@ class Agreement:
             inline: data to put beside the header, unless it is too large.
             deadline: of the call.
             pairs: counts that need not be equal on all ranks.
-            large: whether the header describes an array that the peers read.
+            large: True = the header describes an array that the peers read.
             source: that array; None = they read nothing from this rank.
 
         Returns:
@@ -124,13 +124,13 @@ class Agreement:
         raise disagreement(texts, f"call {min(sequences)} of group {self.context.name!r}")
 
     def pairs(self, buffer_index: int, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """A rank's input and output counts in an all-to-all."""
+        """Return a rank's input and output counts in an all-to-all."""
         n = len(self.context.ranks)
         numbers = self._control.numbers(self._headers[buffer_index][rank] + COUNTS, f"<{2 * n}Q")
         return numbers[:n], numbers[n:]
 
     def check_pairs(self, call: Call, counts: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]) -> None:
-        """Check that in an all-to-all every rank sends what the receiver expects.
+        """Check that in an all-to-all every rank sends as many elements as the receiver expects.
 
         Raises:
             Disagreement: a rank does not.
@@ -148,11 +148,11 @@ class Agreement:
                     raise disagreement(descriptions, f"call {call.sequence} of group {self.context.name!r}")
 
     def input(self, buffer_index: int, rank: int, dtype: DType, begin: int, count: int) -> Array:
-        """T[count]: a range of a rank's inline data."""
+        """Return T[count]: a range of a rank's inline data."""
         begin *= dtype.itemsize
         return self._inline[buffer_index][rank][begin : begin + count * dtype.itemsize].view(dtype.numpy)
 
     def inputs(self, buffer_index: int, dtype: DType, count: int, begin: int = 0) -> list[Array]:
-        """T[count] of every rank: the same range of its inline data."""
+        """Return T[count] of every rank: the same range of its inline data."""
         kind, begin, end = dtype.numpy, begin * dtype.itemsize, (begin + count) * dtype.itemsize
         return [inline[begin:end].view(kind) for inline in self._inline[buffer_index]]

@@ -1,8 +1,8 @@
 """`SharedMemoryBackend`: the collectives of processes on one host.
 
-Owns: the group's memory from its making to its end, and which way a call goes. Refuses: what calls do with the ranks'
-arrays (`small`, `large`), how ranks wait for each other (`control`), meet (`rendezvous`), find each other's arrays
-(`exchange`), and send and receive (`mailbox`).
+Owns: the group's memory from its making to its end, and the way that a call goes. Refuses: the work of calls on the
+ranks' arrays (`small`, `large`), and how ranks wait for each other (`control`), meet (`rendezvous`), find each other's
+arrays (`exchange`), and send and receive (`mailbox`).
 
 Every call begins with an exchange of headers, which is a barrier: all ranks check that they make the same call
 (`agreement`). Up to INLINE_BYTES of a rank travel beside its header (`small`); all else is read where it is, or from a
@@ -36,7 +36,7 @@ _MIN_SLOT_BYTES = -(-max(dtype.itemsize for dtype in DType) // 64) * 64
 class SharedMemoryBackend(Backend):
     """The collectives of processes on one host. See this module and `Backend`.
 
-    Making it is collective: every rank of the group has to.
+    Making it is collective: every rank of the group must make it.
 
     Args:
         context: the group. `context.store` is used while making it only, under `shm/NAME/...`, and left empty.
@@ -67,7 +67,7 @@ class SharedMemoryBackend(Backend):
         self._large = LargeCalls(self._control, self._peer_memory, self._agreement)
 
     def empty_shared(self, shape: Sequence[int], dtype: DType) -> Array:
-        """An array of zeros in memory that the other ranks map: collectives never copy it. Not collective.
+        """Make an array of zeros in memory that the other ranks map: collectives never copy it. It is not collective.
 
         It serves in every group of this process, and lives as long as anything refers to it.
 
@@ -131,7 +131,7 @@ class SharedMemoryBackend(Backend):
             self._peer_memory.close()
 
     def statistics(self) -> dict[str, float]:
-        """Bytes that went inline, were found in shared arrays, sent and received; waits at barriers, and sleeps."""
+        """Return counters: bytes inline, mapped in shared arrays, sent and received; waits at barriers, and sleeps."""
         return {
             "calls": self._agreement.calls,
             "bytes_inline": self._agreement.bytes_inline,

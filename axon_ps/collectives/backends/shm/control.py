@@ -1,28 +1,28 @@
-"""The control segment of a group on one host: barriers, every rank's progress, and whether the group was aborted.
+"""The control segment of a group on one host: barriers, every rank's progress, and the group's abort.
 
 Owns: the layout of the segment, waiting in it, and noticing that a member died or ended the group. Refuses: to know
 which collectives the ranks run.
 
     layout: head | n records | n x 2 headers | n x 2 inline buffers | n x n message rings
-    head:   shared by all ranks: the futex word of the barrier, whether the group was aborted, where the slots are
-    record: what one rank publishes: barriers and windows it has come to, where it is met, why it aborted
+    head:   shared by all ranks: the futex word of the barrier, the flag of an abort, the location of the slots
+    record: published by one rank: barriers and windows it has come to, its socket, the reason of its abort
 
 Note: [Single writer]
     Every number has one writer, so no atomic operation is needed, which Python does not have. The exceptions only ever
-    wake a sleeper, who then checks for himself: the futex word of the barrier (any rank that came last writes the
+    wake a sleeper, which then checks for itself: the futex word of the barrier (any rank that came last writes the
     number of the barrier, so all of them write the same), the doorbells (any value that was not there before), and
     `aborted` (only 1).
 
 Note: [Barriers]
     A rank counts up its `arrived`, then reads all the others'. A rank that finds that all have arrived rings the
-    barrier's doorbell; because of the fence between the two, at least the last one does. A rank that finds somebody
+    barrier's doorbell; because of the fence between the two, at least the last one does. A rank that finds another one
     missing spins for a moment, yielding the processor each time, and then sleeps on the doorbell. So with many more
     ranks than cores a rank sleeps once per barrier and uses no processor time.
 
 Note: [Doorbells]
     A doorbell is a futex word. Waking its sleepers is a system call, and mostly there are none. A sleeper sets a flag
-    in its record, fences, and checks once more what it waits for; a rank that rings writes what is waited for, fences,
-    and checks the flags. By the two fences at least one of them sees the other.
+    in its record, fences, and checks its condition once more. A rank that rings writes the awaited value, fences, and
+    checks the flags. By the two fences at least one of them sees the other.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ TEXT_BYTES = 1024
 RING_ENTRIES = 8
 ENTRY_HEADER_BYTES = 64
 DYING_S = 1.0
-"""A process that dies counts as ended within so many seconds after its sockets are closed."""
+"""Seconds within which a process that dies counts as ended, after its sockets are closed."""
 
 _LINE = 64  # bytes of a cache line; numbers of different writers lie in different lines
 _HEAD_BYTES = 4096
 _RECORD_BYTES = 2048
 _SPIN_S = 50e-6
-_SLICE_S = 0.1  # how often a sleeper checks that the ranks it waits for are alive
+_SLICE_S = 0.1  # seconds between two checks of a sleeper that the ranks it waits for are alive
 _MESSAGE_RINGS_BUDGET_BYTES = 8 << 20
 _MASK = 0xFFFFFFFF
 
@@ -100,33 +100,33 @@ class ControlLayout:
         self.size_bytes = self._message_rings + n * n * self._message_ring_bytes
 
     def record(self, rank: int) -> int:
-        """The offset of a rank's record."""
+        """Return the offset of a rank's record."""
         return _HEAD_BYTES + rank * _RECORD_BYTES
 
     def header(self, rank: int, buffer_index: int) -> int:
-        """The offset of a rank's header for the calls that use this buffer, even or odd ones."""
+        """Return the offset of a rank's header for the calls that use this buffer, even or odd ones."""
         return self._headers + (2 * rank + buffer_index) * self.header_bytes
 
     def inline(self, rank: int, buffer_index: int) -> int:
-        """The offset of a rank's inline data for the calls that use this buffer."""
+        """Return the offset of a rank's inline data for the calls that use this buffer."""
         return self._inline + (2 * rank + buffer_index) * INLINE_BYTES
 
     def message_ring(self, source: int, destination: int) -> int:
-        """The ring of messages from one rank to another: head, tail, entries."""
+        """Return the offset of the ring of messages from one rank to another: head, tail, entries."""
         return self._message_rings + (source * self.world_size + destination) * self._message_ring_bytes
 
 
 class Control:
     """The control segment as one rank sees it.
 
-    One thread at a time, except for `abort`, `check` and `notify`, which any thread may call.
+    One thread at a time may use it, except for `abort`, `check` and `notify`, which any thread may call.
 
     Args:
         memory: u8[layout.size_bytes], the segment.
-        layout: of it.
-        rank: ours.
+        layout: layout of the segment.
+        rank: our rank.
         ranks: world ranks by position, for messages.
-        name: of the group, for messages.
+        name: name of the group, for messages.
         ended: returns the error that ended the group, if any: it may end before there is a backend to abort.
     """
 
@@ -194,7 +194,7 @@ class Control:
         self._notify(BARRIER, target & _MASK)
 
     def await_barrier(self, deadline: float) -> None:
-        """Wait until every rank has come to the barrier where we arrived last. Raises as `barrier` does."""
+        """Wait until every rank has come to the barrier where we arrived last. It raises as `barrier` does."""
         for index in self._others:
             if self.u64[index] < self._barriers:
                 self._wait_at_barrier(self._barriers, deadline)
@@ -226,7 +226,7 @@ class Control:
         self._notify(self.layout.record(self.rank) + PROGRESS_DOORBELL, self.progress & _MASK)
 
     def await_progress(self, rank: int, progress: int, deadline: float) -> None:
-        """Wait until a rank has done that many windows, over all calls. Raises as `barrier` does."""
+        """Wait until a rank has done that many windows, over all calls. It raises as `barrier` does."""
         u64, index = self.u64, self._progress[rank]
         if u64[index] < progress:
             self.waits += 1
@@ -284,12 +284,12 @@ class Control:
                         raise self.fail(self.lost(rank))
 
     def too_late(self, missing: Sequence[int]) -> Timeout:
-        """The error for ranks (positions) that did not come in time."""
+        """Return the error for ranks (positions) that did not come in time."""
         names = ", ".join(str(self.ranks[r]) for r in missing)
         return Timeout(f"rank {names} did not come to what group {self.name!r} does, in time; look what it is doing")
 
     def lost(self, rank: int) -> MemberLost:
-        """The error for a rank (position) whose process ended."""
+        """Return the error for a rank (position) whose process ended."""
         peer = self.peers[rank]
         return MemberLost(
             f"rank {self.ranks[rank]} of group {self.name!r} is gone: its process "
@@ -297,26 +297,26 @@ class Control:
         )
 
     def hung_up(self, rank: int, error: AxonError) -> AxonError:
-        """The error for a rank (position) that cannot be asked: it is lost, if its process has ended or does now."""
+        """Return the error for a rank (position) that cannot be asked: `lost` if its process has ended or ends now."""
         peer = self.peers[rank]
         if peer is not None and peer.ends(DYING_S):
             return self.lost(rank)
         return Broken(f"rank {self.ranks[rank]}: {error}")
 
     def departed(self, rank: int) -> Broken:
-        """The error for a rank (position) that closed the group while we wait for it."""
+        """Return the error for a rank (position) that closed the group while we wait for it."""
         return Broken(f"rank {self.ranks[rank]} closed group {self.name!r} while others still wait for it in a call")
 
     def closed(self, rank: int) -> bool:
-        """Whether a rank (position) closed the group."""
+        """Return True if a rank (position) closed the group."""
         return bool(self.u32[(self.layout.record(rank) + CLOSED) // 4])
 
     def dead(self) -> set[int]:
-        """The ranks (positions) whose processes have ended."""
+        """Return the ranks (positions) whose processes have ended."""
         return {r for r, peer in enumerate(self.peers) if peer is not None and not peer.alive()}
 
     def doorbell(self, rank: int) -> int:
-        """The offset of the doorbell on which a rank's threads sleep in send and recv."""
+        """Return the offset of the doorbell on which a rank's threads sleep in send and recv."""
         return self.layout.record(rank) + MESSAGE_DOORBELL
 
     def notify(self, doorbell: int) -> None:
@@ -339,8 +339,8 @@ class Control:
     def abort(self, error: AxonError) -> None:
         """End the pending and later calls of every rank; the first error counts.
 
-        All ranks can see it before a thread of this one raises it: that may close the group, and who sees a closed
-        group and no error would take it for one that this rank has left.
+        All ranks can see the error before a thread of this rank raises it. That thread may close the group, and a peer
+        that saw a closed group without an error would conclude that this rank has left it.
         """
         with self._abort_lock:
             if self._error is None:
@@ -367,7 +367,7 @@ class Control:
             self.notify(self.doorbell(rank))
 
     def fail(self, error: AxonError) -> AxonError:
-        """Abort with an error that this rank found; returns the error to raise: the first one of the group."""
+        """Abort with an error that this rank found; return the error to raise: the first one of the group."""
         if self._error is None and self.u32[ABORTED // 4]:
             self._set_error(self._peer_error())
         self.abort(error)
@@ -385,7 +385,7 @@ class Control:
             self._error = self._error or again(error)
 
     def _peer_error(self) -> AxonError:
-        """The error that another rank aborted with."""
+        """Return the error with which another rank aborted."""
         futex.settle()
         for rank in range(self.layout.world_size):
             record = self.layout.record(rank)
@@ -400,7 +400,7 @@ class Control:
     # --- texts and numbers in the segment
 
     def numbers(self, offset: int, form: str) -> tuple[int, ...]:
-        """Numbers at an offset, by their `struct` form."""
+        """Return the numbers at an offset, by their `struct` form."""
         return struct.unpack_from(form, self.memory, offset)
 
     def put_numbers(self, offset: int, form: str, *values: int) -> None:
@@ -408,7 +408,7 @@ class Control:
         struct.pack_into(form, self.memory, offset, *values)
 
     def text(self, offset: int) -> str:
-        """A text at an offset."""
+        """Return the text at an offset."""
         return unpack_text(self.memory[offset : offset + TEXT_BYTES])
 
     def put_text(self, offset: int, text: str) -> None:

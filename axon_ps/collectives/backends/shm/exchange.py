@@ -1,11 +1,11 @@
-"""Reading of each other's arrays by the ranks of one host, in a large collective.
+"""Access of the ranks of one host to each other's arrays, in a large collective.
 
-Owns: the two ways, and which one a call uses. Refuses: to know what is done with the bytes.
+Owns: the two ways of access, and the choice between them. Refuses: to know what is done with the bytes.
 
     mapped   the array is shared (`host.shared_arrays`): the peers map it and compute on it where it is
-    slots    every rank copies what the peers need of its array into its slot of a shared segment, one window after the
-             other, and the peers work on it there, in the cache. Used where an array is in ordinary memory, or in that
-             of a device
+    slots    every rank copies the part of its array that the peers need into its slot of a shared segment, one window
+             after the other, and the peers work on it there, in the cache. Slots are used if an array is in ordinary
+             memory, or in that of a device
 
 All ranks of a call use slots, or none does: every rank sees all descriptors and decides the same.
 
@@ -14,9 +14,9 @@ Note: [Two windows]
     window in between, and its barrier; a rank comes to that barrier only after it has finished the window before. So no
     rank still reads a slot when its owner writes the next window into it.
 
-Nobody touches private memory of another rank: one that gives up a call may use its arrays at once, however late a
-stopped peer wakes up. Shared arrays are written by peers in an all-reduce or a reduce, when all ranks have one; a rank
-that gives up such a call first revokes the peers' access (`SharedArrays.revoke`).
+No rank touches private memory of another. So a rank that gives up a call may use its arrays at once, however late a
+stopped peer wakes up. If all ranks have shared arrays, peers write to them in an all-reduce or a reduce. A rank that
+gives up such a call first revokes the peers' access (`SharedArrays.revoke`).
 
     terms: a rank's source is the array that its peers read, partitions one after the other (one for each rank, or a
     single one); positions are elements of a partition
@@ -49,7 +49,7 @@ from axon_ps.host.shared_memory import Segment
 from axon_ps.types import Array, DType
 
 Copy = Callable[[Array, Array], object]
-"""out: T[n] becomes data: T[n]."""
+"""Copies data: T[n] to out: T[n], the first argument."""
 
 _NO_SOURCE, _PRIVATE, _SHARED = range(3)
 _DESCRIPTOR = struct.Struct("<IQQQ")  # kind, segment, offset, size
@@ -70,10 +70,10 @@ class Descriptor(NamedTuple):
 class PeerMemory:
     """Access to the arrays of the other ranks; lives as long as the backend.
 
-    `offer`, `place` and `mapped` may be called by any thread, the rest by one at a time.
+    `place`, `place_for` and `mapped` may be called by any thread, the rest by one at a time.
 
     Args:
-        control: of the group.
+        control: control segment of the group.
         peers: the other ranks, by position.
         slot_bytes: bytes of a slot; every rank has two.
     """
@@ -93,7 +93,7 @@ class PeerMemory:
     # ------------------------------------------------------------------ ours
 
     def describe(self, source: Array | None, header: int) -> None:
-        """Write into our header where peers find `source`."""
+        """Write the location of `source` for the peers into our header."""
         self._forget_closed()
         values = _NO_SOURCE, 0, 0, 0
         if source is not None:
@@ -102,7 +102,7 @@ class PeerMemory:
         _DESCRIPTOR.pack_into(self.control.memory, header + DESCRIPTOR, *values)
 
     def place(self, array: Array, peers: Sequence[HostPeer]) -> tuple[int, int] | None:
-        """Segment and offset where these peers find an array; None: they do not, so it must be copied for them."""
+        """Return segment and offset of an array for these peers; None = they cannot map it, so it must be copied."""
         address = address_of(array)
         shared = shared_arrays.find(address, array.nbytes)
         if shared is None or not self._offer(shared.segment, peers):
@@ -110,7 +110,7 @@ class PeerMemory:
         return shared.segment.number, address - shared.base
 
     def place_for(self, rank: int, array: Array) -> tuple[int, int] | None:
-        """The same for one rank."""
+        """Return `place` for one rank."""
         peer = self._peers[rank]
         return None if peer is None else self.place(array, [peer])
 
@@ -130,13 +130,13 @@ class PeerMemory:
                 self._publish_sent()
 
     def _publish_sent(self) -> None:
-        """Publish how many messages there were to peers: at another number they look for what was passed or closed."""
+        """Publish the number of messages to peers: if it changes they look for segments that were passed or closed."""
         self.control.u64[self._record // 8] = sum(peer.messages for peer in self._others)
 
     # ------------------------------------------------------------------ the other ranks'
 
     def descriptors(self, buffer_index: int) -> list[Descriptor]:
-        """The descriptors of all ranks."""
+        """Return the descriptors of all ranks."""
         layout, memory = self.control.layout, self.control.memory
         return [
             Descriptor(*_DESCRIPTOR.unpack_from(memory, layout.header(r, buffer_index) + DESCRIPTOR))
@@ -144,17 +144,17 @@ class PeerMemory:
         ]
 
     def choose_slots(self, descriptors: Sequence[Descriptor], deadline: float) -> list[list[Array]] | None:
-        """The slots, if this call uses them: an array is in no shared memory."""
+        """Return the slots, if this call uses them because an array is in no shared memory."""
         return self.slots(deadline) if any(d.kind == _PRIVATE for d in descriptors) else None
 
     def view(self, rank: int, descriptor: Descriptor, dtype: DType, own: Array | None) -> Array | None:
-        """A rank's source that is a shared array, mapped here: T[]; None: it has none.
+        """Return a rank's source that is a shared array, mapped here: T[]; None = it has none.
 
         Args:
-            rank: whose (position).
-            descriptor: what it published.
-            dtype: of the elements.
-            own: ours.
+            rank: the rank (position).
+            descriptor: the descriptor that it published.
+            dtype: dtype of the elements.
+            own: our source.
         """
         if descriptor.kind != _SHARED:
             return None
@@ -165,7 +165,7 @@ class PeerMemory:
         return view.view(dtype.numpy)
 
     def mapped(self, rank: int, segment: int, offset: int, size_bytes: int) -> Array:
-        """u8[size_bytes]: bytes of a segment of a rank (position), where they lie."""
+        """Return u8[size_bytes]: bytes of a segment of a rank (position), where they lie."""
         peer = self._peers[rank]
         assert peer is not None, "our own arrays are not looked up"
         try:
@@ -188,9 +188,9 @@ class PeerMemory:
                     raise self.control.fail(self.control.hung_up(rank, error)) from error
 
     def slots(self, deadline: float) -> list[list[Array]]:
-        """All ranks' slots, u8[slot_bytes] by buffer index and rank; the first rank makes them when first needed.
+        """Return all ranks' slots, u8[slot_bytes] by buffer index and rank; the first rank makes them when needed.
 
-        Collective: every rank has to call this.
+        Collective: every rank must call this.
 
         Raises:
             Busy: there is not enough memory, on every rank.
@@ -210,7 +210,7 @@ class PeerMemory:
             peer.close()
 
     def _make_slots(self, deadline: float) -> Array:
-        """u8[...]: the memory of all slots."""
+        """Make u8[...]: the memory of all slots."""
         control, size_bytes = self.control, 2 * self.control.layout.world_size * self.slot_bytes
         segment: Segment | None = None
         if control.rank == 0:
@@ -245,14 +245,14 @@ class Exchange:
     """The sources of one large collective.
 
     Attributes:
-        slots: whether they go through slots: window by window, with a barrier after each is published.
-        mapped: whether all of them are shared arrays that every rank has mapped.
+        slots: True = they go through slots: window by window, with a barrier after each is published.
+        mapped: True = all of them are shared arrays that every rank has mapped.
 
     Args:
-        peer_memory: of the backend.
-        descriptors: of all ranks.
-        dtype: of the elements.
-        starts: by rank, where the partitions of its source begin; None: it has no source.
+        peer_memory: access to the other ranks' arrays.
+        descriptors: descriptors of all ranks.
+        dtype: dtype of the elements.
+        starts: by rank, the begins of the partitions of its source; None = it has no source.
         longest: elements of the longest partition of any rank.
         slots: the slots, if this call uses them.
         own: our source, if we have one.
@@ -284,16 +284,16 @@ class Exchange:
             self._slots = [[slot[:usable_bytes].view(dtype.numpy) for slot in of_ranks] for of_ranks in slots]
 
     def _window_numel(self, partitions: int) -> int:
-        """Elements of every partition that fit into a slot at a time."""
+        """Return the elements of every partition that fit into a slot at a time."""
         return max(1, self._peer_memory.slot_bytes // partitions // 64 * 64 // self._dtype.itemsize)
 
     def windows(self, window_bytes: int = 0) -> Iterator[tuple[int, int]]:
-        """Positions [lo, hi) in every partition, one window after the other.
+        """Yield positions [lo, hi) in every partition, one window after the other.
 
-        With slots, the current one and the one before can be pulled. See Note: [Two windows].
+        With slots, the current window and the one before can be pulled. See Note: [Two windows].
 
         Args:
-            window_bytes: length of a window without slots; 0 = a whole partition.
+            window_bytes: length of a window without slots; 0 = a full partition.
         """
         if self.slots:
             step = self._window
@@ -303,13 +303,13 @@ class Exchange:
             yield lo, min(lo + step, self._longest)
 
     def _in_slot(self, rank: int, partition: int, lo: int, hi: int) -> Array:
-        """The part of a rank's slots that has [lo, hi) of a partition of its source; it lies in one window."""
+        """Return the part of a rank's slots that has [lo, hi) of a partition of its source; it lies in one window."""
         window, at = divmod(lo, self._window)
         at += partition * self._window
         return self._slots[window & 1][rank][at : at + hi - lo]
 
     def view(self, rank: int, lo: int, hi: int) -> Array:
-        """Elements [lo, hi) of a rank's source, where it is; for exchanges that are `mapped`."""
+        """Return elements [lo, hi) of a rank's source, where it is; for exchanges that are `mapped`."""
         view = self._views[rank]
         assert view is not None, "all sources are mapped"
         return view[lo:hi]
@@ -320,7 +320,7 @@ class Exchange:
             np.copyto(self._in_slot(self._peer_memory.control.rank, partition, lo, hi), data)
 
     def peek(self, rank: int, partition: int, lo: int, hi: int) -> Array:
-        """[lo, hi) of a partition of a rank's source, where it is."""
+        """Return [lo, hi) of a partition of a rank's source, where it is."""
         if self.slots:
             return self._in_slot(rank, partition, lo, hi)
         view, starts = self._views[rank], self._starts[rank]
@@ -329,6 +329,6 @@ class Exchange:
         return view[starts[partition] + lo : starts[partition] + hi]
 
     def pull(self, rank: int, partition: int, lo: int, hi: int, out: Array, copy: Copy = np.copyto) -> None:
-        """out: T[hi - lo] becomes [lo, hi) of a partition of a rank's source, by `copy`."""
+        """Copy [lo, hi) of a partition of a rank's source to out: T[hi - lo], by `copy`."""
         if hi > lo:
             copy(out, self.peek(rank, partition, lo, hi))

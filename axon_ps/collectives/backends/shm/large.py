@@ -2,9 +2,9 @@
 
     n = world_size, T = call.dtype.numpy, a partition = one of n nearly equal ranges of an array
 
-The headers say where the arrays lie. In a reduction each rank reduces its partition of all ranks' arrays in blocks that
-stay in a cache, into its own array, and publishes its progress window by window; the others follow and copy the
-windows. A last barrier makes sure that no rank changes an array that another one still reads.
+The headers contain the locations of the arrays. In a reduction each rank reduces its partition of all ranks' arrays in
+blocks that stay in a cache, into its own array, and publishes its progress window by window; the others follow and copy
+the windows. A last barrier makes sure that no rank changes an array that another one still reads.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _STREAM_BYTES = 8 << 20  # larger results are written past the caches, since the
 
 
 def _copy_for(size_bytes: int) -> Copy:
-    """The way to copy into a result of this size."""
+    """Return the function that copies into a result of this size."""
     if size_bytes < _STREAM_BYTES:
         return np.copyto
     from axon_ps.kernels import stream_copy  # loading numba takes a while, and small groups need none
@@ -43,7 +43,7 @@ class LargeCalls:
     """The large calls of one rank; see this module.
 
     Args:
-        control: of the group.
+        control: control segment of the group.
         peer_memory: access to the other ranks' arrays.
         agreement: exchanges the headers.
     """
@@ -105,7 +105,7 @@ class LargeCalls:
         self._finish(exchange, deadline)
 
     def all_to_all(self, request: Request, index: int, inputs: Sequence[Sequence[int]], deadline: float) -> None:
-        """Make an all-to-all whose headers were exchanged; `inputs`: by rank, what it sends to each rank."""
+        """Make an all-to-all whose headers were exchanged; `inputs`: by rank, the counts that it sends to each rank."""
         n, rank, output, data = self._world_size, self._rank, required(request.output), required(request.data)
         targets, sources = partition_starts(request.output_counts), partition_starts(request.input_counts)
         longest = max(map(max, inputs))
@@ -126,7 +126,7 @@ class LargeCalls:
         self._finish(exchange, deadline)
 
     def _collect(self, call: Call, output: Array | None, data: Array, deadline: float) -> None:
-        """output: T[sum(counts)], where there is one, becomes the data of all ranks: T[counts[rank]]."""
+        """Gather the data of all ranks: T[counts[rank]] into output: T[sum(counts)], if there is one."""
         n, rank, counts = self._world_size, self._rank, call.counts
         starts, longest = partition_starts(counts), max(counts)
         exchange = self._start_exchange(call, data, [[0]] * n, longest, deadline)
@@ -165,7 +165,7 @@ class LargeCalls:
     def _reduce_to(
         self, call: Call, data: Array, output: Array | None, readers: Sequence[int], deadline: float
     ) -> None:
-        """As `_reduce_partitions`. After an error no peer can write into `data` any more."""
+        """Do `_reduce_partitions`. After an error no peer can write into `data` any more."""
         try:
             self._reduce_partitions(call, data, output, readers, deadline)
         except Disagreement:
@@ -189,12 +189,12 @@ class LargeCalls:
     def _reduce_partitions(
         self, call: Call, data: Array, output: Array | None, readers: Sequence[int], deadline: float
     ) -> None:
-        """Each rank reduces its partition; `readers` get all partitions.
+        """Reduce our partition, as every rank does; `readers` get all partitions.
 
         Args:
             call: ALL_REDUCE or REDUCE.
             data: T[counts[0]].
-            output: the same, where the result goes there; None: data is only read.
+            output: `data` if the result goes there; None = data is only read.
             readers: the ranks that get the result.
             deadline: of the call.
         """
@@ -278,7 +278,7 @@ class LargeCalls:
             exchange.pull(r, r, lo, end, output[starts[r] + lo : starts[r] + end], copy)
 
     def _reduce_window(self, exchange: Exchange, call: Call, own: Array, out: Array, lo: int, hi: int) -> None:
-        """out[lo:hi] becomes the reduction of [lo, hi) of our partition of all sources; own: T[] is ours."""
+        """Reduce [lo, hi) of our partition of all sources into out[lo:hi]; own: T[] is ours."""
         n, rank, dtype, op = self._world_size, self._rank, call.dtype, call.op
         assert op is not None
         block = max(1, self._block_bytes // dtype.itemsize)
@@ -332,7 +332,7 @@ class LargeCalls:
             self._control.arrive()
 
     def _await_readers(self, exchange: Exchange, deadline: float) -> None:
-        """After `_finish_reading`: wait until no peer reads our array any more."""
+        """Wait, after `_finish_reading`, until no peer reads our array any more."""
         if not exchange.slots:
             self._control.await_barrier(deadline)
 

@@ -6,7 +6,7 @@ Owns: a ring buffer of entries for every ordered pair of ranks, in the control s
     shared array  READY_TO_SEND -> the receiver copies it from where it lies -> FINISHED
     large array   READY_TO_SEND -> CLEAR_TO_SEND -> FRAGMENT ... FRAGMENT, each in one of a few windows of shared
                   memory, which is used again once the ring's reader has passed the fragment before; or in the ring,
-                  where there is none or another message is in them
+                  if there is none or another message is in them
     mismatch      READY_TO_SEND -> REJECTED with the reason
 
 A thread that waits in a send or recv empties all rings that lead to its rank, whatever is in them: messages that no
@@ -67,10 +67,10 @@ class _Reassembly:
 
 
 class ShmMailbox:
-    """One rank's message rings, in and out. Any thread; see this module.
+    """One rank's message rings, in and out. Any thread may use them; see this module.
 
     Args:
-        control: of the group.
+        control: control segment of the group.
         peer_memory: finds shared arrays.
     """
 
@@ -117,7 +117,7 @@ class ShmMailbox:
                 self._enqueue(to, deadline, fragment, _FRAGMENT, 0, 0, transfer, fragment.nbytes, raw.nbytes, 0, 0)
 
     def _send_in_windows(self, to: int, deadline: float, raw: memoryview, transfer: int) -> bool:
-        """Send the fragments of a message through shared memory; False: there is none, or it is in use."""
+        """Send the fragments of a message through shared memory; return False if there is none, or it is in use."""
         if not self._windows_used.acquire(timeout=0):
             return False
         try:
@@ -126,7 +126,7 @@ class ShmMailbox:
             windows = self._windows
             if (place := self._peer_memory.place_for(to, windows)) is None:
                 return False
-            ring, ends = self._out[to], [0] * _WINDOWS  # where the ring's reader is once it needs the window no more
+            ring, ends = self._out[to], [0] * _WINDOWS  # the reader's position once it needs a window no more
             for i, begin in enumerate(range(0, raw.nbytes, _WINDOW_BYTES)):
                 self._await_reader(to, ring, ends[i % _WINDOWS], deadline)
                 fragment, at = raw[begin : begin + _WINDOW_BYTES], i % _WINDOWS * _WINDOW_BYTES
@@ -208,7 +208,7 @@ class ShmMailbox:
         return appended
 
     def _append(self, to: int, payload: memoryview | None, entry: tuple[int, ...]) -> bool:
-        """Append to a ring unless it is full; the caller then rings the receiver's doorbell. With the lock."""
+        """Append to a ring unless it is full. The caller has the lock, and rings the receiver's doorbell afterwards."""
         control, ring = self._control, self._out[to]
         head, tail = control.u64[ring // 8], control.u64[(ring + _TAIL) // 8]
         if head - tail >= RING_ENTRIES:
@@ -225,7 +225,7 @@ class ShmMailbox:
         return True
 
     def _progress(self) -> bool:
-        """Empty all rings that lead here; whether there was anything. With the lock."""
+        """Empty all rings that lead here; return True if there was anything. The caller has the lock."""
         control = self._control
         found = False
         for source, ring in enumerate(self._in):
@@ -241,12 +241,12 @@ class ShmMailbox:
             futex.settle()
             control.u64[(ring + _TAIL) // 8] = head
             futex.fence()
-            if any(entries) or control.u64[ring // 8] - tail >= RING_ENTRIES // 2:  # its writer may wait for room
+            if any(entries) or control.u64[ring // 8] - tail >= RING_ENTRIES // 2:  # its writer may wait for space
                 control.notify(control.doorbell(source))
         return found
 
     def _accept(self, source: int, at: int) -> bool:
-        """Take one entry; whether its writer waits for that."""
+        """Take one entry; return True if its writer waits for that."""
         memory = self._control.memory
         kind, dtype, tag, transfer, size_bytes, total_bytes, segment, offset = _ENTRY.unpack_from(memory, at)
         payload = memory[at + ENTRY_HEADER_BYTES : at + ENTRY_HEADER_BYTES + size_bytes]
@@ -277,7 +277,7 @@ class ShmMailbox:
                 found = self._progress()
                 result = ready()
             if found:
-                # Another thread of this rank may wait for what we have taken out of the rings.
+                # Another thread of this rank may wait for entries that we have taken out of the rings.
                 control.notify(self._doorbell)
             if result is not None:
                 return result
@@ -308,4 +308,4 @@ class ShmMailbox:
         for rank in sorted(dead - closed):
             raise control.fail(control.lost(rank))
         if closed and closed == ranks:
-            raise control.departed(min(closed))  # without an abort: others may still receive what it sent them
+            raise control.departed(min(closed))  # without an abort: others may still receive its messages

@@ -1,11 +1,11 @@
 """The rendezvous of a group's ranks on one host: they map the control segment, and connect to each other.
 
 The first rank offers a socket and a secret, the nonce, in the group's store, under `shm/NAME/offer`. The others
-connect, present the nonce, and store under `shm/NAME/joined/RANK` that they did, or why not; only the first rank reads
-those, and it deletes all of the keys, so nothing remains in the store. Then it passes everybody the control segment,
-and says whether all have mapped it. The other ranks connect to each other in the same way, by sockets that they name
-in the segment. So each rank has a connection to each other one, over which segments are passed (`host.host_peer`); who
-the other process is, and whether it lives, the kernel says and no message.
+connect, present the nonce, and store under `shm/NAME/joined/RANK` that they did, or why not. Only the first rank reads
+those keys, and it deletes all of them, so nothing remains in the store. Then it passes every rank the control segment,
+and reports whether all have mapped it. The other ranks connect to each other in the same way, by sockets that they name
+in the segment. So each rank has a connection to each other one, over which segments are passed (`host.host_peer`). The
+kernel, not a message, identifies the other process and reports its death.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ from axon_ps.types import Array
 NONCE_BYTES = 16
 
 _HELLO = struct.Struct(f"<{NONCE_BYTES}sI")  # nonce, rank
-_WELL, _FAILED = b"\0", b"\1"  # what a message begins with; the reason of a failure follows
+_WELL, _FAILED = b"\0", b"\1"  # first byte of a message; the reason of a failure follows
 _POLL_S = 0.1
 
 Sockets = dict[int, PeerSocket]
-"""By rank (position)."""
+"""Sockets by rank (position)."""
 
 
 def offer_key(name: str) -> str:
-    """The key under which the first rank of a group stores where it is met."""
+    """Return the key under which the first rank of a group stores where it is met."""
     return f"shm/{name}/offer"
 
 
 def joined_key(name: str, rank: int) -> str:
-    """The key under which a rank reports that it has connected, or why it could not."""
+    """Return the key under which a rank reports that it has connected, or why it could not."""
     return f"shm/{name}/joined/{rank}"
 
 
@@ -118,7 +118,7 @@ def _create(context: GroupContext, layout: ControlLayout, deadline: float) -> tu
 
 
 def _collect_reports(context: GroupContext, offer: dict[str, str], deadline: float) -> AxonError | None:
-    """Publish the offer, and wait for all ranks' reports; returns the first error."""
+    """Publish the offer, and wait for all ranks' reports; return the first error."""
     store, others = context.store, range(1, len(context.ranks))
     store.put(offer_key(context.name), json.dumps(offer).encode())
     failure: AxonError | None = None
@@ -141,7 +141,7 @@ def _collect_reports(context: GroupContext, offer: dict[str, str], deadline: flo
 
 
 def _accepted(listener: Listener, nonce: bytes, expected: range) -> Sockets:
-    """The ranks that have connected and presented the nonce; other connections are closed."""
+    """Return the ranks that have connected and presented the nonce; other connections are closed."""
     found: Sockets = {}
     while (connected := listener.next_peer()) is not None:
         with contextlib.suppress(AxonError, struct.error):
@@ -155,7 +155,7 @@ def _accepted(listener: Listener, nonce: bytes, expected: range) -> Sockets:
 
 
 def _missing(context: GroupContext, sockets: Sockets) -> AxonError | None:
-    """The error for a rank that said that it connected, and is not there."""
+    """Return the error for a rank that reported that it connected, and is not there."""
     for rank in range(1, len(context.ranks)):
         if rank not in sockets:
             return MemberLost(f"rank {context.ranks[rank]} is gone, while group {context.name!r} was made")
@@ -165,7 +165,7 @@ def _missing(context: GroupContext, sockets: Sockets) -> AxonError | None:
 def _pass_control(
     context: GroupContext, sockets: Sockets, fd: int, failure: AxonError | None, deadline: float
 ) -> AxonError | None:
-    """Pass every rank the control segment, and say whether all have mapped it; returns the first error."""
+    """Pass every rank the control segment, and report whether all have mapped it; return the first error."""
     if failure is None:
         _send_all(sockets.values(), _WELL, fd)
         for rank, connected in sockets.items():
@@ -178,7 +178,7 @@ def _pass_control(
 
 
 def _send_all(sockets: Iterable[PeerSocket], message: bytes, fd: int = -1) -> None:
-    """Send the same to some ranks; who has died meanwhile is found by waiting for it."""
+    """Send the same to some ranks; a rank that has died meanwhile is found by waiting for it."""
     for connected in sockets:
         with contextlib.suppress(Broken):
             connected.send(message, fd)
@@ -241,12 +241,12 @@ def _map(fd: int, layout: ControlLayout) -> Array:
 def _receive(
     context: GroupContext, connected: PeerSocket, rank: int, deadline: float, *, descriptor: bool = True
 ) -> int:
-    """Wait for a rank's next message; returns its descriptor, if it may bring one and does.
+    """Wait for a rank's next message; return its descriptor, if it may bring one and does.
 
     Raises:
-        Unreachable: it says why there will be no group.
+        Unreachable: the message has the reason why there will be no group.
         MemberLost: it died, or hung up.
-        Timeout: it said nothing in time.
+        Timeout: no message came in time.
     """
     poll = select.poll()
     poll.register(connected.fileno(), select.POLLIN)
@@ -276,7 +276,7 @@ def _connect_others(control: Control, nonce: bytes, deadline: float) -> Sockets:
     """Connect to every rank but the first: the higher one connects, the lower one accepts. All ranks call it.
 
     Raises:
-        Unreachable: two ranks cannot reach each other; one that was to accept may just have died.
+        Unreachable: two ranks cannot reach each other; the one to accept may just have died.
         Broken: a rank that was to connect is not there.
         MemberLost: a rank died, and another one waited for it.
         Timeout: a rank did not come.

@@ -1,7 +1,7 @@
 """Calls of a few bytes on one host: the data lies beside the headers, so they take one barrier.
 
-Owns: which calls are small, and their results. Once the headers are exchanged every rank has all data and computes its
-own result, so no rank waits a second time.
+Owns: the test for small calls, and their results. Once the headers are exchanged every rank has all data and computes
+its own result, so no rank waits a second time.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ _GATHERING = (Operation.ALL_GATHER, Operation.GATHER)
 _SCATTERING = (Operation.SCATTER, Operation.REDUCE_SCATTER)
 _COPYING = (Operation.SCATTER, Operation.BROADCAST)
 _MIN_INLINE_NUMEL = INLINE_BYTES // max(dtype.itemsize for dtype in DType)
-"""So many elements are small in every dtype."""
+"""A call of so many elements is small in every dtype."""
 
 
 def is_small(call: Call) -> bool:
-    """Whether every rank's data fits beside its header; not for ALL_TO_ALL, whose counts only the headers have."""
+    """Return True if every rank's data fits beside its header; not for ALL_TO_ALL, whose counts only headers have."""
     counts = call.counts
     numel = max(counts) if call.operation in _GATHERING else sum(counts)
     return numel <= _MIN_INLINE_NUMEL or numel * call.dtype.itemsize <= INLINE_BYTES
@@ -52,7 +52,7 @@ def run(agreement: Agreement, request: Request, deadline: float) -> None:
 
 
 def all_to_all(agreement: Agreement, request: Request, index: int, inputs: Sequence[Sequence[int]]) -> None:
-    """The result of an all-to-all whose headers were exchanged; `inputs`: by rank, what it sends to each rank."""
+    """Finish an all-to-all whose headers were exchanged; `inputs`: by rank, the counts that it sends to each rank."""
     begins = [partition_starts(sent)[agreement.rank] for sent in inputs]
     _place(agreement, index, required(request.output), request.call, begins, request.output_counts)
 
@@ -60,6 +60,6 @@ def all_to_all(agreement: Agreement, request: Request, index: int, inputs: Seque
 def _place(
     agreement: Agreement, index: int, out: Array, call: Call, begins: Sequence[int], counts: Sequence[int]
 ) -> None:
-    """Partition r of out becomes [begins[r], begins[r] + counts[r]) of rank r's data."""
+    """Copy [begins[r], begins[r] + counts[r]) of rank r's data to partition r of out, for every r."""
     for r, (start, begin, count) in enumerate(zip(partition_starts(counts), begins, counts, strict=True)):
         np.copyto(out[start : start + count], agreement.input(index, r, call.dtype, begin, count))
