@@ -1,11 +1,11 @@
-"""Small things of workers that belong to a model, in the job's key-value store: its buffers.
+"""Attachments: small data of workers that belong to a model, such as its buffers, in the job's key-value store.
 
-Owns how one is stored there: compressed, cut into values that the store takes, and a header that says which values and
-what their content hashes to. Two *slots* are used in turn, and the header is written last, so a reader has the old or
-the new content, and nothing half-written. Pure.
+Owns their format in the store: compressed content, cut into values that the store takes, and a header with the number
+of these values and the hash of the content. Two *slots* are used alternately, and the header is written last. So a
+reader has the old or the new content, and nothing half-written. Pure.
 
-A checkpoint has what is there when it is ordered, but for what begins with `UNSAVED`; see `core.kv`
-for what the store bounds.
+A checkpoint has the attachments that are stored when it is ordered, except for keys that begin with `UNSAVED`. The
+bounds of the store are in `core.kv`.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from axon_ps.texts import value_of_json
 from axon_ps.types import BUFFERS
 
 PREFIX = "axon_ps/attached/"
-"""The beginning of every key of them."""
+"""The beginning of the key of every header."""
 
 UNSAVED = "unsaved/"
-"""The beginning of the keys of what is of this run of the workers, and in no checkpoint."""
+"""The beginning of the keys of attachments that belong to this run of the workers, and to no checkpoint."""
 
 MAX_BYTES = 24 << 20
-"""Most compressed bytes of one."""
+"""Most compressed bytes of an attachment."""
 
 MAX_PLAIN_BYTES = 256 << 20
-"""Most bytes of one."""
+"""Most bytes of an attachment before compression."""
 
 _BLOCKS = "axon_ps/attached_parts/"
 _BLOCK_BYTES = 1 << 20
@@ -39,12 +39,12 @@ _BLOCK_BYTES = 1 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class Header:
-    """The record that the store has of one.
+    """The record of an attachment in the store.
 
     Attributes:
-        slot: which values have the content, 0 or 1.
-        blocks: how many they are; 0 = there is no content.
-        sha256: of the content; empty = there is none. With no blocks, it was too large.
+        slot: the slot with the content, 0 or 1.
+        blocks: the number of values with the content; 0 = there is no content.
+        sha256: of the content; empty = there is none. A hash without blocks is of content that was too large.
         epoch: of the model, if the content came with a restore that began it; -1 = a worker attached it.
         source: the checkpoint that it came from; empty = none.
     """
@@ -57,7 +57,7 @@ class Header:
 
     @classmethod
     def of(cls, value: bytes | None) -> Header:
-        """A header as it was stored; one without content where there is none.
+        """Decode a stored header; without a value, return a header without content.
 
         Raises:
             InvalidRequest: it is damaged.
@@ -71,27 +71,27 @@ class Header:
         return header
 
     def encoded(self) -> bytes:
-        """As it is stored."""
+        """Return the value to store."""
         return json.dumps(asdict(self)).encode()
 
 
 def header_key(key: str) -> str:
-    """The key of the header of one."""
+    """Return the key of an attachment's header."""
     return f"{PREFIX}{key}"
 
 
 def block_keys(key: str, header: Header) -> list[str]:
-    """The keys of its content, in order."""
+    """Return the keys of an attachment's content, in order."""
     return [f"{_BLOCKS}{key}/{header.slot}/{block}" for block in range(header.blocks)]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Attachment:
-    """One, as it is stored.
+    """An attachment in its stored form.
 
     Attributes:
         header: see `Header`.
-        blocks: its values.
+        blocks: the values with its content.
     """
 
     header: Header
@@ -99,7 +99,7 @@ class Attachment:
 
     @classmethod
     def made(cls, key: str, content: bytes, source: str = "") -> Attachment:
-        """Content to be stored.
+        """Compress content and cut it into values.
 
         Raises:
             InvalidRequest: it is too large.
@@ -116,11 +116,11 @@ class Attachment:
 
     @classmethod
     def digest(cls, content: bytes) -> Attachment:
-        """Content of which nothing but the hash is stored."""
+        """Return an attachment with only the hash of the content."""
         return cls(header=Header(sha256=hashlib.sha256(content).hexdigest()), blocks=())
 
     def content(self) -> bytes:
-        """The stored content.
+        """Return the stored content.
 
         Raises:
             InvalidRequest: the values are not those of the header.
@@ -135,30 +135,30 @@ class Attachment:
         return content
 
     def beside(self, present: Header) -> Attachment:
-        """The same, in the slot that `present` leaves free."""
+        """Return the same attachment, in the slot that `present` leaves free."""
         return replace(self, header=replace(self.header, slot=1 - present.slot if present.blocks else 0))
 
     def values(self, key: str) -> list[tuple[str, bytes]]:
-        """Keys and values in the order in which they are to be stored."""
+        """Return keys and values in the order in which they are to be stored."""
         keys = block_keys(key, self.header)
         return [*zip(keys, self.blocks, strict=True), (header_key(key), self.header.encoded())]
 
 
 class Store(Protocol):
-    """The methods that are needed of the coordinator's key-value store."""
+    """The methods of the coordinator's key-value store that are used here."""
 
     def peek(self, key: str) -> bytes | None:
-        """A value, if there is one."""
+        """Return a value, if there is one."""
 
     def names(self, prefix: str) -> list[str]:
-        """The keys that begin so."""
+        """Return the keys with a prefix."""
 
     def remove(self, key: str) -> bool:
         """Remove a key."""
 
 
 def stored(store: Store) -> dict[str, Attachment]:
-    """By key, all that a store has."""
+    """Return all attachments in a store by key, except for those of `UNSAVED`."""
     found = {}
     for name in store.names(PREFIX):
         key, header = name.removeprefix(PREFIX), Header.of(store.peek(name))
@@ -168,7 +168,7 @@ def stored(store: Store) -> dict[str, Attachment]:
 
 
 def begin_run(store: Store) -> None:
-    """Forget what was of the workers' run before."""
+    """Remove the attachments of the workers' previous run."""
     for name in store.names(f"{PREFIX}{UNSAVED}"):
         store.remove(name)
 
@@ -176,14 +176,14 @@ def begin_run(store: Store) -> None:
 def restored(
     store: Store, model: str, epoch: int, uri: str, attached: Mapping[str, Attachment] | None
 ) -> dict[str, bytes]:
-    """The values to store when a model begins an epoch with what a checkpoint has attached, in their order.
+    """Return the values to store, in order, when a model begins an epoch with the attachments of a checkpoint.
 
     Args:
         store: the job's.
         model: its name in the job.
         epoch: the epoch that begins.
         uri: the checkpoint.
-        attached: by key, what it has; None = the order of the epoch before is given once more.
+        attached: its attachments by key; None = the order of the previous epoch is repeated.
     """
     own = f"{BUFFERS}{model}"
     present = _present(store, own)
@@ -202,7 +202,7 @@ def restored(
 
 
 def _present(store: Store, key: str) -> Header:
-    """The header that is about to be replaced; a damaged one has no content to preserve."""
+    """Return the header that is about to be replaced; a damaged one has no content to preserve."""
     try:
         return Header.of(store.peek(header_key(key)))
     except InvalidRequest:

@@ -1,7 +1,7 @@
-"""When checkpoints are written without being asked for. Pure.
+"""The schedule of automatic checkpoints. Pure.
 
-Owns: the policy as the user gives it, and whether one is due. Refuses: to write, verify and remove them; the server's
-`automatic` does.
+Owns: the policy as the user gives it, and the decision that a checkpoint is due. Refuses: to write, verify and remove
+checkpoints; the server's `automatic` does.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from axon_ps.errors import ConfigurationError
 
 FIRST_RETRY_S: Final = 1.0
 LONGEST_RETRY_S: Final = 300.0
-"""After a checkpoint that could not be written the next is tried this much later; the pause doubles each time."""
+"""Bounds of the pause, in seconds, after a checkpoint that could not be written; it doubles each time."""
 
 _UNITS_S: Final = {"s": 1.0, "m": 60.0, "h": 3600.0}
 
@@ -29,7 +29,7 @@ class CheckpointPolicy:
             written, and none is restored.
         every_steps: committed steps, of all models together, between two; 0 = steps do not count.
         every_s: seconds between two; 0 = time does not count. Nothing is written while no step commits.
-        limit: how many remain; older ones that were written by themselves are removed.
+        limit: the number that remain; older automatic ones are removed.
     """
 
     directory: str = ""
@@ -50,7 +50,7 @@ class CheckpointPolicy:
 
     @classmethod
     def of(cls, directory: str, every: str, limit: int) -> CheckpointPolicy:
-        """The policy as options give it; `every` is what `parse_every` takes, or empty: none is written.
+        """Make the policy from options; `every` is a text for `parse_every`, or empty: none is written.
 
         Raises:
             ConfigurationError: there can be no such policy.
@@ -60,12 +60,12 @@ class CheckpointPolicy:
 
     @property
     def writes(self) -> bool:
-        """Whether checkpoints are written without being asked for."""
+        """True if automatic checkpoints are written."""
         return bool(self.every_steps or self.every_s)
 
 
 def parse_every(text: str) -> tuple[int, float]:
-    """(steps, seconds) between two checkpoints, one of them 0, from "500" (steps), "90s", "10m" or "2h".
+    """Return (steps, seconds) between two checkpoints, one of them 0, from "500" (steps), "90s", "10m" or "2h".
 
     Raises:
         ConfigurationError: it is something else.
@@ -78,10 +78,10 @@ def parse_every(text: str) -> tuple[int, float]:
 
 
 class CheckpointSchedule:
-    """Whether a checkpoint is due.
+    """The time of the next automatic checkpoint.
 
     Args:
-        policy: when they are written.
+        policy: the user's.
         version: committed steps of all models at the start.
         now: the time, in seconds.
     """
@@ -94,25 +94,25 @@ class CheckpointSchedule:
         self._retry_s = FIRST_RETRY_S
 
     def due(self, version: int, now: float) -> bool:
-        """Whether one is to be written, at this sum of the models' versions and this time; see also `may_try`."""
+        """Return True if a checkpoint is due at this sum of the models' versions and this time; see also `may_try`."""
         if version == self._version:
             return False
         steps, seconds = self._policy.every_steps, self._policy.every_s
         return bool(steps and version - self._version >= steps) or bool(seconds and now - self._written_s >= seconds)
 
     def may_try(self, now: float) -> bool:
-        """Whether the pause after a failure is over."""
+        """Return True if the pause after a failure is over."""
         return now >= self._not_before_s
 
     def wait_s(self, now: float) -> float:
-        """Seconds until `due` or `may_try` may change although no step commits; inf = they do not."""
+        """Return the seconds until `due` or `may_try` may change although no step commits; inf = they do not."""
         if self._not_before_s > now:
             return self._not_before_s - now
         due_s = self._written_s + self._policy.every_s if self._policy.every_s else math.inf
         return due_s - now if due_s > now else math.inf
 
     def next(self, version: int, now: float) -> str:
-        """When the next one is written or tried, as text; empty when none is written."""
+        """Return the time of the next checkpoint or try, as text; empty when none is written."""
         if not self.may_try(now):
             return f"trying again in {self._not_before_s - now:.0f} s"
         if self._policy.every_steps:
@@ -122,15 +122,15 @@ class CheckpointSchedule:
         return ""
 
     def restart(self, version: int) -> None:
-        """Steps count from this version: parameters were restored, or there are other models."""
+        """Count steps from this version: parameters were restored, or there are other models."""
         self._version = version
 
     def written(self, version: int, now: float) -> None:
-        """One was written."""
+        """Note that a checkpoint was written."""
         self._version, self._written_s, self._not_before_s, self._retry_s = version, now, now, FIRST_RETRY_S
 
     def failed(self, now: float) -> float:
-        """One could not be written or restored; returns after how many seconds to try again."""
+        """Note that a checkpoint could not be written or restored; return the seconds until the next try."""
         retry_s, self._retry_s = self._retry_s, min(2 * self._retry_s, LONGEST_RETRY_S)
         self._not_before_s = now + retry_s
         return retry_s

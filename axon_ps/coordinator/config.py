@@ -11,23 +11,23 @@ from axon_ps.errors import ConfigurationError
 
 @dataclass(frozen=True, kw_only=True)
 class CoordinatorConfig:
-    """The settings of a job, before anybody has joined.
+    """The settings of a job.
 
     Attributes:
         job: its name.
-        world_size: workers it starts with; 0 = what the first worker requests.
-        num_shards: shard servers it begins with; units are cut over so many.
-        replication: how many shard servers hold each slice; 0 = 2 if there are two or more, else 1.
-        min_workers: once it was complete, it goes on with this many; None = world_size.
-        lease_s: how long a silent member stays a member.
-        join_timeout_s: how long workers wait for lost members to be replaced before their sessions end with an error;
-            inf = for ever.
-        step_timeout_s: how long workers wait in a step for one that takes no part in it, before it is set aside, if
-            without it there are still as many as the job needs; inf = for ever.
+        world_size: workers it starts with; 0 = as the first worker requests.
+        num_shards: shard servers it begins with; units are cut over this many.
+        replication: number of shard servers that hold each slice; 0 = 2 if there are two or more, else 1.
+        min_workers: number of workers that it needs after it was complete once; None = world_size.
+        lease_s: seconds for which a silent member stays a member.
+        join_timeout_s: seconds that workers wait for lost members to be replaced before their sessions end with an
+            error; inf = for ever.
+        step_timeout_s: seconds that workers wait in a step for a worker that takes no part in it. Then that worker is
+            set aside, if as many as the job needs remain. inf = for ever.
         resume: a checkpoint, or a directory of checkpoints, that the job begins with; empty = a worker uploads first
             values.
-        checkpoints: those that are written and restored without being asked for.
-        begin_anew: how one has the job begin anew, as text for people; empty = it is not said.
+        checkpoints: the policy of automatic checkpoints and restores.
+        begin_anew: text for people about a way to begin the job anew; empty = none is shown.
         in_worker: whether workers run in the coordinator's process; delays of its event loop are normal then.
     """
 

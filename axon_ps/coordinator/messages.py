@@ -75,7 +75,7 @@ MIN_LEASE_S = 0.01
 """Shortest lease that it may give."""
 
 LEAST_WEIGHT = 1e-12
-"""Of a vote, unless it is 0; at most it may be one over this."""
+"""Least weight of a vote, unless it is 0; the largest is the reciprocal."""
 MAX_KNOWN_NAMES = 1 << 10
 """Most optimizers, and most compressors, that a shard server may list."""
 
@@ -86,7 +86,7 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 def incarnation_from_proto(text: str) -> str:
-    """An incarnation from the wire.
+    """Return an incarnation from the wire.
 
     Raises:
         InvalidRequest: it is not 32 hex digits.
@@ -97,7 +97,7 @@ def incarnation_from_proto(text: str) -> str:
 
 
 def join_to_proto(request: JoinRequest, role: Role) -> session_pb2.SessionRequest:
-    """The first message of a session."""
+    """Return the first message of a session."""
     known = request.known
     return session_pb2.SessionRequest(
         join=session_pb2.Join(
@@ -122,7 +122,7 @@ def join_to_proto(request: JoinRequest, role: Role) -> session_pb2.SessionReques
 
 
 def join_from_proto(message: session_pb2.Join) -> tuple[Role, JoinRequest]:
-    """The role of a joining process, and its request.
+    """Return the role of a joining process, and its request.
 
     Raises:
         InvalidRequest: a field is malformed, a shard server gives no address, or it lists too many names.
@@ -148,17 +148,17 @@ def join_from_proto(message: session_pb2.Join) -> tuple[Role, JoinRequest]:
 
 
 def connectivity_to_proto(connectivity: Connectivity) -> membership_pb2.Connectivity:
-    """The message of a member's account of whom it reaches."""
+    """Return a member's report of whom it reaches, as a message."""
     return membership_pb2.Connectivity(
         unreachable=sorted(connectivity.unreachable), reached=sorted(connectivity.reached)
     )
 
 
 def connectivity_from_proto(carrier: session_pb2.Join | membership_pb2.Heartbeat) -> Connectivity | None:
-    """The account in a message that may have one; None = it has none.
+    """Return the report of whom a member reaches, from a message that may have one; None = none.
 
     Raises:
-        InvalidRequest: it names what is no incarnation, or more than there can be.
+        InvalidRequest: it has a malformed incarnation, or names more members than a job can have.
     """
     if not carrier.HasField("connectivity"):
         return None
@@ -210,7 +210,7 @@ def _position_from_proto(message: membership_pb2.Position) -> Position:
 
 
 def knowledge_to_proto(known: Knowledge) -> session_pb2.SessionRequest:
-    """A shard server's knowledge, as the events that it has it from."""
+    """Return a shard server's knowledge, as the events that it comes from."""
     events: list[ServerEvent] = [known.membership, RevokedNames(reasons=known.revoked)]
     events += [SnapshotOrder(id=known.snapshot_id, uri="-", version=0)]
     events += [JobState(model=number, released=True) for number in sorted(known.released)]
@@ -227,7 +227,7 @@ def knowledge_to_proto(known: Knowledge) -> session_pb2.SessionRequest:
 
 
 def knowledge_from_proto(message: session_pb2.Knowledge) -> Knowledge:
-    """A shard server's knowledge.
+    """Return a shard server's knowledge, from a message.
 
     Raises:
         InvalidRequest: an event is malformed, or the membership is missing.
@@ -275,7 +275,7 @@ def _known_from_proto(message: session_pb2.Join) -> KnownNames:
 
 
 def vote_to_proto(vote: Vote) -> session_pb2.SessionRequest:
-    """A worker's vote as a message."""
+    """Return a worker's vote as a message."""
     return session_pb2.SessionRequest(
         vote=session_pb2.Vote(
             generation=vote.generation,
@@ -297,13 +297,13 @@ def vote_to_proto(vote: Vote) -> session_pb2.SessionRequest:
 
 
 def vote_from_proto(message: session_pb2.Vote) -> Vote:
-    """A worker's vote; whether its values make sense is decided with the step.
+    """Return a worker's vote, from a message; its values are checked with the step.
 
     Raises:
         InvalidRequest: a hyperparameter's name or a weight is malformed, or there is too much to commit.
     """
     weight = message.weight if message.HasField("weight") else None
-    if weight and not LEAST_WEIGHT <= weight <= 1 / LEAST_WEIGHT:  # so that what is divided by it is a number
+    if weight and not LEAST_WEIGHT <= weight <= 1 / LEAST_WEIGHT:  # so that quotients by it are finite
         raise InvalidRequest(
             f"a vote's weight is {weight}; it must be 0, or from {LEAST_WEIGHT:g} to {1 / LEAST_WEIGHT:g}"
         )
@@ -326,7 +326,7 @@ def vote_from_proto(message: session_pb2.Vote) -> Vote:
 
 
 def ready_to_proto(ready: Ready) -> session_pb2.SessionRequest:
-    """A shard server's report that it has all gradients, as a message."""
+    """Return a shard server's report that it has all gradients, as a message."""
     return session_pb2.SessionRequest(
         ready=session_pb2.Ready(
             generation=ready.generation,
@@ -341,12 +341,12 @@ def ready_to_proto(ready: Ready) -> session_pb2.SessionRequest:
 
 
 def step_message_to_proto(message: Vote | Ready) -> session_pb2.SessionRequest:
-    """A worker's vote or a shard server's report as a message."""
+    """Return a worker's vote or a shard server's report as a message."""
     return vote_to_proto(message) if isinstance(message, Vote) else ready_to_proto(message)
 
 
 def ready_from_proto(message: session_pb2.Ready) -> Ready:
-    """A shard server's report that it has all gradients.
+    """Return a shard server's report that it has all gradients, from a message.
 
     Raises:
         InvalidRequest: a sum of squares is negative.
@@ -366,7 +366,7 @@ def ready_from_proto(message: session_pb2.Ready) -> Ready:
 
 
 def copied_to_proto(copied: Copied) -> session_pb2.SessionRequest:
-    """A shard server's report that it has got slices, as a message."""
+    """Return a shard server's report that it has received slices, as a message."""
     return session_pb2.SessionRequest(
         copied=placement_pb2.Copied(
             model=copied.model, epoch=copied.epoch, slices=copied.slices, placement=copied.placement
@@ -375,12 +375,12 @@ def copied_to_proto(copied: Copied) -> session_pb2.SessionRequest:
 
 
 def copied_from_proto(message: placement_pb2.Copied) -> Copied:
-    """A shard server's report that it has got slices."""
+    """Return a shard server's report that it has received slices, from a message."""
     return Copied(model=message.model, epoch=message.epoch, slices=tuple(message.slices), placement=message.placement)
 
 
 def corrupted_to_proto(report: Corrupted) -> session_pb2.SessionRequest:
-    """A shard server's report that memory of a slice failed, as a message."""
+    """Return a shard server's report that memory of a slice failed, as a message."""
     blocks = [placement_pb2.Corrupted.Block(array=array, begin=begin, end=end) for array, begin, end in report.blocks]
     return session_pb2.SessionRequest(
         corrupted=placement_pb2.Corrupted(
@@ -397,7 +397,7 @@ def corrupted_to_proto(report: Corrupted) -> session_pb2.SessionRequest:
 
 
 def corrupted_from_proto(message: placement_pb2.Corrupted) -> Corrupted:
-    """A shard server's report that memory of a slice failed."""
+    """Return a shard server's report that memory of a slice failed, from a message."""
     return Corrupted(
         model=message.model,
         epoch=message.epoch,
@@ -413,12 +413,12 @@ def corrupted_from_proto(message: placement_pb2.Corrupted) -> Corrupted:
 
 
 def initialized_to_proto(version: int, epoch: int, model: int = 0) -> session_pb2.SessionRequest:
-    """A shard server's report that it holds its parameters, as a message."""
+    """Return a shard server's report that it holds its parameters, as a message."""
     return session_pb2.SessionRequest(initialized=session_pb2.Initialized(version=version, epoch=epoch, model=model))
 
 
 def snapshot_report_to_proto(report: SnapshotReport) -> session_pb2.SessionRequest:
-    """A shard server's report on its checkpoint files, as a message."""
+    """Return a shard server's report on its checkpoint files, as a message."""
     message = checkpoint_pb2.SnapshotReport(
         id=report.id,
         files=[
@@ -432,12 +432,12 @@ def snapshot_report_to_proto(report: SnapshotReport) -> session_pb2.SessionReque
 
 
 def files_to_proto(files: Iterable[SnapshotFile]) -> list[checkpoint_pb2.SnapshotFile]:
-    """Files of a checkpoint as messages."""
+    """Return files of a checkpoint as messages."""
     return [checkpoint_pb2.SnapshotFile(name=f.name, sha256=f.sha256, bytes=f.bytes, model=f.model) for f in files]
 
 
 def files_from_proto(files: Sequence[checkpoint_pb2.SnapshotFile]) -> tuple[SnapshotFile, ...]:
-    """Files of a checkpoint from messages.
+    """Return files of a checkpoint from messages.
 
     Raises:
         InvalidRequest: a file's name or hash is malformed, or there are too many.
@@ -452,7 +452,7 @@ def files_from_proto(files: Sequence[checkpoint_pb2.SnapshotFile]) -> tuple[Snap
 
 
 def checkpoint_to_proto(info: CheckpointReply) -> checkpoint_pb2.CheckpointReply:
-    """A description of a checkpoint as a message."""
+    """Return a description of a checkpoint as a message."""
     return checkpoint_pb2.CheckpointReply(
         uri=info.uri,
         version=info.version,
@@ -466,7 +466,7 @@ def checkpoint_to_proto(info: CheckpointReply) -> checkpoint_pb2.CheckpointReply
 
 
 def checkpoint_from_proto(message: checkpoint_pb2.CheckpointReply) -> CheckpointReply:
-    """A description of a checkpoint from a message.
+    """Return a description of a checkpoint from a message.
 
     Raises:
         InvalidRequest: a name or a hash is malformed.
@@ -484,7 +484,7 @@ def checkpoint_from_proto(message: checkpoint_pb2.CheckpointReply) -> Checkpoint
 
 
 def snapshot_report_from_proto(message: checkpoint_pb2.SnapshotReport) -> SnapshotReport:
-    """A shard server's report on its checkpoint files.
+    """Return a shard server's report on its checkpoint files, from a message.
 
     Raises:
         InvalidRequest: a file's name or hash is malformed, or there are too many.
@@ -497,7 +497,7 @@ def snapshot_report_from_proto(message: checkpoint_pb2.SnapshotReport) -> Snapsh
 
 
 def job_to_proto(job: JobState) -> session_pb2.JobEvent:
-    """The state of a model, as the event that announces it."""
+    """Return the state of a model, as the event that announces it."""
     return session_pb2.JobEvent(
         spec=None if job.spec is None else codec.job_spec_to_proto(job.spec),
         optimizer=None if job.optimizer is None else codec.optimizer_to_proto(job.optimizer),
@@ -515,7 +515,7 @@ def job_to_proto(job: JobState) -> session_pb2.JobEvent:
 
 
 def job_from_proto(message: session_pb2.JobEvent) -> JobState:
-    """The state of a model, from the event that announces it.
+    """Return the state of a model, from the event that announces it.
 
     Raises:
         InvalidRequest: the layout or the optimizer is malformed, or the placement is of other slices.
@@ -541,7 +541,7 @@ def job_from_proto(message: session_pb2.JobEvent) -> JobState:
 
 
 def event_to_proto(event: ServerEvent, before: Membership | None = None) -> session_pb2.SessionEvent:
-    """An event of the coordinator, as a message: a membership as what has changed since the one `before`, if any."""
+    """Return an event of the coordinator, as a message: a membership as the difference to the one `before`, if any."""
     if isinstance(event, Decision):
         return session_pb2.SessionEvent(decision=codec.decision_to_proto(event))
     if isinstance(event, Membership):
@@ -585,11 +585,11 @@ def event_to_proto(event: ServerEvent, before: Membership | None = None) -> sess
 
 
 def event_from_proto(message: session_pb2.SessionEvent, before: Membership | None = None) -> ServerEvent | None:
-    """An event of the coordinator, from a message; None for one of a newer protocol.
+    """Return an event of the coordinator, from a message; None for an event of a newer protocol.
 
     Args:
         message: from a stream.
-        before: the membership that came on it before; None = none did.
+        before: the newest membership from that stream; None = none.
 
     Raises:
         InvalidRequest: the event is malformed.
@@ -630,9 +630,9 @@ def event_from_proto(message: session_pb2.SessionEvent, before: Membership | Non
 
 
 def _welcome_from_proto(welcome: membership_pb2.Welcome) -> Welcome:
-    if welcome.rank > MAX_RANK:  # it is asked for again after a restart, as a number of 32 bits with a sign
+    if welcome.rank > MAX_RANK:  # it is requested again after a restart, as a signed 32-bit number
         raise InvalidRequest(f"the coordinator gives rank {welcome.rank}; at most {MAX_RANK} can be asked for again")
-    if not MIN_LEASE_S <= welcome.lease_s < math.inf:  # heartbeats are sent as often
+    if not MIN_LEASE_S <= welcome.lease_s < math.inf:  # the lease sets the rate of heartbeats
         raise InvalidRequest(f"the coordinator gives a lease of {welcome.lease_s} s; at least {MIN_LEASE_S} is needed")
     return Welcome(
         rank=welcome.rank,
@@ -646,12 +646,12 @@ def _welcome_from_proto(welcome: membership_pb2.Welcome) -> Welcome:
 
 
 def logged_to_proto(records: Sequence[Logged]) -> list[logs_pb2.LogRecord]:
-    """Log records of this process, as messages."""
+    """Return log records of this process, as messages."""
     return [logs_pb2.LogRecord(at_s=r.at_s, level=r.level, logger=r.logger, text=r.text) for r in records]
 
 
 def status_to_proto(status: Status, *, membership: bool = True) -> status_pb2.StatusReply:
-    """The status of the job, as a message; the membership may be left out."""
+    """Return the status of the job, as a message; the membership may be left out."""
     return status_pb2.StatusReply(
         job=status.job,
         membership=codec.membership_to_proto(status.membership) if membership else None,
@@ -677,10 +677,10 @@ def status_to_proto(status: Status, *, membership: bool = True) -> status_pb2.St
 
 
 def status_from_proto(message: status_pb2.StatusReply) -> Status:
-    """The status of the job, from a message.
+    """Return the status of the job, from a message.
 
     Raises:
-        InvalidRequest: a member, or what the training script has reported, is malformed.
+        InvalidRequest: a member, or the report of the training script, is malformed.
     """
     return Status(
         job=message.job,

@@ -1,4 +1,4 @@
-"""Conversions between spans as they are recorded and as members send them, in both directions."""
+"""Conversions between recorded spans and the messages in which members send them, in both directions."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ _TRACE_BYTES = 16
 
 
 def order_to_proto(order: TraceOrder) -> trace_pb2.TraceOrder:
-    """An order as a message."""
+    """Return an order as a message."""
     return trace_pb2.TraceOrder(**dataclasses.asdict(order))
 
 
 def order_from_proto(message: trace_pb2.TraceOrder) -> TraceOrder:
-    """An order, from a message."""
+    """Return an order, from a message."""
     return TraceOrder(
         id=message.id, model=message.model, first=message.first, last=message.last, timeout_s=message.timeout_s
     )
 
 
 def report_to_proto(collection: Collection, now_ns: int) -> trace_pb2.SpanReport:
-    """The spans of an order as a message, sent now."""
+    """Return the spans of an order as a message, sent now."""
     return trace_pb2.SpanReport(
         order=collection.order.id,
         spans=map(_span_to_proto, collection.spans),
@@ -36,7 +36,7 @@ def report_to_proto(collection: Collection, now_ns: int) -> trace_pb2.SpanReport
 
 
 def report_from_proto(message: trace_pb2.SpanReport) -> MemberSpans:
-    """A member's spans, from a message.
+    """Return a member's spans, from a message.
 
     Raises:
         InvalidRequest: there are too many, or one is malformed.

@@ -1,1 +1,1 @@
-"""A member's and an operator's end of the coordinator: the session, which survives broken streams, and unary calls."""
+"""Clients of the coordinator, for members and operators: the session, which survives broken streams, and calls."""

@@ -1,6 +1,6 @@
-"""The addresses of a job's coordinators, of which one leads; a client tries them in turn.
+"""The addresses of a job's coordinators, of which one leads; a client tries them in order.
 
-A host name may stand for several of them: then each of its IP addresses is one.
+A host name may stand for several coordinators. Then each of its IP addresses is tried.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ from axon_ps.rpc.in_process import is_in_process
 from axon_ps.rpc.security import Security
 
 CONNECT_S: Final = 1.0
-"""How long one of several addresses gets to take a connection, at first; twice as long after each round in vain."""
+"""Seconds that one of several addresses has to take a connection in the first round; twice as long in each further."""
 
 MAX_CONNECT_S: Final = 8.0
 
 RESOLVE_S: Final = 2.0
-"""How long a look-up of a name may take; after that the name is used as it is."""
+"""Seconds that a look-up of a name may take; after that the name is used as it is."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """One address, and the host name that it was looked up by, if it was."""
+    """One address, and the host name from whose look-up it came, if any."""
 
     address: str
     name: str = ""
 
 
 class Addresses:
-    """The places where a coordinator may lead, and the one to try now.
+    """The addresses at which a coordinator may lead, and the one to try now.
 
     Args:
         text: "host:port", or several with commas between them.
@@ -59,19 +59,19 @@ class Addresses:
 
     @property
     def present(self) -> Place:
-        """The place to try."""
+        """The address to try."""
         return self._places[self._index]
 
     def connect(self, security: Security) -> Channel:
-        """A channel to the present place; see `rpc.channels.connect`."""
+        """Open a channel to the present address; see `rpc.channels.connect`."""
         return self.connect_to(self.present, security)
 
     def connect_to(self, place: Place, security: Security) -> Channel:
-        """A channel to a place."""
+        """Open a channel to an address."""
         return connect(place.address, security, name=place.name, to=Principal.COORDINATOR)
 
     async def until_connected(self, channel: Channel) -> None:
-        """Return when a channel of `connect` can be used; at once where there is no other place to try.
+        """Return when a channel of `connect` can be used; at once where there is no other address to try.
 
         Raises:
             Unreachable: there is no answer.
@@ -80,14 +80,14 @@ class Addresses:
             await until_connected(channel, self._connect_s)
 
     def found(self) -> None:
-        """A coordinator leads at the present address: a member that loses it begins a new round."""
+        """Note that a coordinator leads at the present address: a member that loses it begins a new round."""
         self._tried, self._connect_s = 0, CONNECT_S
 
     async def next(self, known: Place | None = None) -> bool:
-        """Go on to the next place; False when each has been tried, and the names are looked up again.
+        """Go on to the next address; return False if all were tried, after a new look-up of the names.
 
         Args:
-            known: where a coordinator leads now, if that is known: it is tried first.
+            known: the address of the present leader, if known: it is tried first.
         """
         if known in self._places:
             self._index = self._places.index(known)
@@ -104,20 +104,20 @@ class Addresses:
         return False
 
     async def look_up(self) -> None:
-        """Look up the names, and begin a new round with the first place."""
+        """Look up the names, and begin a new round with the first address."""
         each = await asyncio.gather(*(_look_up(place.address) for place in self._given))
         self._places, self._index, self._tried = [place for places in each for place in places], 0, 0
 
 
 async def _look_up(address: str) -> list[Place]:
-    """The places of one address: several if its host is a name of several."""
+    """Return the IP addresses behind one address: several if its host is a name of several."""
     host, port = split_address(address)
     if is_in_process(host) or _is_number(host):
         return [Place(address)]
     try:
         async with asyncio.timeout(RESOLVE_S):
             found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    except OSError:  # also a time-out; connecting says what is wrong with it
+    except OSError:  # also a time-out; connecting raises an error that says more
         return [Place(address)]
     families: dict[int, list[str]] = {}
     for family, _, _, _, where in found:

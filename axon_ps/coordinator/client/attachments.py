@@ -1,6 +1,7 @@
-"""Attachments of this worker to the job's checkpoints, and those that it finds there after a restore.
+"""Attachments of this worker to the job's checkpoints, and the attachments of a restored checkpoint.
 
-It is in the coordinator's key-value store (`coordinator.attachments`), so a worker needs no access to the checkpoint.
+They are in the coordinator's key-value store (`coordinator.attachments`), so a worker needs no access to the
+checkpoint.
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ from axon_ps.errors import InvalidRequest
 from axon_ps.rpc.background_loop import BackgroundLoop
 
 _READS = 3
-"""How often one is read that is replaced meanwhile."""
+"""Most reads of an attachment that is replaced meanwhile."""
 
 
 class Attachments:
-    """One worker's; thread-safe.
+    """The attachments of one worker; thread-safe.
 
     Args:
         loop: the background loop.
@@ -35,17 +36,17 @@ class Attachments:
         self._sources: dict[str, Callable[[], bytes | None]] = {}
 
     def register(self, key: str, source: Callable[[], bytes | None]) -> None:
-        """Have `source` asked for the content of `key` when this worker orders a checkpoint; None = there is none."""
+        """Have `source` called for the content of `key` when this worker orders a checkpoint; None = no content."""
         with self._lock:
             self._sources[key] = source
 
     def forget(self, key: str) -> None:
-        """Ask for it no more."""
+        """Forget the source of a key."""
         with self._lock:
             self._sources.pop(key, None)
 
     def current(self) -> dict[str, Attachment]:
-        """By key, what the sources have now.
+        """Return the present content of all sources, by key.
 
         Raises:
             InvalidRequest: one is too large.
@@ -56,7 +57,7 @@ class Attachments:
         return {key: Attachment.made(key, content) for key, content in found if content is not None}
 
     async def store(self, key: str, attachment: Attachment) -> None:
-        """Store one; to be run on the loop.
+        """Store an attachment; to be run on the loop.
 
         After an error: the store has the old content, or the new.
         """
@@ -70,25 +71,25 @@ class Attachments:
 
         Raises:
             InvalidRequest: it is too large.
-            Busy: there is too much.
+            Busy: the store is full.
         """
         attachment = Attachment.made(key, content) if isinstance(content, bytes) else content
         self._loop.run(self.store(key, attachment), self._timeout_s)
 
     def offer(self, key: str, content: bytes) -> Any:
-        """Store content in the background; the future."""
+        """Store content in the background; return the future."""
         return self._loop.submit(self.store(key, Attachment.made(key, content)))
 
     def remove(self, key: str) -> None:
-        """Later checkpoints do not have it."""
+        """Remove an attachment; later checkpoints do not have it."""
         self._loop.run(self._coordinator.kv_delete(header_key(key), self._timeout_s), self._timeout_s)
 
     def header(self, key: str) -> Header:
-        """The record of one; without parts if there is none."""
+        """Return the header of an attachment; one without blocks if there is none."""
         return Header.of(self._loop.run(self._coordinator.kv_get(header_key(key), self._timeout_s), self._timeout_s))
 
     def read(self, key: str) -> bytes | None:
-        """The content of one; None where there is none.
+        """Return the content of an attachment; None where there is none.
 
         Raises:
             InvalidRequest: it is damaged.

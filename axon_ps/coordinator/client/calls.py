@@ -1,7 +1,8 @@
-"""The coordinator's unary methods as a client calls them: registration, barriers, the key-value store, checkpoints.
+"""The client's calls of the coordinator's unary methods: registration, barriers, the key-value store, checkpoints.
 
-`Calls` is what the clients of members and of operators have in common. A member's calls wait until its session is up,
-so a restart of the coordinator is a pause; calls that can be retried safely are retried until the caller's deadline.
+`Calls` is the common base of the clients of members and of operators. A member's calls are delayed until its session is
+up, so a restart of the coordinator is a pause. Calls that can be retried safely are retried until the caller's
+deadline.
 """
 
 from __future__ import annotations
@@ -26,16 +27,16 @@ DEFAULT_TIMEOUT_S = 60.0
 """Deadline of a call that waits for no other member."""
 
 ANSWER_S = 2.0
-"""How much later than its own deadline a waiting call may answer: the coordinator's error names who is missing."""
+"""Seconds after its deadline in which a call may be answered: the coordinator's error names the missing members."""
 
 _RETRY_IDEMPOTENT = (Broken, GenerationChanged)
 """After these an idempotent call is retried: the connection broke, or this process was not a member."""
 
 _NOT_BEGUN = (Unreachable, NotLeader)
-"""After these nobody has begun it, so every call can be retried."""
+"""After these errors the call was not begun, so every call can be retried."""
 
 _RETRY_ANY = (*_NOT_BEGUN, GenerationChanged)
-"""Likewise: this process was not a member."""
+"""Likewise, also if this process was not a member."""
 
 
 class Calls(ABC):
@@ -49,15 +50,15 @@ class Calls(ABC):
 
     @abstractmethod
     def context(self) -> common_pb2.CallContext:
-        """The context of a call: the caller."""
+        """Return the context of a call, which names the caller."""
 
     @abstractmethod
     async def _connected(self, deadline: Deadline) -> Stub:
-        """The stub to call, once calling makes sense.
+        """Return the stub to call, as soon as there is a connection.
 
         Raises:
-            Timeout: it does not before the deadline.
-            AxonError: it never will.
+            Timeout: there is none before the deadline.
+            AxonError: there will never be one.
         """
 
     @abstractmethod
@@ -66,7 +67,7 @@ class Calls(ABC):
 
     @property
     def _is_over(self) -> bool:
-        """Whether a connection that was closed was so for good, and not replaced by another one."""
+        """True if the connection was closed permanently, and not replaced by another one."""
         return True
 
     async def register(
@@ -85,12 +86,12 @@ class Calls(ABC):
             optimizer: the optimizer.
             timeout_s: how long it may take, in seconds.
             name: of the model; empty = that of the first model without a name.
-            later: the optimizer is to take the place of the model's with a later step: it is only checked.
+            later: the optimizer is to replace the model's with a later step: it is only checked.
 
         Raises:
-            LayoutMismatch: the job has another one; the message says where they first differ.
+            LayoutMismatch: the job has another one; the message has the first difference.
             CheckpointError: the job is to resume from a checkpoint that cannot be read.
-            MemberLost: a shard server did not come in time that has to say whether it can hold the model.
+            MemberLost: a shard server that is to hold slices of the model did not come in time.
             Timeout: the worker whose layout counts has not registered it; the message names that worker.
 
         After an error: registering again is harmless.
@@ -121,11 +122,11 @@ class Calls(ABC):
         )
 
     async def release(self, model: int, name: str, timeout_s: float | None = DEFAULT_TIMEOUT_S) -> bool:
-        """Have a model dropped, given by number and name; False if it was before.
+        """Release a model, given by number and name; return False if it was released before.
 
         Raises:
             InvalidRequest: the model of that number has another name.
-            Busy: a checkpoint is being written, which it is to be in.
+            Busy: a checkpoint is being written, and the model is to be in it.
 
         After an error: it may be gone; releasing it again is harmless.
         """
@@ -142,10 +143,10 @@ class Calls(ABC):
         Raises:
             Timeout: some have not come; the message names them.
             MemberLost: one of `ranks` was lost while we waited.
-            GenerationChanged: `ranks` is empty, and who "all workers" are has changed while we waited.
+            GenerationChanged: `ranks` is empty, and the set of all workers has changed while we waited.
 
-        After an error: others may have passed. Where it was the connection to the coordinator that broke, the
-        call is retried; if the barrier had just opened, no other worker comes and this ends with `Timeout`.
+        After an error: others may have passed. If the connection to the coordinator breaks, the call is retried; if
+        the barrier had just opened, no other worker comes and this ends with `Timeout`.
         """
         deadline = Deadline(timeout_s)
 
@@ -163,12 +164,12 @@ class Calls(ABC):
         await self._kv(coordinator_pb2.KV_OP_PUT, key, timeout_s, value=value)
 
     async def kv_get(self, key: str, timeout_s: float | None = DEFAULT_TIMEOUT_S) -> bytes | None:
-        """The value of a key; None when there is none."""
+        """Return the value of a key; None when there is none."""
         reply = await self._kv(coordinator_pb2.KV_OP_GET, key, timeout_s)
         return bytes(reply.value) if reply.found else None
 
     async def kv_wait(self, key: str, timeout_s: float | None = None) -> bytes:
-        """The value of a key as soon as there is one.
+        """Return the value of a key as soon as there is one.
 
         Raises:
             Timeout: it was not stored in time.
@@ -185,7 +186,7 @@ class Calls(ABC):
     async def kv_compare_and_set(
         self, key: str, expected: bytes, value: bytes, timeout_s: float | None = DEFAULT_TIMEOUT_S
     ) -> bool:
-        """Store `value` if the present one equals `expected` (empty = absent); whether it was stored.
+        """Store `value` if the present one equals `expected` (empty = absent); return True if it was stored.
 
         After an error: when it is `Broken` or `Timeout`, it may have been stored.
         """
@@ -194,19 +195,19 @@ class Calls(ABC):
     async def kv_swap(
         self, key: str, expected: bytes, value: bytes, timeout_s: float | None = DEFAULT_TIMEOUT_S
     ) -> tuple[bool, bytes]:
-        """`kv_compare_and_set` that also returns the value present afterwards (empty = absent)."""
+        """Do `kv_compare_and_set`, and also return the value present afterwards (empty = absent)."""
         reply = await self._kv(
             coordinator_pb2.KV_OP_COMPARE_AND_SET, key, timeout_s, value=value, expected=expected, again=_RETRY_ANY
         )
         return bool(reply.found), bytes(reply.value)
 
     async def kv_first(self, key: str, value: bytes, timeout_s: float | None = DEFAULT_TIMEOUT_S) -> bytes:
-        """Store a value (not empty) unless the key has one; the value it has afterwards."""
+        """Store a value (not empty) unless the key has one; return the value it has afterwards."""
         reply = await self._kv(coordinator_pb2.KV_OP_COMPARE_AND_SET, key, timeout_s, value=value, expected=b"")
         return bytes(reply.value)
 
     async def kv_delete(self, key: str, timeout_s: float | None = DEFAULT_TIMEOUT_S) -> bool:
-        """Remove a key; whether it existed.
+        """Remove a key; return True if it existed.
 
         After an error: when it is `Broken` or `Timeout`, it may have been removed.
         """
@@ -221,20 +222,20 @@ class Calls(ABC):
         states: Sequence[SnapshotFile] = (),
         background: bool = False,
     ) -> CheckpointReply:
-        """Have the shard servers write the state at the current version; returns when the manifest is in place.
+        """Have the shard servers write the state at the current version; return when the manifest is written.
 
         Args:
             uri: directory or fsspec URI that every shard server and the coordinator reach.
-            extra_json: what the caller wants back on restore, a JSON object.
+            extra_json: a JSON object for the caller of a restore.
             timeout_s: how long it may take, in seconds.
-            states: files of workers' own state, which are there already.
-            background: it is not waited for: it takes longer, and steps less so.
+            states: files of workers' own state, which are written already.
+            background: whether it may take longer, so that steps are slowed less.
 
         Raises:
             CheckpointError: it could not be written.
             MemberLost: a shard server was lost before it had written its files.
 
-        After an error: there may be files at `uri`, but without a manifest they are no checkpoint.
+        After an error: there may be files at `uri`, but without a manifest they are not a checkpoint.
         """
         request = coordinator_pb2.SaveCheckpointRequest(
             context=self.context(),
@@ -249,7 +250,7 @@ class Calls(ABC):
     async def restore_checkpoint(
         self, uri: str, timeout_s: float | None = None, *, models: Sequence[str] = ()
     ) -> CheckpointReply:
-        """Have the shard servers load a checkpoint; the current steps abort. Returns when all have loaded it.
+        """Have the shard servers load a checkpoint; return when all have loaded it. The current steps abort.
 
         Args:
             uri: the checkpoint, or a directory of checkpoints (the newest complete one is taken).
@@ -257,7 +258,7 @@ class Calls(ABC):
             models: names of the models that go back to it; empty = all.
 
         Raises:
-            CheckpointError: it cannot be read; found out before anything is changed where the manifest shows it.
+            CheckpointError: it cannot be read. If the manifest shows that, nothing has changed.
             InvalidRequest: it was saved from other models.
 
         After an error: after `Broken` or `Timeout` the restore may still go on; `status` shows it.
@@ -268,15 +269,15 @@ class Calls(ABC):
         return checkpoint_from_proto(reply)
 
     async def drain(self, rank: int, timeout_s: float | None = DEFAULT_TIMEOUT_S) -> int:
-        """Have a shard server give up what it holds, while training goes on; then it leaves and ends.
+        """Have a shard server give up its slices while training goes on; then it leaves and ends.
 
-        Call it again to see how far it is; it is out of the job when `status` does not name it any more.
+        Call it again for the progress; the server has left the job when `status` does not name it any more.
 
         Returns:
-            How many slices it still holds.
+            The number of slices that it still holds.
 
         Raises:
-            InvalidRequest: there is no such shard server, or no other that could take its slices.
+            InvalidRequest: there is no such shard server, or no other could take its slices.
             Misuse: parameters are being set or restored.
         """
         request = placement_pb2.DrainRequest(context=self.context(), rank=rank)
@@ -286,7 +287,7 @@ class Calls(ABC):
     async def revoke(
         self, target: str, reason: str = "", timeout_s: float | None = DEFAULT_TIMEOUT_S
     ) -> revocation_pb2.RevokeReply:
-        """Have credentials hold no more, everywhere in the job; a member that had them is lost within a second.
+        """Revoke credentials everywhere in the job; a member that had them is lost within a second.
 
         Args:
             target: the id of a token, the serial number of a certificate, or a member: "worker/3".
@@ -294,7 +295,7 @@ class Calls(ABC):
             timeout_s: seconds it may take.
 
         Raises:
-            InvalidRequest: there is no such member, or it has shown nothing of its own that could be revoked.
+            InvalidRequest: there is no such member, or it has no credentials of its own that could be revoked.
         """
         request = revocation_pb2.RevokeRequest(context=self.context(), target=target, reason=reason)
         reply: revocation_pb2.RevokeReply = await self._call(
@@ -307,13 +308,13 @@ class Calls(ABC):
 
         Args:
             first: the first step attempt; 0 = the next that has not begun.
-            steps: how many.
+            steps: the number of steps.
             timeout_s: how long to wait for them, in seconds.
-            model: whose; empty = the only one.
+            model: name of the model; empty = the only one.
 
         Raises:
-            InvalidRequest: there is no such model, the first step has begun, or too much is asked for.
-            Timeout: the steps did not come about in time; the message says what the job waits for.
+            InvalidRequest: there is no such model, the first step has begun, or there are too many steps.
+            Timeout: the steps were not made in time; the message says what the job waits for.
         """
         deadline = Deadline(timeout_s)
         request = trace_pb2.TraceRequest(
@@ -323,7 +324,7 @@ class Calls(ABC):
         return reply
 
     async def describe(self, name: str, timeout_s: float | None = DEFAULT_TIMEOUT_S) -> tuple[JobState, Membership]:
-        """A model with its layout and placement, and the members.
+        """Return a model with its layout and placement, and the members.
 
         Args:
             name: of the model; empty = the only one.
@@ -337,7 +338,7 @@ class Calls(ABC):
         return job_from_proto(reply.job), codec.membership_from_proto(reply.membership)
 
     async def status(self, timeout_s: float | None = DEFAULT_TIMEOUT_S) -> Status:
-        """The status of the job."""
+        """Return the status of the job."""
         request = status_pb2.StatusRequest(context=self.context())
         return status_from_proto(await self._call("Status", lambda: request, Deadline(timeout_s), again=()))
 
@@ -379,8 +380,8 @@ class Calls(ABC):
     ) -> Any:
         """Call until it succeeds, fails with an error that a retry does not help, or times out.
 
-        `MemberLost` is an answer about another member, never a broken connection of this one: it is tried again only
-        where `again` names it.
+        `MemberLost` is an answer about another member, never a broken connection of this one. So the call is retried
+        after it only where `again` names it.
         """
 
         async def attempt() -> tuple[Any, AxonError | None]:

@@ -1,4 +1,4 @@
-"""A member's report of whom it reaches, as its probes find it: see `coordinator.core.connectivity.reachability`."""
+"""A member's report of whom it reaches, from its probes: see `coordinator.core.connectivity.reachability`."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ class ConnectivityReport:
     """The newest findings of a process's probes. One event loop.
 
     Args:
-        lease_s: returns how long the coordinator tolerates silence.
+        lease_s: returns the seconds of silence that the coordinator tolerates.
 
     Attributes:
-        changed: called when there is something to be said.
+        changed: called when there is something to report.
     """
 
     def __init__(self, lease_s: Callable[[], float]) -> None:
         self.lease_s = lease_s
         self.changed: Callable[[], object] = lambda: None
-        self._unreachable: dict[str, set[object]] = {}  # by incarnation, the probes that say so
+        self._unreachable: dict[str, set[object]] = {}  # by incarnation, the probes that could not reach it
         self._reached: set[str] = set()
         self._sent: set[str] = set()  # of these, on the present stream
 
     def found(self, incarnation: str, by: object, *, reached: bool) -> None:
-        """Some probes have reached a member, or could not for long."""
+        """Note that some probes have reached a member, or could not reach it for long."""
         before = incarnation in self._unreachable, incarnation in self._reached
         if reached:
             self._reached.add(incarnation)
@@ -36,7 +36,7 @@ class ConnectivityReport:
             self.changed()
 
     def retain(self, present: Collection[str], by: object) -> None:
-        """Others are no members any more: some probes look for them no more. One that comes back is reached anew."""
+        """Forget former members, for some probes. A member that comes back has to be reached anew."""
         for incarnation in list(self._unreachable):
             if incarnation not in present:
                 self._forget(incarnation, by)
@@ -44,12 +44,12 @@ class ConnectivityReport:
         self._sent.intersection_update(present)
 
     def begin(self) -> Connectivity:
-        """The first report on a new stream."""
+        """Return the first report on a new stream."""
         self._sent.clear()
         return self.take()
 
     def take(self) -> Connectivity:
-        """All members that cannot be reached now, and those that were reached and have not been named yet."""
+        """Return all members that cannot be reached now, and the reached members that were not reported yet."""
         new = self._reached - self._sent
         self._sent |= new
         return Connectivity(unreachable=frozenset(self._unreachable), reached=frozenset(new))

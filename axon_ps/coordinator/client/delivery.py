@@ -1,24 +1,24 @@
 """Exactly-once delivery over a session: a broken stream loses no message and repeats no event. Pure.
 
 Note: [Once, in order]
-    After a reconnect the coordinator first sends the events that may have been missed, then the membership; those that
-    this member already has are dropped here. A message of *ours* may have been lost with the stream: it is sent again
-    while it is current. A vote of a generation that ended without a decision can get none any more, so it is an abort;
-    for shard servers this cannot happen, since every step that they report on is decided before its generation ends,
-    and they miss at most the two newest decisions (a step cannot be decided without them), or the newest one of each
-    replica where replicas step asynchronously.
+    After a reconnect the coordinator first sends the events that may have been missed, then the membership. Events that
+    this member already has are dropped here. A message of *ours* may have been lost with the stream, so it is sent
+    again while it is current. A vote of a generation that ended without a decision can get none any more, so its step
+    counts as aborted. This cannot happen to shard servers, since every step that they report on is decided before its
+    generation ends. A step cannot be decided without them, so they miss at most the two newest decisions. With
+    asynchronous replicas, they miss at most the newest one of each replica.
 
 Note: [Several models]
     Each model has its own decisions, restores and messages. A model that was released while the stream was broken is
     named in the Welcome; nothing is sent about it any more.
 
 Note: [Knowledge]
-    What was received is also what a coordinator is told whose state is older; see `coordinator.core.restart.knowledge`.
+    The received events are also sent to a coordinator whose state is older; see `coordinator.core.restart.knowledge`.
 
 Note: [Asynchronous steps]
-    Where each replica's gradient is a step of its own, a shard server may have reported several of them, so messages
-    are kept per replica. Their `step` is the replica's clock. They are settled by a decision on that replica, or by one
-    that ends the generation for all.
+    If each replica's gradient is a step of its own, a shard server may have reported several of them, so messages are
+    kept per replica. Their `step` is the replica's clock. They are settled by a decision on that replica, or by a
+    decision that ends the generation for all.
 """
 
 from __future__ import annotations
@@ -59,12 +59,12 @@ class _ModelDelivery:
         no_room: our newest report that we cannot hold it.
         corrupted: by slice, our newest report that its values are lost.
         corrupted_sums: by slice, our newest report that a sum of the step under way is lost.
-        messages: our newest vote or report, by replica; None: of all replicas together.
+        messages: our newest vote or report, by replica; None = of all replicas together.
         step: the newest decided.
         version: committed steps.
         decisions: the newest.
-        changes: those with another optimizer, since the state that had one.
-        spec, optimizer: the newest that came with a state; None = none did.
+        changes: the decisions with another optimizer, since the newest state with an optimizer.
+        spec, optimizer: the newest from a state; None = no state had one.
         restore: the newest order to restore it.
     """
 
@@ -86,11 +86,11 @@ class _ModelDelivery:
 
     @property
     def epoch(self) -> int:
-        """Of the newest restore order."""
+        """The epoch of the newest restore order."""
         return 0 if self.restore is None else self.restore.epoch
 
     def set_state(self, state: JobState) -> None:
-        """Take a state, which has layout and optimizer only now and then."""
+        """Take a state; only some states have layout and optimizer."""
         if self.state is None or state.epoch != self.state.epoch:
             self.version = state.version
         self.state, self.spec = state, state.spec or self.spec
@@ -98,14 +98,14 @@ class _ModelDelivery:
             self.optimizer, self.changes = state.optimizer, []
 
     def decided(self, decision: Decision) -> None:
-        """Take a decision that is new."""
+        """Take a new decision."""
         self.step, self.version = decision.step, decision.version
         self.decisions = retained(self.decisions, decision)
         if decision.optimizer is not None:
             self.changes.append(decision)
 
     def position(self, number: int, first_step: int) -> ModelPosition:
-        """The newest of it that is known, in a generation that begins with `first_step`."""
+        """Return the newest known position, in a generation that begins with `first_step`."""
         state, placement = self.state, None if self.state is None else self.state.placement
         return ModelPosition(
             model=number,
@@ -117,7 +117,7 @@ class _ModelDelivery:
         )
 
     def knowledge(self, first_step: int) -> ModelKnowledge | None:
-        """All that is known of it; None where its layout is not."""
+        """Return all knowledge of the model; None if its layout is unknown."""
         if self.state is None or self.spec is None:
             return None
         optimizer, committed = self.optimizer, dict(self.state.committed)
@@ -155,7 +155,7 @@ class Delivery:
         return self._of(0).state
 
     def receive(self, event: ServerEvent) -> list[Event]:
-        """Take an event; returns what is new in it, in order.
+        """Take an event; return the new events in it, in order.
 
         Raises:
             InternalError: the coordinator has announced a later generation before.
@@ -193,7 +193,7 @@ class Delivery:
 
     @property
     def position(self) -> Position:
-        """The newest of the job that this member knows."""
+        """The newest position of the job that this member knows."""
         members = self.membership
         if members is None:
             return Position()
@@ -209,10 +209,10 @@ class Delivery:
         )
 
     def knowledge(self, revoked: Mapping[str, str]) -> Knowledge:
-        """All that this member knows of the job, with the names that are `revoked`.
+        """Return all that this member knows of the job, with the names that are `revoked`.
 
         Raises:
-            Misuse: it has been no member.
+            Misuse: it was never a member.
         """
         if self.membership is None:
             raise Misuse("a process that has been no member of the job knows nothing of it")
@@ -232,17 +232,20 @@ class Delivery:
         model.corrupted.clear()
 
     def record_no_room(self, message: session_pb2.SessionRequest) -> None:
-        """Record our report that we have no memory for what a placement gives us of a model."""
+        """Record our report that we have no memory for our slices of a model."""
         self._of(message.no_room.model).no_room = message
 
     def record_corrupted(self, message: session_pb2.SessionRequest) -> None:
-        """Record our report that memory of a slice failed: values are lost until they are copied, sums of one step."""
+        """Record our report that memory of a slice failed.
+
+        Lost values count until they are copied, lost sums until their step is over.
+        """
         model = self._of(message.corrupted.model)
         reports = model.corrupted if message.corrupted.lost else model.corrupted_sums
         reports[message.corrupted.slice] = message
 
     def record_copied(self, message: session_pb2.SessionRequest) -> None:
-        """Record our report that slices have come; if it is lost, they are copied again."""
+        """Record our report that slices were received; if it is lost, they are copied again."""
         for number in message.copied.slices:
             self._of(message.copied.model).corrupted.pop(number, None)
 
@@ -251,12 +254,12 @@ class Delivery:
         self._of(message.restore.model).restore_report = message
 
     def record(self, message: Vote | Ready, replica: int | None = None) -> list[Event]:
-        """Record our vote or report, of one `replica` or of all; returns an abort if its generation is over."""
+        """Record our vote or report, of one `replica` or of all; return an abort if its generation is over."""
         self._of(message.model).messages[replica] = message
         return [] if self.membership is None else self._settle(self.membership)
 
     def to_resend(self) -> list[session_pb2.SessionRequest]:
-        """The messages to send again on a new stream, once the membership has been received."""
+        """Return the messages to send again on a new stream, after the membership has been received."""
         models = self._models.values()
         reports = [
             m for model in models for m in (model.initialized, model.restore_report, model.no_room) if m is not None
@@ -278,7 +281,7 @@ class Delivery:
         return [*events, event]
 
     def _settle(self, membership: Membership) -> list[Event]:
-        """Drop the messages of generations that are over; returns an abort for every vote among them."""
+        """Drop the messages of generations that are over; return an abort for every vote among them."""
         return [abort for number in self._models for abort in self._settle_model(number, membership)]
 
     def _settle_model(self, number: int, membership: Membership) -> list[Event]:
@@ -304,7 +307,7 @@ class Delivery:
                 turn=turn,
                 model=number,
             )
-            # It counts as a step only if the membership says so: a vote while members were missing is of none.
+            # It counts as a step only if the membership's step is later: a vote while members were missing is of none.
             model.step = max(model.step, min(abort.step, first_step - 1))
             aborts.append(abort)
         return aborts

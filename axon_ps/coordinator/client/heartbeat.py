@@ -1,4 +1,4 @@
-"""The contents of a member's heartbeat: measurements, logs, whom it reaches; and a word when heartbeats come late."""
+"""A member's heartbeat: measurements, logs, and a report of whom it reaches; and a warning when heartbeats are late."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from axon_ps.wire.events import Connectivity
 from axon_ps.wire.v1 import membership_pb2, session_pb2
 
 LATE_S: Final = 1.0
-"""A loop that wakes so much later than it wanted to says so: after a lease without a heartbeat the member is lost."""
+"""A loop that wakes this much too late logs a warning: after a lease without a heartbeat the member is lost."""
 
 _logger = logging.getLogger(__name__)
 
@@ -22,16 +22,16 @@ _logger = logging.getLogger(__name__)
 def heartbeat(
     measure: Callable[[], Mapping[str, float]], log: LogBuffer | None, connectivity: Connectivity | None = None
 ) -> session_pb2.SessionRequest:
-    """A heartbeat.
+    """Return a heartbeat.
 
     Args:
-        measure: returns what the member measures, by name.
-        log: what its process logs; None = another member of the process sends it.
-        connectivity: whom it reaches; None = it does not say.
+        measure: returns the member's measurements, by name.
+        log: the log of its process; None = another member of the process sends it.
+        connectivity: its report of whom it reaches; None = no report.
     """
     try:
         measured = dict(measure())
-    except Exception as error:  # a missing number does not cost the membership
+    except Exception as error:  # a failed measurement must not end the membership
         _logger.debug("measuring for a heartbeat failed: %r", error)
         measured = {}
     records, dropped = ([], 0) if log is None else log.take()
@@ -45,18 +45,18 @@ def heartbeat(
 
 
 class Punctuality:
-    """Logs that an event loop does not come to its heartbeats in time. In its thread."""
+    """Logs that an event loop sends its heartbeats late. It is used in the loop's thread."""
 
     def __init__(self) -> None:
         self._waited_s = _not_scheduled_s()
 
     def sent(self) -> None:
-        """A heartbeat was sent."""
+        """Note that a heartbeat was sent."""
         self._waited_s = _not_scheduled_s()
 
     @contextmanager
     def expected(self, pause_s: float) -> Iterator[None]:
-        """The context is a wait of `pause_s` at most."""
+        """Return a context that is expected to take `pause_s` at most."""
         began_s = time.monotonic()
         try:
             yield
@@ -67,11 +67,11 @@ class Punctuality:
 
 
 def lateness(late_s: float, waited_s: float) -> str:
-    """Say that a loop came late, and to what that is due.
+    """Return a warning that heartbeats come late, with the probable cause.
 
     Args:
-        late_s: by how much.
-        waited_s: how long its thread was ready to run meanwhile and had no processor.
+        late_s: the delay.
+        waited_s: seconds for which its thread was ready to run meanwhile and had no processor.
     """
     if waited_s >= late_s / 2:
         why = f"its processors were busy with others for {waited_s:.1f} s: give it more of them, or a higher priority"
@@ -81,7 +81,7 @@ def lateness(late_s: float, waited_s: float) -> str:
 
 
 def _not_scheduled_s() -> float:
-    """Seconds for which this thread was ready to run, and did not; 0 where the system does not say."""
+    """Return the seconds for which this thread was ready to run, and did not; 0 where the system does not report it."""
     try:
         with open("/proc/thread-self/schedstat", encoding="ascii") as file:
             return int(file.read().split()[1]) / 1e9

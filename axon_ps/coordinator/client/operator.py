@@ -25,19 +25,19 @@ SERVICE = coordinator_pb2.DESCRIPTOR.services_by_name["Coordinator"]
 
 
 SILENCE_S: Final = 5.0
-"""A feed that is silent for so long is broken; it has an event every half second."""
+"""A feed that is silent for this long is broken; it has an event every half second."""
 
 AGAIN_S: Final = 0.5
-"""How long to wait before a broken feed is opened again."""
+"""Seconds before a broken feed is opened again."""
 
 
 class OperatorClient(Calls):
     """The command line's client of a coordinator. Make, use and close it on one event loop.
 
     Args:
-        address: "host:port" of the coordinator; of several, with commas between them: whichever leads is called.
+        address: "host:port" of the coordinator, or several with commas between them: the leader is called.
         security: TLS and token.
-        job: name of the job; empty = the one that the coordinator runs.
+        job: name of the job; empty = the coordinator's.
         retries: whether calls are retried until their deadlines where that is safe; otherwise they fail at once.
     """
 
@@ -52,7 +52,7 @@ class OperatorClient(Calls):
         self._stub: Stub | None = None
 
     def context(self) -> common_pb2.CallContext:
-        """The context of a call: an operator has no incarnation."""
+        """Return the context of a call: an operator has no incarnation."""
         return common_pb2.CallContext(job=self._job)
 
     async def close(self) -> None:
@@ -67,14 +67,14 @@ class OperatorClient(Calls):
         await self.close()
 
     async def watch(self) -> AsyncGenerator[watch_pb2.WatchEvent | AxonError, None]:
-        """The job's events as they happen, until it is closed (`contextlib.aclosing`). No end by itself.
+        """Yield the job's events as they happen, until closed (`contextlib.aclosing`). It does not end by itself.
 
         Yields:
-            Events of the feed; one that `begins` makes all before it void. When the feed breaks, the error; then it is
-            opened again, at whichever coordinator leads.
+            Events of the feed; an event that `begins` makes all earlier ones void. When the feed breaks, the error;
+            then it is opened again, at the coordinator that leads then.
 
         Raises:
-            AxonError: what opening it again does not help against: a wrong token, for example.
+            AxonError: an error that stays after another try: a wrong token, for example.
         """
         while True:
             try:
@@ -91,12 +91,12 @@ class OperatorClient(Calls):
             await asyncio.sleep(AGAIN_S)
 
     async def logs(self, history: str = "", after: float = 0.0, wait_s: float = 0.0) -> logs_pb2.LogsReply:
-        """A page of the lines that the job's processes have logged.
+        """Return a page of the lines that the job's processes have logged.
 
         Args:
-            history: of the reply before; empty = none.
+            history: of the previous reply; empty = none.
             after: the number of its last record; 0 = none.
-            wait_s: how long to wait for a record if there is none, in seconds; 10 at most.
+            wait_s: seconds to wait for a record if there is none; 10 at most.
         """
         request = logs_pb2.LogsRequest(context=self.context(), history=history, after=after, wait_s=wait_s)
         reply: logs_pb2.LogsReply = await self._call("Logs", lambda: request, Deadline(wait_s + SILENCE_S), again=())
@@ -118,10 +118,10 @@ class OperatorClient(Calls):
             return self._stub
 
     async def _leader(self) -> Place:
-        """The address of a coordinator that leads; else of one that stands by: it refuses calls and names the leader.
+        """Return the address of the leader, else of a standby, which refuses calls and names the leader.
 
         Raises:
-            AxonError: none of them answers; why the first does not.
+            AxonError: no coordinator answers; the error of the first.
         """
         places = list(self._addresses)
         asked = (
@@ -147,6 +147,6 @@ class OperatorClient(Calls):
 
 
 async def _next(stream: Stream) -> Any:
-    """The next message. (`wait_for` loses a cancellation that comes together with it, before Python 3.12.)"""
+    """Return the next message. (Before Python 3.12, `wait_for` loses a cancellation that comes together with it.)"""
     async with asyncio.timeout(SILENCE_S):
         return await stream.read()

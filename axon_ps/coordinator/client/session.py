@@ -1,9 +1,8 @@
 """A member's end of its session with the coordinator.
 
-`CoordinatorClient` joins, sends heartbeats, delivers events (in order, on the loop's thread), sends votes and reports,
-and reconnects when the stream breaks, to whichever of the coordinators leads then. All of it runs on one event loop,
-the one `start` runs on; `vote`, `ready`, `initialized` and the reports only queue a message and may be called from any
-thread.
+`CoordinatorClient` joins, sends heartbeats, delivers events (in order, on the loop's thread), and sends votes and
+reports. When the stream breaks, it reconnects to the coordinator that leads then. All of it runs on one event loop, the
+loop of `start`. `vote`, `ready`, `initialized` and the reports only queue a message and may be called from any thread.
 
 Invariants (ensured by `delivery`): events arrive in the coordinator's order, a decision and an order at most once, and
 the generation never falls; every vote is followed by exactly one `Decision` of its step.
@@ -116,22 +115,22 @@ __all__ = [
 ]
 
 LEAVE_S: Final = 2.0
-"""How long `close` waits until the coordinator has received the Leave."""
+"""Most seconds that `close` waits until the coordinator has received the Leave."""
 
 RETIRE_S: Final = 1.0
-"""How long calls may stay on a channel that was replaced."""
+"""Seconds that calls may stay on a channel that was replaced."""
 
 FAILOVER_S: Final = 0.25
-"""The longest wait between two rounds, if there are several coordinators: one of them leads soon."""
+"""Most seconds between two rounds, if there are several coordinators: one of them leads soon."""
 
 STANDBY_S: Final = 0.2
-"""How often, at least, a standby asks to join."""
+"""Most seconds between two requests of a standby to join."""
 
 MEASURE_S: Final = 1.0
-"""How often a member sends what it measures, however much else it sends."""
+"""Most seconds between two heartbeats with measurements, also while other messages are sent."""
 
 RENEW_S: Final = 1.0
-"""How often it is looked for newer credentials."""
+"""Seconds between two checks for newer credentials."""
 
 _logger = logging.getLogger(__name__)
 _PRINCIPALS: Final = {Role.WORKER: Principal.WORKER, Role.SHARD: Principal.SHARD}
@@ -143,7 +142,7 @@ class CoordinatorClient(Calls):
     """One member's session. Make it anywhere; `start` and every other coroutine run on one event loop.
 
     Args:
-        address: "host:port" of the coordinator; of several, of which one leads, with commas between them.
+        address: "host:port" of the coordinator, or several, of which one leads, with commas between them.
         job: name of the job.
         role: worker or shard server.
         node: host or container.
@@ -155,20 +154,21 @@ class CoordinatorClient(Calls):
         standby: worker: wait until the job has lost a worker, and replace it.
         known: shard server: the optimizers and compressors it can make; None = they are not listed.
         on_event: gets every event, on the loop's thread; must not block. If it raises, the session fails.
-        reconnect_timeout_s: how long to reconnect a broken session before it fails.
+        reconnect_timeout_s: seconds for which a broken session may be reconnected before it fails.
 
     Attributes:
         rank: ours, from the first Welcome on; -1 before.
-        lease_s: how long the coordinator tolerates our silence.
+        lease_s: seconds for which the coordinator tolerates our silence.
         world_size: workers the job starts with.
         num_shards: shard servers of the job.
-        measure: returns what heartbeats carry, by name: for `axon-ps status` and `top`. Called on the loop's thread.
-        log: what this process logs, which they carry, too; None = another one of this process sends it.
-        memory: shard server: returns the memory that it has for parameters; None = it does not say.
+        measure: returns the measurements of heartbeats by name, for `axon-ps status` and `top`. Called on the loop's
+            thread.
+        log: the log of this process, also sent in heartbeats; None = another member of this process sends it.
+        memory: shard server: returns the memory that it has for parameters; None = not reported.
         state_id: id of the job's durable state, the same for all members; empty before the first Welcome.
-        connectivity: gets what probes find; the coordinator is told of it.
+        connectivity: the findings of probes, for the coordinator.
         tracer: this member's spans; those that the coordinator orders are sent to it.
-        revocations: what the servers of this process refuse: gets what the job has revoked.
+        revocations: the names that the servers of this process refuse; gets the job's revoked names.
     """
 
     def __init__(
@@ -226,7 +226,7 @@ class CoordinatorClient(Calls):
         self._error: AxonError | None = None
         self._last_error: AxonError | None = None
         self._closing = False
-        self._successor: Place | None = None  # where another coordinator leads, if that ended our session
+        self._successor: Place | None = None  # the address of another leader, if that ended our session
 
     @property
     def membership(self) -> Membership | None:
@@ -241,7 +241,7 @@ class CoordinatorClient(Calls):
     # ------------------------------------------------------------------ start and close
 
     async def start(self, timeout_s: float | None = None) -> None:
-        """Join; returns when rank, membership and job state are known.
+        """Join; return when rank, membership and job state are known.
 
         Raises:
             Unreachable: there was no answer in time.
@@ -265,7 +265,7 @@ class CoordinatorClient(Calls):
                 await self._wait_attached()
         except TimeoutError:
             await self.close()
-            if not limit.expired():  # that is why we were refused
+            if not limit.expired():  # the session failed with this error
                 raise
             error = self._last_error or Unreachable(f"nobody answers at {self.address}")
             error.add_note(f"tried for {timeout_s:g} s")
@@ -275,7 +275,7 @@ class CoordinatorClient(Calls):
             raise
 
     async def close(self, reason: str = "", *, finished: bool = False) -> None:
-        """Leave the job: the others learn of it at once. Harmless when repeated, or before `start`.
+        """Leave the job; the others are told at once. Harmless when repeated, or before `start`.
 
         Args:
             reason: for the others' logs.
@@ -293,7 +293,7 @@ class CoordinatorClient(Calls):
             await asyncio.gather(self._channel.close(), *self._retiring)
 
     def context(self) -> common_pb2.CallContext:
-        """The context of a call in the generation that we know of: of every call to a coordinator or a shard server."""
+        """Return the context of a call to a coordinator or a shard server, in the newest generation that we know."""
         membership = self.membership
         return common_pb2.CallContext(
             job=self.job,
@@ -305,49 +305,56 @@ class CoordinatorClient(Calls):
     # ------------------------------------------------------------------ votes and reports
 
     def vote(self, vote: Vote, replica: int | None = None) -> None:
-        """Worker: report that nothing else of a step is pushed. Sent again after a reconnect while it is current.
+        """Worker: report that nothing else of a step is pushed. It is sent again after a reconnect while it is current.
 
-        Where replicas step asynchronously, the vote's step is the clock of our `replica`.
+        With asynchronous replicas, the vote's step is the clock of our `replica`.
         """
         self._call_soon(self._send_step_message, vote, replica)
 
     def arrived(self, *, generation: int, step: int, model: int = 0, blocked: bool = False) -> None:
-        """Worker: report that it waits in a step until the servers take what it has computed."""
+        """Worker: report that it waits in a step until the servers take its gradients."""
         arrived = policy_pb2.Arrived(generation=generation, step=step, model=model, blocked=blocked)
         self._call_soon(self._send, session_pb2.SessionRequest(arrived=arrived))
 
     def ready(self, ready: Ready, replica: int | None = None) -> None:
-        """Shard server: report that every slice has every replica. Sent again after a reconnect while it is current.
+        """Shard server: report that every slice has the gradients of every replica.
 
-        Where replicas step asynchronously, `replica` is the one whose gradients are there, and the step its clock.
+        It is sent again after a reconnect while it is current. With asynchronous replicas, `replica` is the replica of
+        these gradients, and the step its clock.
         """
         self._call_soon(self._send_step_message, ready, replica)
 
     def copied(self, copied: Copied) -> None:
-        """Shard server: report that slices have come from their primaries. If it is lost, they are copied again."""
+        """Shard server: report that slices were received from their primaries.
+
+        If the report is lost, they are copied again.
+        """
         self._call_soon(self._send_recorded, self._delivery.record_copied, copied_to_proto(copied))
 
     def corrupted(self, report: Corrupted) -> None:
-        """Shard server: report that memory of a slice failed. Sent again after a reconnect, until it is there again."""
+        """Shard server: report that memory of a slice failed.
+
+        It is sent again after a reconnect, until the slice has been received again.
+        """
         self._call_soon(self._send_recorded, self._delivery.record_corrupted, corrupted_to_proto(report))
 
     def initialized(self, *, version: int, epoch: int, model: int = 0) -> None:
-        """Shard server: report that every slice of a model has its values. Sent again after a reconnect."""
+        """Shard server: report that every slice of a model has its values. It is sent again after a reconnect."""
         message = initialized_to_proto(version, epoch, model)
         self._call_soon(self._send_recorded, self._delivery.record_initialized, message)
 
     def snapshot_report(self, id: int, files: tuple[SnapshotFile, ...] = (), error: AxonError | None = None) -> None:
-        """Shard server: answer a `SnapshotOrder` with the files written, or why there are none."""
+        """Shard server: answer a `SnapshotOrder` with the files written, or with an error."""
         self._call_soon(self._send, snapshot_report_to_proto(SnapshotReport(id=id, files=files, error=error)))
 
     def restore_report(self, epoch: int, error: AxonError, *, model: int = 0) -> None:
-        """Shard server: report why a `RestoreOrder` could not be carried out (success is `initialized`)."""
+        """Shard server: report the error of a `RestoreOrder` (success is reported by `initialized`)."""
         report = checkpoint_pb2.RestoreReport(epoch=epoch, error=error_to_detail(error), model=model)
         message = session_pb2.SessionRequest(restore=report)
         self._call_soon(self._send_recorded, self._delivery.record_restore_failure, message)
 
     def out_of_memory(self, model: int, placement: int, error: AxonError) -> None:
-        """Shard server: report that there is no memory for what a placement gives us of a model. Sent again, too."""
+        """Shard server: report that it has no memory for its slices of a model. It is sent again after a reconnect."""
         report = memory_pb2.NoRoom(model=model, placement=placement, error=error_to_detail(error))
         message = session_pb2.SessionRequest(no_room=report)
         self._call_soon(self._send_recorded, self._delivery.record_no_room, message)
@@ -380,14 +387,14 @@ class CoordinatorClient(Calls):
         self._send(message)
 
     def _send(self, message: session_pb2.SessionRequest) -> None:
-        """Queue a message for the present stream; what must not be lost with it, `_delivery` sends again."""
+        """Queue a message for the present stream; `_delivery` sends those again that must not be lost with it."""
         if self._attached.is_set():
             self._outbox.put_nowait(message)
 
     # ------------------------------------------------------------------ the session
 
     async def _run(self, first: Deadline) -> None:
-        """Maintain a session until we close, are refused, or reconnecting has timed out."""
+        """Maintain a session until it is closed or refused, or reconnecting has timed out."""
         deadline, wait_s = first, 0.05
         try:
             while not self._closing:
@@ -424,7 +431,7 @@ class CoordinatorClient(Calls):
             self._fail(InternalError(f"the session failed: {type(error).__name__}: {error}"))
 
     async def _session(self) -> None:
-        """One stream, from Join to its end; returns only after a Leave of ours."""
+        """Run one stream from Join to its end; return only after a Leave of ours."""
         assert self._stub is not None
         await self._addresses.until_connected(self._channel)
         stream = self._stub.open("Session")
@@ -456,14 +463,14 @@ class CoordinatorClient(Calls):
                 await asyncio.wait(tasks)
 
     async def _follow(self, stream: Stream) -> None:
-        """End the session once another coordinator leads, whatever became of the one that we have it with."""
+        """End the session when another coordinator leads."""
         self._successor = await successor(self._addresses, self._security, self.job)
         stream.cancel()
 
     async def _write(self, stream: Stream, outbox: asyncio.Queue[session_pb2.SessionRequest]) -> None:
-        """Send what is queued, and a heartbeat now and then, also when nothing else is sent."""
+        """Send the queued messages, and regular heartbeats."""
         sent_s, punctuality = -math.inf, Punctuality()
-        with contextlib.suppress(AxonError):  # the reader sees why the stream is over
+        with contextlib.suppress(AxonError):  # the reader gets the error that ended the stream
             while True:
                 pause_s = min(self.lease_s / 3, MEASURE_S)
                 try:
@@ -509,7 +516,7 @@ class CoordinatorClient(Calls):
         self._wake()
 
     def _wake(self) -> None:
-        """Wake everything that waits for a membership."""
+        """Wake all tasks that wait for a membership."""
         self._renewed.set()
         self._renewed = asyncio.Event()
 
@@ -524,7 +531,7 @@ class CoordinatorClient(Calls):
         self._stub = Stub(self._channel, SERVICE, self._security)
 
     def _reconnect(self) -> None:
-        """A fresh channel, so that the next attempt connects at once instead of after gRPC's own back-off."""
+        """Open a fresh channel, so that the next attempt connects at once instead of after gRPC's own back-off."""
         old = self._channel
         self._connect()
         retiring = asyncio.create_task(old.close(RETIRE_S))  # calls in progress on it fail by themselves
@@ -538,11 +545,11 @@ class CoordinatorClient(Calls):
         self._emit([SessionLost(error=error)])
 
     def _remind(self) -> None:
-        """Log that we are without a session, after a while and then ever more rarely, until we have one."""
+        """Log at growing intervals that this member has no session, until it has one."""
         self._reminder = asyncio.create_task(_log_waiting(self))
 
     def _fail(self, error: AxonError) -> None:
-        """Fail the session; everything that waits for it gets `error`."""
+        """Fail the session; all calls that wait for it get `error`."""
         if self._reminder is not None:
             self._reminder.cancel()
         if self._error is not None:
@@ -574,7 +581,7 @@ class CoordinatorClient(Calls):
             async with _until(deadline) as limit:
                 await self._wait_attached()
         except TimeoutError:
-            if not limit.expired():  # that is how it ended
+            if not limit.expired():  # the session ended with this error
                 raise
             raise Timeout(f"the session with the coordinator at {self.address} was not restored in time") from None
         assert self._stub is not None
@@ -596,7 +603,7 @@ class CoordinatorClient(Calls):
 
 
 async def _events(stream: Stream) -> AsyncIterator[ServerEvent]:
-    """The events of a stream, but those of a newer protocol."""
+    """Yield the events of a stream, except for those of a newer protocol."""
     known: Membership | None = None
     async for message in stream:
         event = event_from_proto(message, known)
@@ -607,7 +614,7 @@ async def _events(stream: Stream) -> AsyncIterator[ServerEvent]:
 
 
 def _join_request(client: CoordinatorClient) -> JoinRequest:
-    """The request with which a client joins."""
+    """Return the request with which a client joins."""
     return JoinRequest(
         job=client.job,
         incarnation=client.incarnation,
@@ -625,16 +632,16 @@ def _join_request(client: CoordinatorClient) -> JoinRequest:
 
 
 def _until(deadline: Deadline) -> asyncio.Timeout:
-    """Whatever takes longer is ended."""
+    """Return a context that is ended at a deadline."""
     left_s = deadline.remaining()
     return asyncio.timeout(None if math.isinf(left_s) else left_s)
 
 
 async def _leave(client: CoordinatorClient, running: asyncio.Task[None], reason: str, finished: bool) -> None:
-    """Tell the coordinator that we leave, and end the session."""
+    """Send a Leave to the coordinator, and end the session."""
     client.tracer.finish()
     if client._attached.is_set():
-        client._outbox.put_nowait(heartbeat(client.measure, client.log))  # what was logged last
+        client._outbox.put_nowait(heartbeat(client.measure, client.log))  # with the last log records
         leave = membership_pb2.Leave(reason=reason[:200], finished=finished)
         client._outbox.put_nowait(session_pb2.SessionRequest(leave=leave))
         await asyncio.wait([running], timeout=LEAVE_S)
@@ -643,11 +650,11 @@ async def _leave(client: CoordinatorClient, running: asyncio.Task[None], reason:
 
 
 async def _renew(client: CoordinatorClient, stub: Stub) -> None:
-    """Show the coordinator newer credentials once there are any: it ends a session that has none any more."""
+    """Send the coordinator newer credentials when there are any: it ends a session whose credentials have expired."""
     known = stub.credentials()
     while True:
         await asyncio.sleep(RENEW_S)
-        with contextlib.suppress(AxonError):  # the next time
+        with contextlib.suppress(AxonError):  # it is tried again
             if (newest := stub.credentials()) != known:
                 any_key = coordinator_pb2.KVRequest(context=client.context(), op=coordinator_pb2.KV_OP_GET, key="any")
                 await stub.call("KV", any_key, timeout_s=client.lease_s)
@@ -655,7 +662,7 @@ async def _renew(client: CoordinatorClient, stub: Stub) -> None:
 
 
 async def _log_waiting(client: CoordinatorClient) -> None:
-    """Log that a member is without a session, after a while and then ever more rarely, until it has one."""
+    """Log at growing intervals that a member has no session, until it has one."""
     began_s = time.monotonic()
     for pause_s in reminder_pauses():
         await asyncio.sleep(pause_s)

@@ -1,8 +1,8 @@
-"""The search for another leader by the member of a live session: it asks the other coordinators now and then.
+"""The search for another leader by a member with a live session: it asks the other coordinators now and then.
 
 A leader that is frozen or cut off does not end its sessions, and a connection's keepalive takes 15 s to notice. The
-next leader answers at once, and none does that while another one may lead (see `storage.state_store.base`). So if two
-places answer they are one coordinator, by two names.
+next leader answers at once, and no coordinator answers while another one may lead (see `storage.state_store.base`). So
+if two addresses answer, they belong to the same coordinator.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from axon_ps.rpc.service import Stub
 from axon_ps.wire.v1 import common_pb2, coordinator_pb2
 
 ASK_S: Final = 0.5
-"""How often the others are asked, and how long they may take to answer."""
+"""Seconds between two questions to the others, and for their answers."""
 
 AGAIN_S: Final = 0.2
-"""How long the present leader has to answer, too, when another one does."""
+"""Seconds that the present leader has to answer, too, when another coordinator does."""
 
 
 async def successor(addresses: Addresses, security: Security, job: str) -> Place:
-    """Return once a coordinator leads at another place than the present one; where. Cancel it to end it before."""
+    """Return the address of a leader other than the present one, as soon as there is one. It may be cancelled."""
     places = list(addresses)
     channels = [addresses.connect_to(place, security) for place in places]
     stubs = {place: Stub(channel, SERVICE, security) for place, channel in zip(places, channels, strict=True)}
@@ -42,7 +42,7 @@ async def successor(addresses: Addresses, security: Security, job: str) -> Place
 
 
 async def _leads(stub: Stub, job: str, timeout_s: float) -> bool:
-    """Whether a coordinator answers, rather than that it refuses: a standby refuses every call."""
+    """Return True if a coordinator answers a call; a standby refuses every call."""
     context = common_pb2.CallContext(job=job)
     request = coordinator_pb2.KVRequest(context=context, op=coordinator_pb2.KV_OP_GET, key="leads")
     try:

@@ -1,8 +1,8 @@
 """The coordinator's state machines: events in, actions out. No clock, threads or I/O.
 
-state       composed of the parts below              events · actions   inputs and outputs
-roster · members · admission · assembly              who is a member, with which rank, in which generation
-models · registration · steps                        what a model is made of, and how its steps are decided
-barriers · kv · checkpoints · waiting                what members wait for
+state       is composed of the parts below           events · actions   inputs and outputs
+roster · members · admission · assembly              the members, their ranks and generations
+models · registration · steps                        the models, and the decisions on their steps
+barriers · kv · checkpoints · waiting                the calls that members wait for
 records     the durable state                        config             the configuration
 """

@@ -43,7 +43,7 @@ class CloseSession:
 
 @dataclass(frozen=True)
 class Happened:
-    """Record in the history that something happened; see `history.History.happened`."""
+    """Record an event in the history; see `history.History.happened`."""
 
     kind: str
     text: str
@@ -53,7 +53,7 @@ Action = Persist | SendEvent | Reply | CloseSession | Happened
 
 
 class Outbox:
-    """Collects the actions that one event causes. The records come first, in whatever order they were added."""
+    """Collects the actions that one event causes. The records come first, independent of the order of the calls."""
 
     def __init__(self) -> None:
         self._records: dict[str, Record] = {}
@@ -79,11 +79,11 @@ class Outbox:
             self._actions.append(CloseSession(session, error))
 
     def happened(self, kind: str, text: str) -> None:
-        """Something happened, for the history."""
+        """Record an event in the history."""
         self._actions.append(Happened(kind, text))
 
     def take(self) -> list[Action]:
-        """Everything collected; clears it."""
+        """Return all collected actions, and clear them."""
         actions, self._actions = self._actions, []
         if self._records:
             actions.insert(0, Persist(tuple(self._records.values())))

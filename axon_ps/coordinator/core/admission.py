@@ -1,14 +1,14 @@
 """The ranks that joining processes get. Pure.
 
-Workers: while the job assembles, ranks are those below its world size; later any number may join. A standby only takes
-a free rank below the world size, so it has none until the job has lost a worker. Shard servers: always exactly
-`num_shards`; the process that holds the parameters of a rank has a right to it.
+While the job assembles, workers have ranks below its world size; later any number may join. A standby only takes a free
+rank below the world size, so it has none until the job has lost a worker. Shard servers have ranks below `num_shards`
+until a model is registered; later more may join. The process that holds the parameters of a rank has a right to it.
 
 Note: [Workers that join in vain]
-    A worker that joins a job that trains and leaves before a step has counted costs the others two steps. Whoever does
-    that often is made to wait before it joins again, with the reason. A worker that took part in a step, as one on a
-    preemptible machine has, is not counted, nor one that leaves while the others train nothing. And nobody waits who is
-    needed: a job that makes no step without another worker takes it, however often connections have broken.
+    A worker that joins a training job and leaves before a step has counted costs the others two steps. After many such
+    joins, further ones are refused for a while, with the reason. A worker that took part in a step does not count, as
+    on a preemptible machine, nor a worker that leaves while the others do not train. A job that can make no step
+    without another worker accepts it, independent of how often connections have broken.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from axon_ps.types import Member, Role
 from axon_ps.wire.events import JoinRequest
 
 WINDOW_S: Final = 60.0
-"""How long such a worker counts."""
+"""Seconds for which such a worker counts."""
 
 MAX_OF_NODE: Final = 16
-"""Such workers of one node in that time, after which further ones of it wait."""
+"""Such workers of one node within `WINDOW_S`; further workers of the node are refused."""
 
 MAX_OF_JOB: Final = 128
-"""Likewise of the job, since a node is called what its worker says."""
+"""Such workers of the job within `WINDOW_S`: a limit of its own, since workers name their nodes themselves."""
 
 
 Displaced: TypeAlias = tuple[tuple[RosterEntry, str], ...]
@@ -49,11 +49,11 @@ class Admission:
 def admit(
     config: CoordinatorConfig, assembly: Assembly, models: Models, role: Role, request: JoinRequest, now: float
 ) -> Admission:
-    """Admit a process that is no member.
+    """Admit a process that is not a member.
 
     Raises:
         InvalidRequest: its rank is taken, or its world size is not the job's.
-        Busy: there is no free rank, or it is not known yet whether there is one; or another member has its address.
+        Busy: no rank is free, or that is not known yet; or another member has its address.
     """
     displaced: Displaced = ()
     if role is Role.WORKER:
@@ -76,7 +76,7 @@ def _rank_of_worker(config: CoordinatorConfig, assembly: Assembly, request: Join
 def _rank_of_shard(
     config: CoordinatorConfig, assembly: Assembly, models: Models, request: JoinRequest, now: float
 ) -> tuple[int, Displaced]:
-    """The rank, and whom it displaces."""
+    """Return the rank of a joining shard server, and the members that it displaces."""
     displaced = []
     if (before := _at_address(assembly, request, config.lease_s)) is not None:
         displaced.append((before, f"another shard server is at {request.address} now"))
@@ -86,13 +86,13 @@ def _rank_of_shard(
             displaced.append((present, f"the shard server that holds the parameters of rank {held} is back"))
         return held, tuple(displaced)
     if models.still_held_by(request.incarnation) and assembly.roster.at(Role.SHARD, request.requested_rank) is not None:
-        request = replace(request, requested_rank=-1)  # its rank was given to another; what it holds is wanted
+        request = replace(request, requested_rank=-1)  # its rank was given to another; its slices are wanted
     ranks = MAX_MEMBERS if models.registered else config.num_shards
     return assembly.roster.choose_rank(Role.SHARD, request, ranks, now, config.lease_s, before), tuple(displaced)
 
 
 def _at_address(assembly: Assembly, request: JoinRequest, lease_s: float) -> RosterEntry | None:
-    """The shard server that was at a joiner's address: it is dead, if its session has not come back.
+    """Return the former shard server at a joiner's address: without a session it is dead.
 
     Raises:
         Busy: it has a session.
@@ -124,14 +124,14 @@ class Churn:
         self._left: deque[tuple[float, str]] = deque(maxlen=MAX_OF_JOB)
 
     def left(self, node: str, now: float) -> None:
-        """A worker of a node has left without having taken part in a step that counted."""
+        """Count a worker of a node that has left without taking part in a step that counted."""
         self._left.append((now, node))
 
     def check(self, node: str, now: float) -> None:
-        """Refuse a joiner for the present.
+        """Refuse a joiner for a while.
 
         Raises:
-            Busy: too many have joined and left in vain; the message says until when.
+            Busy: too many have joined and left in vain; the message has the time to wait.
         """
         while self._left and self._left[0][0] <= now - WINDOW_S:
             self._left.popleft()

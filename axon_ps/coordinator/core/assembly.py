@@ -1,16 +1,16 @@
-"""Generations: who the members are, and whether they are enough to make steps. Pure.
+"""Generations: the members of each, and whether they are enough to make steps. Pure.
 
 Note: [A generation is immutable]
-    Whatever would change a `Membership` (a member joined or left, the servers lost their parameters, replicas are
-    numbered differently) makes a new generation. A new generation ends the step attempts of the old one, if that was
-    complete: first its members receive the aborts, then the new membership. So the membership that a step ran in is
-    always known.
+    Every change of a `Membership` (a member joined or left, the servers lost their parameters, replicas are numbered
+    differently) makes a new generation. A new generation ends the step attempts of the old one, if that was complete.
+    Members first receive the aborts, then the new membership. So the membership that a step ran in is always known.
 
 Note: [Joining together]
-    A generation for every join, announced to everybody, has n² announcements of a job of n members. While it lacks
-    workers, nobody can do anything with the news of who is there. So those who join within `TOGETHER_S` make one
-    generation, which is announced to them alone. Everybody gets one when the job is complete, when a member is lost,
-    and now and then, for who looks on. In a job of fewer than `FEW` members every join is announced by itself.
+    If every join made a generation that is announced to all, a job of n members would have n² announcements. While
+    workers are missing, no member needs to know the others. So the members that join within `TOGETHER_S` make one
+    generation, which is announced to them alone. All members get one when the job is complete, when a member is lost,
+    and now and then, so that its status can be followed. In a job of fewer than `FEW` members every join is announced
+    by itself.
 
 Invariants: the generation only grows; a step of a model is decided at most once, in ascending order (where replicas
 step asynchronously it gets its number when it is decided); its version grows by one with every commit and changes
@@ -38,19 +38,19 @@ from axon_ps.types import Member, Membership, ModelProgress, Role
 from axon_ps.wire.events import RevokedNames, Welcome
 
 MAX_FINISHED: Final = 1 << 10
-"""How many of the workers that finished last a membership names."""
+"""Most workers that a membership names as finished: the last ones."""
 
 FEW: Final = 32
-"""Of so many members on, joins wait for others."""
+"""In a job of this many members, joins are announced together."""
 
 TOGETHER_S: Final = 0.05
-"""How long a joiner waits for others."""
+"""Least seconds for which joins are collected into one generation."""
 
 TOGETHER_A_MEMBER_S: Final = 5e-5
-"""Where there are many, so long for each of them: a generation costs in proportion to its members."""
+"""Seconds per member for which they are collected in a large job: a generation costs time in proportion to these."""
 
 ANNOUNCE_S: Final = 1e-3
-"""Of a generation to one member: some times what it costs both, as a difference."""
+"""Least seconds per member between two generations for all: several times the cost of announcing one to a member."""
 
 
 class Forming:
@@ -58,7 +58,7 @@ class Forming:
 
     Attributes:
         joined: their sessions.
-        due: when the next generation begins; inf while no member waits.
+        due: the time at which the next generation begins; inf while no member waits.
     """
 
     def __init__(self) -> None:
@@ -68,13 +68,13 @@ class Forming:
         self._all_due = -math.inf
 
     def join(self, session: int, now: float) -> None:
-        """A member waits for others that join."""
+        """Have a member wait for others that join."""
         if not self.joined:
             self.due = now + max(TOGETHER_S, TOGETHER_A_MEMBER_S * self._members)
         self.joined.append(session)
 
     def take(self, members: int, now: float) -> list[int] | None:
-        """The sessions that get the generation that begins now, of so many members; None = all. Clears it."""
+        """Return the sessions that get the new generation of `members` members; None = all. Clears `joined`."""
         joined, self.joined, self.due, self._members = self.joined, [], math.inf, members
         if now < self._all_due:
             return joined
@@ -82,7 +82,7 @@ class Forming:
         return None
 
     def announced(self, members: int, now: float) -> None:
-        """Everybody gets a generation of so many members."""
+        """Note that all members get a generation of `members` members."""
         self.joined, self.due = [], math.inf
         self._all_due = now + ANNOUNCE_S * members
 
@@ -91,7 +91,7 @@ class Assembly:
     """The members of each generation.
 
     Args:
-        config: how the job is run.
+        config: of the job.
         durable: as it was before the coordinator's restart.
         models: the models of the job.
         out: gets the records to write and the events to send.
@@ -116,7 +116,7 @@ class Assembly:
         known = durable.membership
         self.generation = known.generation
         self._finished = list(known.finished)
-        self.revoked = dict(durable.revoked)  # by name, why; see `access.revocations`
+        self.revoked = dict(durable.revoked)  # reasons by name; see `access.revocations`
         self._vacant = durable.vacant  # ranks of finished workers, which need no replacement
         self.draining = durable.draining
         self.needed_shards = durable.needed_shards or config.num_shards
@@ -131,13 +131,13 @@ class Assembly:
 
     @property
     def needed_workers(self) -> int:
-        """The number of workers that a step takes; a worker that has finished needs no replacement."""
+        """The number of workers that a step needs; a worker that has finished needs no replacement."""
         least = self._config.min_workers
         needed = min(least, self.world_size) if self.was_complete and least is not None else self.world_size
         return min(needed, self.world_size - self._vacant)
 
     def set_world_size(self, world_size: int) -> None:
-        """Set it to what the first worker requested."""
+        """Set the world size, as the first worker requests it."""
         self.world_size = world_size
         self._out.persist([self.job_record()])
 
@@ -156,7 +156,7 @@ class Assembly:
     ) -> None:
         """Make the next generation: without the `lost` (or `finished`) members, with `joined` on `session`.
 
-        See Note: [A generation is immutable]. Others than the `sessions` (None: all) get a later one.
+        See Note: [A generation is immutable]. It is sent to `sessions` (None = all); the others get a later one.
         """
         initialized = self.initialized()
         if joined is not None and joined.role is Role.WORKER and self.membership.is_over:
@@ -205,8 +205,8 @@ class Assembly:
         """Send a member that has just opened a stream everything but the membership, which comes last.
 
         The decisions that it may have missed come first, then the models' states, which are newer. A new process
-        ignores the decisions (see `client.delivery`). A shard server that was lost and has `joined` again gets none of
-        a model of which it holds nothing any more, since others have gone on without it.
+        ignores the decisions (see `client.delivery`). A shard server that was lost and has `joined` again gets no
+        decisions on a model of which it holds nothing any more, since others have gone on without it.
         """
         to = [entry.session]
         is_shard = entry.member.role is Role.SHARD
@@ -224,7 +224,7 @@ class Assembly:
                 self._out.push(to, order)
 
     def welcome(self, entry: RosterEntry) -> Welcome:
-        """The first event that a member gets."""
+        """Return the first event that a member gets."""
         return Welcome(
             rank=entry.member.rank,
             lease_s=self._config.lease_s,
@@ -235,7 +235,7 @@ class Assembly:
         )
 
     def announce(self, model: Model, *, full: bool = True) -> None:
-        """Send everybody the state of a model; its layout, too, if `full`, to shard servers."""
+        """Send all members the state of a model; shard servers also get its layout if `full`."""
         state = model.state(self.shards())
         if not full:
             self._out.push(self.roster.sessions(), state)
@@ -244,34 +244,34 @@ class Assembly:
             self._out.push([s.session for s in self.roster.of_role(role)], event)
 
     def initialized(self) -> dict[int, bool]:
-        """Per model, whether the servers hold its parameters."""
+        """Return for each model, by number, whether the servers hold its parameters."""
         shards = self.shards()
         return {model.number: model.state(shards).initialized for model in self._models}
 
     def shards(self) -> list[Member]:
-        """The live shard servers by rank."""
+        """Return the live shard servers by rank."""
         return [s.member for s in self.roster.of_role(Role.SHARD)]
 
     def shard(self, rank: int) -> RosterEntry | None:
-        """The shard server of a rank, if it is there."""
+        """Return the live shard server of a rank, if any."""
         return self.roster.at(Role.SHARD, rank)
 
     def servers(self) -> list[Server]:
-        """The live shard servers as holders of slices; those that the job waits for, if it cannot do with these."""
+        """Return the live shard servers as holders of slices; if these are too few, those that the job waits for."""
         live = [Server(s.rank, s.node) for s in self.shards()]
         return live if self.membership.complete or len(live) >= self.needed_shards else self._nominal(live)
 
     def room(self) -> Room:
-        """The memory of the shard servers that are there."""
+        """Return the memory of the live shard servers."""
         return Room(self._models, self.roster.of_role(Role.SHARD), self.membership.num_replicas)
 
     def _nominal(self, live: Sequence[Server]) -> list[Server]:
-        """The shard servers that the job began with, and is waiting for."""
+        """Return the shard servers that the job began with, present or absent."""
         nodes = {s.rank: s.node for s in live}
         return [Server(rank, nodes.get(rank, "")) for rank in range(self._config.num_shards)]
 
     def records(self) -> list[Record]:
-        """The members and the progress of the models, for the store."""
+        """Return the records of the members and of the models' progress."""
         members = records.members_record(
             self.membership,
             was_complete=self.was_complete,
@@ -283,23 +283,23 @@ class Assembly:
 
     @property
     def pending_shards(self) -> bool:
-        """Whether the job waits for shard servers."""
+        """True if the job waits for shard servers."""
         return bool(self._missing(self.shards()))
 
     @property
     def may_go_on(self) -> bool:
-        """Whether the membership is not complete, and another one of the same members would be."""
+        """True if the membership is not complete, but a new one with the same members would be."""
         workers = self.roster.count(Role.WORKER)
         return not self.membership.complete and not self._waiting_for(workers, self.shards())
 
     @property
     def forms(self) -> bool:
-        """Whether the job has not begun, and would lack workers even if another one joined."""
+        """True if the job has not begun, and would lack workers even after another join."""
         return not self.was_complete and self.roster.count(Role.WORKER) + 1 < self.needed_workers
 
     @property
     def lost_parameters(self) -> str:
-        """Why parameters must be restored although every shard server is there, as text; empty when they need not."""
+        """The reason for a restore although every shard server is a member, as text; empty when none is needed."""
         shards = self.shards()
         if len(shards) < self.needed_shards:
             return ""
@@ -314,11 +314,11 @@ class Assembly:
         return bool(self.lost_parameters) and not there
 
     def job_record(self) -> Record:
-        """The name of the job and how many members it starts with, for the store."""
+        """Return the record of the job's name and of the number of members it starts with."""
         return records.job_record(self.state_id, self._config.job, self.world_size, self._config.num_shards)
 
     def pending(self) -> list[str]:
-        """The reasons why the job waits, as text."""
+        """Return the reasons why the job waits, as text."""
         return self.stepping.pending() if self.membership.complete else [self.membership.waiting_for]
 
     # ------------------------------------------------------------------ the membership
@@ -363,7 +363,7 @@ class Assembly:
         return " and ".join((*reasons, *troubles)) + anew
 
     def _missing(self, shards: Sequence[Member]) -> list[int]:
-        """Ranks of the shard servers that the job waits for."""
+        """Return the ranks of the shard servers that the job waits for."""
         here = {s.rank for s in shards}
         registered = self._models.registered
         missing = {rank for model in registered for rank in model.registration.missing(shards)}

@@ -1,8 +1,8 @@
 """Barriers: workers that wait for each other under a name. Pure.
 
-A barrier is named by its name and its ranks. With ranks given, it opens when all of them have arrived, and fails when
-one of them is lost. Without, it is for all workers of a complete generation: it does not open before the job is
-complete, and once that generation is over it fails with `GenerationChanged`, since "all workers" has changed.
+A barrier is identified by its name and its ranks. A barrier with ranks opens when all of them have arrived, and fails
+when one of them is lost. A barrier without ranks is for all workers of a complete generation: it does not open before
+the job is complete. It fails with `GenerationChanged` when that generation is over, since "all workers" has changed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MAX_BARRIERS = 1 << 12
 MAX_WAITERS = 1 << 14
 MAX_NAME_CHARS = 512
 DEADLOCK_TIMEOUT_S = 10.0
-"""How long a barrier may be deadlocked: the workers that it lacks wait in a step for workers that wait at it."""
+"""Seconds for which a barrier may be deadlocked: its missing workers wait in a step for workers that wait at it."""
 
 Key = tuple[str, tuple[int, ...]]
 
@@ -33,7 +33,7 @@ class _Barrier:
     calls: dict[int, int] = field(default_factory=dict)
     """Call by rank."""
     fails_s: float = math.inf
-    """When it fails if it is still deadlocked."""
+    """The time at which it fails if it is still deadlocked."""
     late: list[int] = field(default_factory=list)
     """The ranks that wait here and have not voted in the current step."""
 
@@ -61,7 +61,7 @@ class Barriers:
         now: float,
         timeout_s: float,
     ) -> None:
-        """A worker has arrived and waits. Its own earlier call at the same barrier fails.
+        """Have a worker arrive and wait. Its own earlier call at the same barrier fails.
 
         Raises:
             InvalidRequest: the name is empty or too long, or the caller is not among `ranks`.
@@ -88,9 +88,9 @@ class Barriers:
         return bool(self._barriers)
 
     def watch(self, voted: Collection[int], membership: Membership, now: float) -> None:
-        """Find the deadlocked barriers: all workers that are missing wait in a step, for workers that wait here.
+        """Find the deadlocked barriers: all missing workers wait in a step, for workers that wait at the barrier.
 
-        `tick` fails those that stay so: until then a program with several threads may still vote.
+        `tick` fails those that stay deadlocked: until then a program with several threads may still vote.
         """
         for key, barrier in self._barriers.items():
             if not voted:
@@ -103,15 +103,15 @@ class Barriers:
             barrier.fails_s = min(barrier.fails_s, now + DEADLOCK_TIMEOUT_S) if deadlocked else math.inf
 
     def cancel(self, call: int) -> None:
-        """The caller does not wait any more: it has not arrived."""
+        """Undo the arrival of a caller that does not wait any more."""
         self._remove(call)
 
     def generation_changed(
         self, membership: Membership, lost: Sequence[int], reason: str, *, finished: bool = False
     ) -> None:
-        """The membership has changed; `lost` are the ranks of the workers that left, or have `finished`.
+        """Apply a change of membership; `lost` are the ranks of the workers that left, or have `finished`.
 
-        A barrier of all workers does not wait for those that have finished.
+        A barrier of all workers opens without those that have finished.
         """
         for key, barrier in list(self._barriers.items()):
             name, ranks = key
@@ -127,7 +127,7 @@ class Barriers:
                 self._open_if_complete(key, membership)
 
     def tick(self, now: float, membership: Membership) -> None:
-        """Answer the calls that have timed out, naming who is missing."""
+        """Answer the calls that have timed out, with the ranks of the missing workers."""
         for key, barrier in [(k, b) for k, b in self._barriers.items() if b.fails_s <= now]:
             message = f"{_waiting(key[0], self._missing(key, barrier, membership))}, which waits in a step for rank "
             message += f"{format_ranks(barrier.late)}, which waits here; a worker that joins a running job must come "
@@ -141,11 +141,11 @@ class Barriers:
             self._out.reply(call, Timeout(f"{_waiting(key[0], missing[key])} after {waited_s:g} s"))
 
     def next_deadline(self) -> float:
-        """When the next call times out, or a deadlocked barrier fails."""
+        """Return the time at which the next call times out or deadlocked barrier fails."""
         return min((self._waiting.next_deadline(), *(b.fails_s for b in self._barriers.values())))
 
     def pending(self, membership: Membership) -> list[str]:
-        """The reasons why barriers wait, as text."""
+        """Return the reasons why barriers have not opened, as text."""
         return [_waiting(key[0], self._missing(key, b, membership)) for key, b in list(self._barriers.items())[:16]]
 
     def _missing(self, key: Key, barrier: _Barrier, membership: Membership) -> str:

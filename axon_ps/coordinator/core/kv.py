@@ -1,8 +1,13 @@
 """The job's key-value store: small values by which workers exchange information. Pure.
 
-Bounds: a key has 1 to 512 bytes, a value at most 1 MiB; at most `MAX_KEYS`, and all of it at most `MAX_TOTAL_BYTES`, of
-which the coordinator itself may use `RESERVED_BYTES` more. At most `MAX_WAITERS` calls wait at a time, of one caller at
-most `waiting.MAX_PER_CALLER`, each at most `waiting.MAX_WAIT_S`; those of a member end with its membership.
+The calls of a member end with its membership. The bounds are:
+
+    a key                  1 to 512 bytes
+    a value                at most 1 MiB
+    keys                   at most `MAX_KEYS`
+    all keys and values    at most `MAX_TOTAL_BYTES`; `RESERVED_BYTES` more for the coordinator itself
+    waiting calls          at most `MAX_WAITERS`; of one caller at most `waiting.MAX_PER_CALLER`
+    the wait of a call     at most `waiting.MAX_WAIT_S`
 """
 
 from __future__ import annotations
@@ -47,7 +52,7 @@ class KeyValues:
     """Keys, values, and the calls that wait for them.
 
     Args:
-        values: what was stored before the coordinator's restart.
+        values: the values stored before the coordinator's restart.
         out: gets the records to write and the answers.
     """
 
@@ -64,7 +69,7 @@ class KeyValues:
         return len(self._values)
 
     def put(self, call: int, key: str, value: bytes, *, own: bool = False) -> None:
-        """Store a value; the coordinator's `own` also when the store is full.
+        """Store a value; for the coordinator's `own` values a full store has `RESERVED_BYTES` more.
 
         Raises:
             InvalidRequest: key or value is too long.
@@ -74,15 +79,15 @@ class KeyValues:
         self._out.reply(call, KVResult(True, value))
 
     def peek(self, key: str) -> bytes | None:
-        """A value, if there is one, for the coordinator itself."""
+        """Return a value, if there is one, for the coordinator itself."""
         return self._values.get(key)
 
     def names(self, prefix: str) -> list[str]:
-        """The keys that begin so, sorted."""
+        """Return the keys with a prefix, sorted."""
         return sorted(key for key in self._values if key.startswith(prefix))
 
     def put_own(self, values: Mapping[str, bytes]) -> None:
-        """Store values of the coordinator's, all or none; it has capacity of its own: twice as much as a job.
+        """Store values of the coordinator, all or none; it has capacity of its own, twice that of a job.
 
         Raises:
             InvalidRequest: a key or value is too long.
@@ -108,7 +113,7 @@ class KeyValues:
         self._out.reply(call, KVResult(value is not None, value or b""))
 
     def wait(self, call: int, key: str, now: float, timeout_s: float, caller: str = "") -> None:
-        """Read a value as soon as there is one; `Timeout` when it takes longer than `timeout_s`.
+        """Read a value as soon as there is one; the answer is `Timeout` after `timeout_s`.
 
         Raises:
             Busy: too many calls wait, of `caller` or of all.
@@ -128,7 +133,7 @@ class KeyValues:
         """Add to a decimal integer.
 
         Raises:
-            InvalidRequest: what is stored is no integer, or the sum has more than 64 bits.
+            InvalidRequest: the stored value is not an integer, or the sum has more than 64 bits.
         """
         _check_key(key)
         present = self._values.get(key, b"0")
@@ -157,7 +162,7 @@ class KeyValues:
         self._out.reply(call, KVResult(self.remove(key)))
 
     def remove(self, key: str) -> bool:
-        """Remove a key, for the coordinator itself; returns whether there was a value."""
+        """Remove a key, for the coordinator itself; return True if there was a value."""
         value = self._values.pop(key, None)
         if value is not None:
             self._bytes -= _cost(key, value)
@@ -165,7 +170,7 @@ class KeyValues:
         return value is not None
 
     def cancel(self, call: int) -> None:
-        """The caller does not wait any more."""
+        """Forget a call that its caller does not wait for any more."""
         key = self._key_of.pop(call, None)
         if key is not None:
             caller = self._waiting.remove(call)
@@ -179,7 +184,7 @@ class KeyValues:
                 del self._calls_of[key]
 
     def lost(self, caller: str, error: Exception) -> None:
-        """A process is no member any more: what it waits for it gets no more."""
+        """Answer all waiting calls of a former member with an error."""
         for call in list(self._calls_by.get(caller, ())):
             self.cancel(call)
             self._out.reply(call, error)
@@ -192,13 +197,13 @@ class KeyValues:
             self._out.reply(call, Timeout(f"nobody stored key {key!r} within {waited_s:g} s"))
 
     def next_deadline(self) -> float:
-        """When the next waiting call times out."""
+        """Return the time at which the next waiting call times out."""
         return self._waiting.next_deadline()
 
     def _store(self, key: str, value: bytes, reserved_bytes: int = 0) -> None:
         _check(key, value)
         grown = self._bytes + _cost(key, value) - self._cost_of(key)
-        if grown > max(self._bytes, MAX_TOTAL_BYTES + reserved_bytes):  # what shrinks it is always taken
+        if grown > max(self._bytes, MAX_TOTAL_BYTES + reserved_bytes):  # a store that shrinks is always accepted
             raise Busy(
                 f"the key-value store holds {self._bytes} of {MAX_TOTAL_BYTES} bytes, which is the most of a job; "
                 "delete what is not needed, and keep large values elsewhere"

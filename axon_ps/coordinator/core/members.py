@@ -1,22 +1,22 @@
-"""Joins, leaves and losses, and their effect on everything that waits: barriers, checkpoints, the current step. Pure.
+"""Joins, leaves and losses, and their effect on barriers, checkpoints and the current step. Pure.
 
 Note: [Finished]
-    A worker that leaves as *finished* is not one that died. It needs no replacement: the job needs one worker less
-    (see `Assembly.needed_workers`). Barriers of all workers go on without it. Later memberships name it, so that the
+    A worker that leaves as *finished* needs no replacement, unlike a dead one: the job needs one worker less (see
+    `Assembly.needed_workers`). Barriers of all workers go on without it. Later memberships name it, so that the
     messages it sent before are still delivered. A synchronous step that the others are in does abort, since its average
     would be of other replicas than those that pushed. When the last worker has finished, the job is over, and workers
-    that join begin it anew; when the last one died, one that takes its place goes on.
+    that join begin it anew. When the last worker has died, its replacement goes on.
 
 Note: [Stragglers]
-    A member may live and yet take no part in a step that the others are in. It is *set aside* when that has gone on for
-    `step_timeout_s` while as many others as the job needs wait for it: its membership ends with an error that names the
-    reason, and it does not come back by itself. See `stragglers`.
+    A member may live and yet take no part in a step that the others are in. It is *set aside* when as many others as
+    the job needs have waited for it for `step_timeout_s`: its membership ends with an error that names the reason, and
+    it does not come back by itself. See `stragglers`.
 
 Note: [Between two steps]
-    Shard servers that join or have been drained wait for the end of a step (`handover`), but for one whose connection
-    broke a moment ago, and that is back with what it held. Then, before the decision is sent, primaries are swapped
-    (`placements`), and after it the members change: the workers, which have all voted, make their next step in the new
-    generation, and none is aborted.
+    Shard servers that join or have been drained wait for the end of a step (`handover`). A server whose connection has
+    just broken, and that is back with what it held, does not wait. At the end of the step primaries are swapped
+    (`placements`) before the decision is sent, and the members change after it. The workers have all voted, so they
+    make their next step in the new generation, and no step is aborted.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Members:
     """Joins, leaves and losses of one job.
 
     Args:
-        config: how it is run.
+        config: its configuration.
         assembly: generations and steps.
         models: the models of the job.
         barriers: the barriers at which workers wait.
@@ -58,8 +58,8 @@ class Members:
         now: the time.
 
     Attributes:
-        on_lost: called with every member that is none any more, and why.
-        on_change: called in turn with the time when the members have changed.
+        on_lost: called with every former member, and the reason.
+        on_change: called in this order with the time when the members have changed.
     """
 
     def __init__(
@@ -95,16 +95,16 @@ class Members:
         self.on_change: list[Callable[[float], None]] = []
 
     def of_sessions(self, sessions: Sequence[int], now: float) -> list[RosterEntry]:
-        """The members of sessions; any message on one renews its member's lease."""
+        """Return the members of sessions, and renew their leases: each message on a session renews one."""
         self._now = now
         return self._assembly.roster.renewed(sessions, now + self._config.lease_s)
 
     def join(self, session: int, role: Role, request: JoinRequest, now: float) -> None:
-        """A process has opened a stream; see `CoordinatorState.join`."""
+        """Let a process join that has opened a stream; see `CoordinatorState.join`."""
         a = self._assembly
         entry = a.roster.get(request.incarnation)
         if entry is not None:
-            self._announce_joined(now)  # it may be one of them
+            self._announce_joined(now)  # it may have joined since the last generation
         for model in self._models:
             server, r = f"the shard server at {request.address} (node {request.node})", model.registration
             check_known(server, request.known, r.name, r.spec, r.optimizer)
@@ -146,7 +146,7 @@ class Members:
     def reported(
         self, entry: RosterEntry, metrics: Mapping[str, float], connectivity: Connectivity | None, now: float
     ) -> None:
-        """A member says what it measures, and whom it reaches; nothing of either leaves what it said before."""
+        """Take a member's measurements and its report of whom it reaches; an empty one changes nothing."""
         entry.metrics = dict(metrics) or entry.metrics
         if connectivity is not None:
             self.reachability.reported(entry, connectivity, now)
@@ -154,7 +154,7 @@ class Members:
                 self.placements.plan(now)
 
     def leave(self, entry: RosterEntry, reason: str, now: float, *, finished: bool) -> None:
-        """A member leaves; see Note: [Finished]."""
+        """Let a member leave; see Note: [Finished]."""
         a = self._assembly
         self._out.close(entry.session)
         a.counters["leaves"] += 1
@@ -164,7 +164,7 @@ class Members:
             self.lose([entry], f"{entry.name} left" + (f": {reason}" if reason else ""), now, kind="left")
 
     def lose(self, entries: Sequence[RosterEntry], reason: str, now: float, *, kind: str = "lost") -> None:
-        """Members are lost; `kind` is what the history calls it."""
+        """Remove lost members; `kind` is the kind of the event in the history."""
         self.change(reason, lost=entries, now=now, kind=kind)
         self._snapshots.lost([s.member.rank for s in entries if s.member.role is Role.SHARD], reason)
 
@@ -179,7 +179,7 @@ class Members:
         now: float = 0.0,
         kind: str = "",
     ) -> None:
-        """Something happens that makes the next generation, which everybody gets."""
+        """Make the next generation after an event, and send it to all members."""
         self._out.happened(kind or ("finished" if finished else "joined" if joined else "changed"), reason)
         self._begin(reason, lost=lost, finished=finished, joined=joined, session=session, now=now)
         self._forming.announced(len(self._assembly.membership.workers), now)
@@ -195,7 +195,7 @@ class Members:
         now: float,
         sessions: Sequence[int] | None = None,
     ) -> None:
-        """Make the next generation, and update everything that waits for its members."""
+        """Make the next generation, and update all waits that depend on its members."""
         a = self._assembly
         before, training = (
             a.membership,
@@ -245,16 +245,19 @@ class Members:
         return sum(len(m.registration.placement.slices_of(rank)) for m in self._models.registered)
 
     def copied(self, entry: RosterEntry, report: Copied, now: float) -> None:
-        """A shard server has got slices; if the one that it got them from has died meanwhile, the job goes on."""
+        """Take a shard server's report that it has received slices.
+
+        If the server that sent them has died meanwhile, the job goes on.
+        """
         self.placements.copied(entry, report, now)
         if self._assembly.may_go_on:
             self.change(f"{entry.name} has got what the job waited for", now=now)
 
     def corrupted(self, entry: RosterEntry, report: Corrupted, now: float) -> None:
-        """Memory of a slice failed: another holder goes on with it, and the server gets it again.
+        """Handle failed memory of a slice: another holder goes on with it, and the server gets it again.
 
-        If it was the primary, workers may be using what it sent, and have summed there: the step under way is over. If
-        no other server has the slice, the parameters must be restored.
+        If the server was the primary, workers may be using values that it sent, and may have pushed gradients to it. So
+        the step under way is over. If no other server has the slice, the parameters must be restored.
         """
         model = self._models.get(report.model)
         if model is None or not model.registration.is_holding(entry.member, report):
@@ -277,7 +280,7 @@ class Members:
                 self._out.happened("corrupt", what)
 
     def _settle_difference(self, model: Model, difference: Difference, now: float) -> None:
-        """Copies differ: those that are outvoted are got again; without a majority the parameters must be restored."""
+        """Have outvoted copies of a slice sent again; without a majority the parameters must be restored."""
         if not difference.outvoted:
             self._fail(model, str(difference), now)
             return
@@ -288,13 +291,13 @@ class Members:
         self.change(self._models.message_prefix(model) + str(difference), now=now, kind="corrupt")
 
     def _fail(self, model: Model, failure: str, now: float) -> None:
-        """The values of a model cannot be trusted: nothing is done before they are restored."""
+        """Mark a model's values as untrusted: no step is made before they are restored."""
         model.registration.parameters.failure = failure
         self._out.persist([records.parameters_record(model.number, model.registration.parameters)])
         self.change(self._models.message_prefix(model) + failure, now=now, kind="corrupt")
 
     def settle(self, now: float) -> None:
-        """After an event: do what had to wait for the end of a step, or for the event to be over."""
+        """Perform the changes that were deferred to the end of the step or event."""
         a = self._assembly
         differing, a.stepping.differing = a.stepping.differing, []
         for model, difference in differing:
@@ -307,22 +310,22 @@ class Members:
             self.placements.plan(now)
 
     def forget(self, session: int) -> None:
-        """The stream of a process that is no member is over."""
+        """Forget a process that is not a member yet; its stream is over."""
         self._handover.joining.pop(session, None)
 
     def pending(self, now: float | None) -> list[str]:
-        """The changes of shard servers under way, and pairs that cannot reach each other, as text."""
+        """Return the changes of shard servers under way, and pairs that cannot reach each other, as text."""
         cuts = [] if now is None else self.reachability.pending(now)
         return [*cuts, *self.placements.pending(), *self._handover.pending()]
 
     def _can_wait(self) -> bool:
-        """Whether the job is training, so that a change of shard servers may wait for the end of a step."""
+        """Return True if the job is training, so that a change of shard servers can wait for the end of a step."""
         a = self._assembly
         trains = any(m.open and m.version > 0 and not m.attempts.asynchronous for m in self._models.registered)
         return a.membership.complete and bool(a.membership.workers) and trains
 
     def _step_ends(self, model: Model) -> int:
-        """A step of a model is about to be decided; returns the generation that is to begin with the next, or 0."""
+        """Prepare the decision on a model's step; return the generation that is to begin with the next step, or 0."""
         for entry in self._assembly.roster.of_role(Role.WORKER):
             entry.participated = True
         self._silent.clear()
@@ -336,7 +339,7 @@ class Members:
         return self._assembly.generation + len(self._handover)
 
     def _find_empty(self, now: float) -> None:
-        if self._snapshots.under_way:  # which a server that leaves would end
+        if self._snapshots.under_way:  # a server that leaves would end it
             return
         for entry in self.placements.emptied():
             self._handover.leaving.setdefault(entry.member.rank, now)
@@ -349,7 +352,7 @@ class Members:
         for each in joining.values():
             try:
                 self._joined_with(self._admit(each.session, Role.SHARD, each.request, now), each.request, now)
-            except (Busy, InvalidRequest) as error:  # somebody else has taken its rank meanwhile
+            except (Busy, InvalidRequest) as error:  # another server has taken its rank meanwhile
                 self._out.close(each.session, error)
                 self.change("a shard server that waited to join was refused", now=now)
         for rank in leaving:
@@ -359,19 +362,19 @@ class Members:
                 self.lose([entry], f"{entry.name} was drained", now, kind="left")
 
     def watch_barriers(self, now: float) -> None:
-        """A worker has voted or arrived at a barrier, or a step was decided: find the barriers that are deadlocked."""
+        """Find deadlocked barriers, after a worker has voted or arrived at one, or a step was decided."""
         if self._barriers:
             self._barriers.watch(self._assembly.stepping.voted(), self._assembly.membership, now)
 
     def look(self, now: float) -> None:
-        """A vote or report has come in a step, or one was decided: see who waits for whom."""
+        """Update the waits in steps, after a vote or report, or a decision."""
         self.stragglers.look(now)
         self.due.look(now)
 
     # ------------------------------------------------------------------ time
 
     def tick(self, now: float) -> None:
-        """Time has passed: leases, members to be replaced, stragglers."""
+        """Handle all deadlines that have passed: leases, members to be replaced, stragglers."""
         a = self._assembly
         expired = a.roster.expired(now)
         if expired:
@@ -396,7 +399,7 @@ class Members:
             self._set_aside(late, now)
 
     def next_deadline(self) -> float:
-        """When `tick` has something to do."""
+        """Return the time of the next call of `tick`."""
         return min(
             self._assembly.roster.next_deadline(),
             self._forming.due,
@@ -411,7 +414,7 @@ class Members:
     # ------------------------------------------------------------------ inside
 
     def _admit(self, session: int, role: Role, request: JoinRequest, now: float) -> RosterEntry:
-        """Admit a process that is new, or was lost before."""
+        """Admit a process that is new, or was lost earlier."""
         a = self._assembly
         if role is Role.WORKER and a.membership.complete:
             self._churn.check(request.node, now)
@@ -433,7 +436,7 @@ class Members:
         return joined
 
     def _joined_with(self, entry: RosterEntry, request: JoinRequest, now: float) -> None:
-        """A member has a stream: note what it has said and shown."""
+        """Note the contents of the request with which a member has joined."""
         entry.joined_with(request)
         self.reachability.joined(entry, request.connectivity, now)
 
@@ -454,7 +457,7 @@ class Members:
         return self._incomplete_since + self._config.join_timeout_s if waiting else math.inf
 
     def _give_up_joining(self, now: float) -> None:
-        """No replacement joined in time: end the sessions of the workers with an error that says so."""
+        """End the workers' sessions with an error, since no replacement joined in time."""
         a = self._assembly
         reason = f"the job waited {self._config.join_timeout_s:g} s for {a.membership.waiting_for}"
         workers = a.roster.of_role(Role.WORKER)

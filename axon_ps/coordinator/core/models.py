@@ -1,8 +1,8 @@
 """The models of the job: each with its layout, optimizer and current step. Pure.
 
-A model gets its number when its name is registered for the first time; 0 is the first one's, and a number is never
-used again. Before anything is registered the first model exists without a name, so that the status of a job can be
-asked. Messages name a model by its number.
+A model gets its number when its name is registered for the first time. The first model has number 0, and a number is
+never used again. Before anything is registered the first model exists without a name, so that every job has a status.
+Messages name a model by its number.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ MAX_MODELS = 256
 """Most models that a job has at a time."""
 
 MAX_NUMBERS = 1 << 14
-"""Most models that a job has ever had: members receive the numbers that are released."""
+"""Most models that a job may ever have had: members receive the numbers that are released."""
 
 MAX_SLICES = 1 << 15
 """Most slices of all models of a job.
 
-A new placement costs the coordinator and every member work in proportion to them, on its event loop.
+A new placement costs the coordinator and every member time in proportion to them, on its event loop.
 """
 
 MAX_SERVER_SLICES = 1 << 12
-"""Most copies of slices for each shard server of a job: it does something about each in every step."""
+"""Most copies of slices for each shard server of a job: each costs it time in every step."""
 
 MAX_SPEC_BYTES = 256 << 20
 """Most bytes of the layouts and optimizers that a job has registered, as they are stored."""
@@ -53,7 +53,7 @@ class Model:
         num_shards: shard servers of the job.
 
     Attributes:
-        name: what it is called; empty until registered.
+        name: its name; empty until registered.
         registration: its layout, optimizer and parameters.
         attempts: the votes and reports in its step.
         step: the current step attempt.
@@ -64,7 +64,7 @@ class Model:
         committed: the newest values that were committed with its steps, by name.
         stored_bytes: of its layout and optimizer.
         hyper: per parameter group, the hyperparameters of the newest step that committed; empty = as registered.
-        refused: how many steps in a row were aborted because of the votes, up to now.
+        refused: the newest steps in a row that were aborted because of the votes.
         restored: the optimizer of the checkpoint that the values are from; None = they are from none.
     """
 
@@ -90,7 +90,7 @@ class Model:
 
     @property
     def registered(self) -> bool:
-        """Whether it has a layout."""
+        """True if it has a layout."""
         return self.registration.spec is not None
 
     @property
@@ -100,7 +100,7 @@ class Model:
 
     @property
     def position(self) -> ModelPosition:
-        """The newest of it that is known."""
+        """The newest known epoch, step, version and placement."""
         r = self.registration
         return ModelPosition(
             model=self.number,
@@ -112,7 +112,7 @@ class Model:
         )
 
     def state(self, shards: list[Member], *, full: bool = False) -> JobState:
-        """The state that members get of it; the layout only when `full`."""
+        """Return its state for members, with layout and optimizer only when `full`."""
         return replace(self.registration.state(shards, self.version, full=full), committed=self.committed)
 
     @property
@@ -121,14 +121,14 @@ class Model:
         return self.registration.parameters.run_began
 
     def updated(self, decision: Decision) -> list[Record]:
-        """The optimizer makes an update with these hyperparameters, or another one does from now on."""
+        """Apply the hyperparameters and the change of optimizer of a committed step; return the records to write."""
         before = self.registration.optimizer
         self.registration.change_optimizer(decision)
         self.hyper = decision.hyper
         return self._changed(before)
 
     def restore(self, saved: OptimizerSpec | None) -> list[Record]:
-        """The values are those of a checkpoint, whose optimizer this is."""
+        """Note the optimizer of the checkpoint that the values come from; return the records to write."""
         before = self.registration.optimizer
         self.restored, self.hyper = saved, ()
         if saved is not None and before is not None and saved.name == before.name:
@@ -137,7 +137,7 @@ class Model:
         return self._changed(before)
 
     def with_restored(self, optimizer: OptimizerSpec) -> OptimizerSpec:
-        """An optimizer with the moments that came from the checkpoint."""
+        """Return an optimizer, extended by the moments that came from the checkpoint."""
         saved = self.restored
         of_it = saved is not None and saved.name == optimizer.name
         return covering(optimizer, (*saved.groups, *saved.moments)) if of_it and saved is not None else optimizer
@@ -148,7 +148,7 @@ class Model:
 
     @property
     def optimizer(self) -> OptimizerSpec | None:
-        """The optimizer with the hyperparameters of now, as a checkpoint has it."""
+        """The optimizer with the present hyperparameters, as a checkpoint has it."""
         registered = self.registration.optimizer
         if registered is None or len(self.hyper) != len(registered.groups):
             return registered
@@ -157,13 +157,13 @@ class Model:
     def status(
         self, shards: list[Member], copies: int, steps_per_s: float, awaited: Collection[int] = ()
     ) -> ModelStatus:
-        """Its current state, for users.
+        """Return its current state, for users.
 
         Args:
             shards: the live shard servers.
-            copies: how many copies each slice is to have.
+            copies: the number of copies that each slice is to have.
             steps_per_s: its rate.
-            awaited: ranks of those of which it is not known whether they live; what they hold does not count.
+            awaited: ranks of servers that may be dead, since they have not come back yet; their copies do not count.
         """
         spec, placement = self.registration.spec, self.registration.parameters.placement
         state = self.state(shards)
@@ -187,7 +187,7 @@ class Models:
     Args:
         durable: as they were before the coordinator's restart.
         num_shards: shard servers of the job.
-        out: gets what is to be written.
+        out: gets the records to write.
     """
 
     def __init__(self, durable: Durable, num_shards: int, out: Outbox) -> None:
@@ -203,15 +203,15 @@ class Models:
         return len(self._models)
 
     def get(self, number: int) -> Model | None:
-        """The model of a number, if the job has it."""
+        """Return the model of a number, if the job has it."""
         return self._models.get(number)
 
     def named(self, name: str) -> Model | None:
-        """The model of a name, if the job has it."""
+        """Return the model of a name, if the job has it."""
         return next((m for m in self if m.name == name), None)
 
     def described(self, name: str) -> Model:
-        """The registered model of a name, or the only one.
+        """Return the registered model of a name, or the only one.
 
         Raises:
             InvalidRequest: there is none (yet), or the name is missing.
@@ -236,14 +236,14 @@ class Models:
         return next(iter(self), None)
 
     def norms(self) -> dict[str, float]:
-        """The counters of the newest gradients' norms: of the first model, and by name where there are several."""
+        """Return the newest gradient norms as counters: of the first model, and by name where there are several."""
         named, first = self.registered, self.first
         norms = {f"model/{m.name}/last_grad_norm": m.last_norm for m in named} if len(named) > 1 else {}
         return {"last_grad_norm": 0.0 if first is None else first.last_norm, **norms}
 
     @property
     def by_node(self) -> bool:
-        """Whether the membership numbers replicas as if a node were one, as the first model requires."""
+        """True if the membership counts each node as one replica, as the first model requires."""
         return next((m.registration.spec.replica_is_node for m in self if m.registration.spec is not None), False)
 
     @property
@@ -252,23 +252,23 @@ class Models:
         return tuple(number for number in range(self._next) if number not in self._models)
 
     def rank_held_by(self, incarnation: str) -> int | None:
-        """The rank whose slices this incarnation of a shard server holds."""
+        """Return the rank whose slices this incarnation of a shard server holds."""
         ranks = (m.registration.rank_held_by(incarnation) for m in self)
         return next((rank for rank in ranks if rank is not None), None)
 
     def still_held_by(self, incarnation: str) -> bool:
-        """Whether a shard server that was lost holds slices that the others have not gone on without."""
+        """Return True if a lost shard server holds slices at a model's present version."""
         return any(m.registration.still_held_by(incarnation, m.version) for m in self)
 
     def message_prefix(self, model: Model) -> str:
-        """The beginning of a message about a model: its name; empty where the job has only one."""
+        """Return the beginning of a message about a model: its name; empty where the job has only one."""
         return f"model {model.name!r}: " if len(self._models) > 1 else ""
 
     def find_or_create(self, name: str) -> Model:
-        """The model of a name; if there is none, a new one, still to be added by `add`.
+        """Return the model of a name; if there is none, a new one, still to be added by `add`.
 
         Raises:
-            Busy: the job has as many as it can have.
+            Busy: the job has the most models that it can have.
         """
         if (known := self.named(name)) is not None:
             return known
@@ -283,10 +283,10 @@ class Models:
         return Model(self._next, DurableModel(name=name), self._num_shards)
 
     def check_stored(self, model: Model, more_bytes: int, name: str) -> None:
-        """Check that a model may be stored, with so many bytes more than it has.
+        """Check that `more_bytes` of a model may be stored.
 
         Raises:
-            Busy: the job's models take too much then.
+            Busy: the job's models would take too much.
         """
         others = sum(m.stored_bytes for m in self if m is not model)
         if (total := others + model.stored_bytes + more_bytes) > MAX_SPEC_BYTES:
@@ -296,7 +296,7 @@ class Models:
             )
 
     def preparation(self, spec: JobSpec, servers: Sequence[Server], replication: int) -> Callable[[], None]:
-        """The long part of a registration, for any thread: what it finds stays with the spec."""
+        """Return the long part of a registration, for any thread: its results are cached with the spec."""
         cuts = self._num_shards
 
         def prepare() -> None:
@@ -308,17 +308,17 @@ class Models:
         return prepare
 
     def check_slices(self, model: Model, name: str, spec: JobSpec, servers: int, copies: int) -> None:
-        """Check that the job's shard servers can have the slices of a model, too.
+        """Check that the job's shard servers can also have the slices of a model.
 
         Args:
             model: gets the spec.
-            name: what it is to be called.
+            name: its future name.
             spec: the spec.
-            servers: how many there are.
-            copies: how many of them hold each slice.
+            servers: the number of shard servers.
+            copies: the number of servers that hold each slice.
 
         Raises:
-            Busy: there are too many then.
+            Busy: there would be too many slices.
         """
         mine = num_slices(spec.layout, self._num_shards, spec.options)
         others = sum(len(m.registration.placement.holders) for m in self.registered if m is not model)

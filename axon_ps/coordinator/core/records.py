@@ -1,4 +1,4 @@
-"""The coordinator's durable state, and how it is written: by key, in a `storage.state_store.StateStore`.
+"""The coordinator's durable state, as records by key in a `storage.state_store.StateStore`.
 
 Values are messages of `wire.v1`, except for those of the key-value store, which are stored unchanged.
 
@@ -8,10 +8,10 @@ Values are messages of `wire.v1`, except for those of the key-value store, which
     orders       SnapshotOrder: only the number of the newest
     kv/KEY       the key-value store
 
-    of the first model; of model K, "model/K/" is before each:
+    of the first model; of model K, each key begins with "model/K/":
     progress     ModelProgress
     committed    CommittedRecord: the values that were committed with its steps
-    parameters   ParametersRecord: epoch, who holds them, who uploads them, the restore in progress
+    parameters   ParametersRecord: epoch, holders, uploader, the restore in progress
     spec         JobSpec          optimizer   OptimizerSpec
     decision/N   DecisionEvent: the newest `HISTORY`, N = step modulo HISTORY; of asynchronous steps, the newest of each
                  replica R, N = "rR"
@@ -35,7 +35,7 @@ from axon_ps.wire.events import RestoreOrder
 from axon_ps.wire.v1 import checkpoint_pb2, common_pb2, membership_pb2, revocation_pb2, session_pb2, state_pb2
 
 HISTORY = 16
-"""How many decisions are retained for members that reconnect and may have missed some."""
+"""Decisions retained for members that reconnect and may have missed some."""
 
 _KV = "kv/"
 _MODEL = "model/"
@@ -49,17 +49,17 @@ class ParameterState:
     """The holders of a model's parameters.
 
     Attributes:
-        epoch: how often it was restored.
+        epoch: the number of its restores.
         initialized: whether every shard server has held its parameters at some time in this epoch.
         holders: per shard server rank, the incarnation that holds its slices.
         uploader: incarnation of the worker that is to upload first values.
         restore: the restore in progress.
-        failure: why the last restore failed, as text.
+        failure: the reason for which the last restore failed, as text.
         copied: the newest version of this epoch that took another model's values; 0 = none.
         placement: where its slices are; None until it is registered.
-        replaced: whether its values were ever others than a worker's first ones and what steps made of those.
+        replaced: whether its values ever came from another source than a worker's first values and steps from these.
         lost: by incarnation of a lost shard server, the slices that it held.
-        lost_version: the version that they are of.
+        lost_version: the version of these slices.
         corrupt: by slice that no other server has, the incarnation of the shard server whose memory failed.
         run_began: the version that the present run of the workers began with, or that was restored in it.
     """
@@ -129,7 +129,7 @@ def check(durable: Durable, job: str, num_shards: int) -> None:
 
 
 def job_record(state_id: str, job: str, world_size: int, num_shards: int) -> Record:
-    """The name of the job, and how many members it starts with."""
+    """Return the record of the job's name and of the number of members it starts with."""
     message = state_pb2.JobRecord(state_id=state_id, job=job, world_size=world_size, num_shards=num_shards)
     return _record("job", message)
 
@@ -137,7 +137,10 @@ def job_record(state_id: str, job: str, world_size: int, num_shards: int) -> Rec
 def members_record(
     membership: Membership, *, was_complete: bool, vacant: int, draining: Iterable[int], needed_shards: int
 ) -> Record:
-    """The members, those that have finished or are drained, and the progress at which the generation began."""
+    """Return the record of the members, with those that have finished or are drained.
+
+    The membership has the progress at which its generation began.
+    """
     message = state_pb2.MembersRecord(
         membership=codec.membership_to_proto(membership),
         was_complete=was_complete,
@@ -149,22 +152,22 @@ def members_record(
 
 
 def models_record(names: Mapping[int, str], next_model: int) -> Record:
-    """The names of the job's models, and the number of the next one."""
+    """Return the record of the names of the job's models, and of the number of the next one."""
     return _record("models", state_pb2.ModelsRecord(names=names, next=next_model))
 
 
 def progress_record(progress: ModelProgress) -> Record:
-    """The step and version of a model."""
+    """Return the record of the step and version of a model."""
     return _record(_of(progress.model, "progress"), codec.progress_to_proto(progress))
 
 
 def committed_record(model: int, values: Mapping[str, str]) -> Record:
-    """The values that were committed with a model's steps."""
+    """Return the record of the values that were committed with a model's steps."""
     return _record(_of(model, "committed"), state_pb2.CommittedRecord(values=values))
 
 
 def parameters_record(model: int, parameters: ParameterState) -> Record:
-    """The record of the servers that hold a model's parameters."""
+    """Return the record of the servers that hold a model's parameters."""
     message = state_pb2.ParametersRecord(
         epoch=parameters.epoch,
         initialized=parameters.initialized,
@@ -184,17 +187,17 @@ def parameters_record(model: int, parameters: ParameterState) -> Record:
 
 
 def spec_record(model: int, spec: JobSpec) -> Record:
-    """Layout, dtypes and policy."""
+    """Return the record of layout, dtypes and policy."""
     return _record(_of(model, "spec"), codec.job_spec_to_proto(spec))
 
 
 def optimizer_record(model: int, optimizer: OptimizerSpec) -> Record:
-    """The optimizer's groups."""
+    """Return the record of the optimizer's groups."""
     return _record(_of(model, "optimizer"), codec.optimizer_to_proto(optimizer))
 
 
 def deletions(model: int, decisions: Sequence[Decision]) -> list[Record]:
-    """The records that delete everything about a released model."""
+    """Return the records that delete everything about a released model."""
     keys = [
         "progress",
         "committed",
@@ -207,12 +210,12 @@ def deletions(model: int, decisions: Sequence[Decision]) -> list[Record]:
 
 
 def orders_record(snapshot_id: int) -> Record:
-    """Number of the newest snapshot order."""
+    """Return the record of the newest snapshot order's number."""
     return _record("orders", checkpoint_pb2.SnapshotOrder(id=snapshot_id))
 
 
 def decision_record(decision: Decision) -> Record:
-    """One decision; it replaces the one `HISTORY` steps before it, or the replica's last."""
+    """Return the record of a decision; it replaces the decision `HISTORY` steps earlier, or the replica's last."""
     return _record(_of(decision.model, _DECISION + _decision_key(decision)), codec.decision_to_proto(decision))
 
 
@@ -225,10 +228,11 @@ def _of(model: int, key: str) -> str:
 
 
 def retained(decisions: Sequence[Decision], newest: Decision) -> list[Decision]:
-    """The decisions to retain, with `newest`: the `HISTORY` newest, and the newest asynchronous one of each replica.
+    """Return the decisions to retain, `newest` among them.
 
-    A replica's next step needs a report of every shard server, so a server can only have missed the newest decision of
-    each replica; and a worker can only have missed the newest of its own.
+    These are the `HISTORY` newest, and the newest asynchronous one of each replica. A replica's next step needs a
+    report of every shard server, so a server can only have missed the newest decision of each replica. A worker can
+    only have missed the newest decision of its own replica.
     """
     if newest.turn is None:
         together = [d for d in decisions if d.turn is None]
@@ -239,17 +243,17 @@ def retained(decisions: Sequence[Decision], newest: Decision) -> list[Decision]:
 
 
 def revocations_record(reasons: Mapping[str, str]) -> Record:
-    """The record of revoked names, with reasons."""
+    """Return the record of revoked names, with reasons."""
     return _record("revocations", revocation_pb2.RevocationsEvent(reasons=reasons))
 
 
 def kv_record(key: str, value: bytes | None) -> Record:
-    """A value of the key-value store; None removes it."""
+    """Return the record of a value of the key-value store; None removes it."""
     return Record(_KV + key, value)
 
 
 def load(records: Mapping[str, bytes]) -> Durable | None:
-    """The state that the records describe; None when there are none.
+    """Return the state that the records describe; None when there are no records.
 
     Raises:
         ConfigurationError: they are not a coordinator's.
@@ -265,7 +269,7 @@ def load(records: Mapping[str, bytes]) -> Durable | None:
 
 
 def restore_to_proto(order: RestoreOrder) -> checkpoint_pb2.RestoreOrder:
-    """An order to restore, as a message."""
+    """Return an order to restore, as a message."""
     return checkpoint_pb2.RestoreOrder(
         epoch=order.epoch,
         uri=order.uri,
@@ -277,7 +281,7 @@ def restore_to_proto(order: RestoreOrder) -> checkpoint_pb2.RestoreOrder:
 
 
 def restore_from_proto(message: checkpoint_pb2.RestoreOrder) -> RestoreOrder:
-    """An order to restore, from a message.
+    """Return an order to restore, from a message.
 
     Raises:
         InvalidRequest: the URI or the name of the model is malformed.

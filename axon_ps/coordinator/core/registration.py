@@ -1,24 +1,24 @@
 """The registration of a model: layout, optimizer, and which servers hold the parameters. Pure.
 
-The worker of lowest rank defines them, every other must agree. The first values come from exactly one worker (the
-*uploader*), that of lowest rank too, or from a checkpoint. From then on a shard server holds slices in the incarnation
-in which it got them. When it is lost, the other holders of a slice go on with it (`sharding.placement`). Of a slice
-that nobody else holds it stays the holder: it may come back; another incarnation has nothing, and the job waits until a
-checkpoint is restored.
+The worker of lowest rank defines layout and optimizer, and every other worker must agree. The first values come from
+exactly one worker (the *uploader*), also that of lowest rank, or from a checkpoint. From then on a shard server holds
+slices in the incarnation in which it received them. When it is lost, the other holders of a slice go on with it
+(`sharding.placement`). A lost server stays the holder of a slice that has no other holder, since it may come back.
+Another incarnation of it holds nothing, and the job waits until a checkpoint is restored.
 
 Note: [Whose values are first]
-    Every worker has a module, whose layout and values may differ from the others': one is built otherwise or has loaded
-    weights, or seeds differ. Those of the lowest rank count, as in torch's DDP and in FSDP's `sync_module_states`; so
-    until it has registered, the registrations of the others wait. A worker whose layout is refused counts no more, and
-    the others do not wait for it. If the uploader dies, the generation changes, the others register again, and the
-    lowest rank among them uploads. While it lives no other replaces it, since the servers may have some of its values.
-    In a job that begins again a worker that has trained has no first values any more: there the lowest rank counts
-    among those that wait for them.
+    Every worker has a module. Its layout and values may differ from the others': it was built otherwise, has loaded
+    weights, or had another seed. Those of the lowest rank count, as in torch's DDP and in FSDP's `sync_module_states`.
+    The other workers' registrations are held until that worker has registered. A worker with a refused layout counts no
+    more, and the others do not wait for it. If the uploader dies, the generation changes, the others register again,
+    and the lowest rank among them uploads. While it lives, no other worker replaces it, since the servers may have some
+    of its values. When a job begins again, a worker that has trained has no first values any more. Then the lowest rank
+    among the workers that wait for first values counts.
 
 Note: [A connection that broke]
-    A server counts as lost when its connection breaks, since that is how a death is noticed soonest. It may live, and
-    be back at once; and who else holds its slices may have died, without being missed yet. So what it held is still
-    held by it when it comes back, in the same incarnation, before another step was committed.
+    A server counts as lost when its connection breaks, since a death is noticed soonest in this way. But it may live
+    and be back at once. Meanwhile another holder of its slices may have died unnoticed. So a server that comes back in
+    the same incarnation, before another step was committed, still holds what it held.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Registration:
         parameters: likewise.
         num_shards: shard servers of the job.
         number: of the model.
-        name: what the job calls it.
+        name: its name in the job.
     """
 
     def __init__(
@@ -75,16 +75,16 @@ class Registration:
         self.waiting: set[str] = set()
         """Incarnations of workers that registered the layout while it had no values, and wait for first ones."""
         self.owners: tuple[int, ...] = ()
-        """Shard servers that hold trainable slices: those a step waits for."""
-        self.no_room: dict[int, str] = {}  # by rank, why a shard server cannot hold what it is to hold
+        """Shard servers that hold trainable slices: a step needs their reports."""
+        self.no_room: dict[int, str] = {}  # by rank, the reason why a shard server cannot hold its slices
         self._find_owners()
 
     def check_spec(self, spec: JobSpec, rank: int) -> bool:
-        """Whether `spec` is the first; a later one must be equal.
+        """Return True if `spec` is the first; a later one must be equal.
 
         Raises:
             LayoutMismatch: it differs from the job's.
-            InvalidRequest: it has nothing in it.
+            InvalidRequest: it has no units.
             Busy: the shard servers cannot hold the job's.
         """
         if self.no_room:
@@ -107,19 +107,19 @@ class Registration:
 
     @property
     def _giver(self) -> str:
-        """The worker that the job has the layout from, as part of a message; empty where that is not known."""
+        """The worker that gave the layout, as part of a message; empty where it is not known."""
         return "" if self.given_by is None else f" from worker {self.given_by}"
 
     def set_spec(self, spec: JobSpec, placement: Placement, rank: int) -> None:
-        """Set the first spec, which the worker of `rank` gives, and where its slices are to be."""
+        """Set the first spec, given by the worker of `rank`, and the placement of its slices."""
         self.spec, self.given_by = spec, rank
         self.place(placement)
 
     def new_placement(self, spec: JobSpec, servers: Sequence[Server], replication: int) -> Placement:
-        """The placement of a spec's slices, if all begins anew."""
+        """Return a fresh placement of a spec's slices."""
         return place(spec.plan(self.num_shards), servers, replication, self.placement_number + 1)
 
-    # ------------------------------------------------------------------ where the slices are
+    # ------------------------------------------------------------------ placement
 
     @property
     def placement_number(self) -> int:
@@ -146,12 +146,12 @@ class Registration:
         return tuple(units[s.unit].trainable for s in self.spec.plan(self.num_shards).numbered)
 
     def place(self, placement: Placement) -> None:
-        """Set where the slices are from now on."""
+        """Set the placement of the slices from now on."""
         self.parameters.placement = placement
         self._find_owners()
 
     def change_placement(self, placement: Placement) -> None:
-        """The next placement; servers get what it says they are getting, and did not before."""
+        """Set the next placement, and record the copies that begin with it."""
         number = self.placement_number + 1
         for index, (before, after) in enumerate(zip(self.placement.holders, placement.holders, strict=True)):
             if after is not before:
@@ -161,7 +161,7 @@ class Registration:
         self.place(replace(placement, number=number))
 
     def copied(self, shard: Member, report: Copied, shards: Sequence[Member]) -> bool:
-        """A server has got slices; returns whether that is new."""
+        """Take a server's report that it has received slices; return True if that is new."""
         p = self.parameters
         if p.placement is None or report.epoch != p.epoch:
             return False
@@ -174,7 +174,7 @@ class Registration:
         return True
 
     def is_holding(self, shard: Member, report: Corrupted) -> bool:
-        """Whether a report of a server is about what it holds now, and not about what was there before."""
+        """Return True if a server's report is about a slice that it holds now, and not about an earlier copy of it."""
         p = self.parameters
         if p.placement is None or not p.initialized or report.epoch != p.epoch:
             return False
@@ -187,7 +187,10 @@ class Registration:
         )
 
     def corrupted(self, rank: int, index: int) -> bool:
-        """A server has lost a slice, and gets it again; False if no other has it. A lost one may be back."""
+        """Have a server receive a slice again that it has lost; return False if no other server holds the slice.
+
+        A lost server that holds it may come back.
+        """
         if len(self.placement.holders[index].complete) == 1:
             self.parameters.corrupt[index] = self.parameters.holders[rank]
             return False
@@ -195,7 +198,7 @@ class Registration:
         return True
 
     def described(self, report: Corrupted, server: str) -> str:
-        """The memory that failed, as text."""
+        """Return a text about the memory that failed."""
         assert self.spec is not None
         s = self.spec.plan(self.num_shards).numbered[report.slice]
         blocks = ", ".join(f"{array} from element {begin} to {end}" for array, begin, end in report.blocks)
@@ -206,7 +209,10 @@ class Registration:
         )
 
     def lose(self, rank: int, version: int) -> None:
-        """A shard server is lost, the job being at `version`: others go on with what they hold, too."""
+        """Remove a lost shard server from the placement; the job is at `version`.
+
+        Other holders go on with its slices.
+        """
         p = self.parameters
         self.no_room.pop(rank, None)
         if p.initialized and p.placement is not None and rank in p.placement.servers:
@@ -221,18 +227,18 @@ class Registration:
                 p.holders.pop(rank, None)
 
     def still_held_by(self, incarnation: str, version: int) -> tuple[int, ...]:
-        """The slices of a lost server, while the job is at that `version`. See Note: [A connection that broke]."""
+        """Return the slices of a server lost at this `version`, else none. See Note: [A connection that broke]."""
         p = self.parameters
         now = p.initialized and p.lost_version == version
         return p.lost.get(incarnation, ()) if now else ()
 
     def take_back(self, shard: Member, shards: Sequence[Member], version: int) -> None:
-        """A server has joined, the job being at `version`: what it still holds is its own again."""
+        """Give a server that has joined the slices back that it still holds; the job is at `version`."""
         p = self.parameters
         if held := self.still_held_by(shard.incarnation, version):
             present = {s.incarnation: s.rank for s in shards if self.is_loaded(s)}
             after = self.placement.taken_back(held, shard.rank, present.values())
-            for index in set(held) & p.corrupt.keys():  # another was alone with it
+            for index in set(held) & p.corrupt.keys():  # another server was the only holder, and lost it
                 if (rank := present.get(p.corrupt.pop(index))) is not None:
                     after = after.corrupted(index, rank)
                 p.failure = p.failure if p.corrupt else ""
@@ -242,7 +248,7 @@ class Registration:
         p.lost.pop(shard.incarnation, None)
 
     def cancel_copies(self, rank: int) -> bool:
-        """The session of a server was broken: what it was getting is begun anew later. Returns whether it was any."""
+        """Cancel the copies to a server with a broken session; they begin anew later. Return True if there were any."""
         placement = self.parameters.placement
         if placement is None or not any(rank in h.copying for h in placement.counts):
             return False
@@ -252,13 +258,13 @@ class Registration:
     def check_optimizer(
         self, optimizer: OptimizerSpec, spec: JobSpec | None, rank: int, *, later: bool = False
     ) -> OptimizerSpec | None:
-        """The optimizer with every hyperparameter filled in if it is the first, else None; a later one must be equal.
+        """Return the optimizer with every hyperparameter filled in if it is the first, else None.
 
-        With `later` it is to take the place of the job's with a step, and may be another one.
+        A later one must be equal. With `later` it is to replace the job's with a step, and may differ.
 
         Raises:
             Misuse: there is no layout yet.
-            InvalidRequest: it does not fit the layout, or a hyperparameter cannot be.
+            InvalidRequest: it does not fit the layout, or a hyperparameter is invalid.
             LayoutMismatch: it differs from the job's.
         """
         if spec is None:
@@ -277,26 +283,26 @@ class Registration:
         return None
 
     def change_optimizer(self, decision: Decision) -> None:
-        """A step commits: the optimizer that it names takes the place of this one, which has the moments it needs.
+        """Apply a committed step: the optimizer that it names replaces this one, with the moments that it needs.
 
-        One that differs in nothing but hyperparameters stays as registered, so that those who join find it so.
+        If only hyperparameters differ, the optimizer stays as registered, so that joining workers find it unchanged.
         """
         if self.optimizer is not None:
             self.optimizer = optimizer_after(self.optimizer, decision)
 
     def is_loaded(self, shard: Member) -> bool:
-        """Whether a shard server has its parameters."""
+        """Return True if a shard server has its parameters."""
         return self.parameters.holders.get(shard.rank) == shard.incarnation
 
     def is_holder(self, shard: Member) -> bool:
-        """Whether a shard server has values of slices that the placement gives to it."""
+        """Return True if a shard server has values of slices that the placement gives to it."""
         placement = self.parameters.placement
         return placement is not None and shard.rank in placement.servers and self.is_loaded(shard)
 
     def initialized_by(self, shard: Member, version: int, epoch: int, now_version: int) -> bool:
-        """A shard server reports that it holds its parameters; returns whether that may be what was missing.
+        """Take a shard server's report that it holds its parameters; return True if all may hold them now.
 
-        A server that was away reports again: the others may have reported meanwhile.
+        A server that was away reports again, since the others may have reported meanwhile.
 
         Raises:
             InvalidRequest: it holds another version than the job is at.
@@ -314,17 +320,20 @@ class Registration:
         return True
 
     def all_loaded(self, shards: Sequence[Member]) -> bool:
-        """Whether every shard server that is to hold slices is there and has them."""
+        """Return True if every shard server of the placement is a member and has its slices."""
         return self.placement.servers <= {s.rank for s in shards if self.is_loaded(s)}
 
     @property
     def awaits_values(self) -> bool:
-        """Whether shard servers are to get first values, or those of a checkpoint."""
+        """True if shard servers have yet to receive first values, or those of a checkpoint."""
         p = self.parameters
         return p.placement is not None and not p.initialized and not p.failure
 
     def missing(self, shards: Sequence[Member]) -> list[int]:
-        """Ranks of the shard servers without which no step can be made: they hold slices that no other server has."""
+        """Return the ranks of absent shard servers that hold slices of which no live server has a copy.
+
+        No step can be made without them.
+        """
         placement, here = self.parameters.placement, {s.rank for s in shards}
         if placement is None:
             return []
@@ -333,7 +342,10 @@ class Registration:
         return sorted({h.primary for h in placement.counts if here.isdisjoint(h.complete)})
 
     def lost_with_parameters(self, shards: Sequence[Member]) -> list[int]:
-        """Ranks whose shard server is lost with slices that no other server has: it came back empty, or others came."""
+        """Return the ranks whose shard server was lost with the only copy of a slice.
+
+        It came back empty, or other servers came in its place.
+        """
         placement = self.parameters.placement
         if not self.parameters.initialized or placement is None:
             return []
@@ -343,13 +355,13 @@ class Registration:
         return sorted(rank for rank in gone if rank in here or len(shards) >= self.num_shards)
 
     def loss(self, shards: Sequence[Member]) -> str:
-        """Why the parameters must be restored, as text; empty when they need not."""
+        """Return the reason for a restore of the parameters, as text; empty when none is needed."""
         if lost := self.lost_with_parameters(shards):
             return f"shard server {format_ranks(lost)} was lost with its parameters"
         return self.parameters.failure
 
     def trouble(self, shards: Sequence[Member]) -> str:
-        """Why no step can be made although all members are there, and what to do, as text; empty when it can."""
+        """Return a text that says why the values allow no step, and what to do; empty when they allow one."""
         return f"{loss}; {RESTORE_HINT}" if (loss := self.loss(shards)) else ""
 
     @property
@@ -363,10 +375,10 @@ class Registration:
         return not p.initialized and (p.epoch == 0 or self._begins_again)
 
     def comes_before(self, incarnation: str, there: Sequence[str]) -> str:
-        """The worker whose registration comes before that of another; empty = no other's does.
+        """Return the worker that must register before another one; empty = none.
 
         Args:
-            incarnation: of the other.
+            incarnation: the other worker.
             there: the incarnations of the workers that count, by rank. See Note: [Whose values are first].
         """
         if self.spec is not None and (not self._needs_first_values or self._begins_again):
@@ -377,7 +389,7 @@ class Registration:
         return "" if first == incarnation or first in self.waiting else first
 
     def claim_upload(self, incarnation: str, there: Sequence[str]) -> bool:
-        """Give the caller the upload of the first values, or not; `there` are the workers that count, by rank.
+        """Return True if the caller is to upload the first values; `there` are the workers that count, by rank.
 
         See Note: [Whose values are first].
         """
@@ -392,7 +404,7 @@ class Registration:
     def begin_restore(
         self, uri: str, version: int, placement: Placement, section: str = "", sha256: str = ""
     ) -> RestoreOrder:
-        """No server holds anything any more; those of a placement are to load `section` of `uri`."""
+        """Forget all holders, and order the servers of a placement to load `section` of `uri`."""
         p = self.parameters
         order = RestoreOrder(
             epoch=p.epoch + 1, uri=uri, version=version, model=self.number, section=section, sha256=sha256
@@ -404,12 +416,12 @@ class Registration:
         return order
 
     def set_no_room(self, rank: int, why: str) -> None:
-        """A shard server has no memory for what the placement gives it, and holds nothing of the model."""
+        """Record that a shard server lacks memory for its slices; it holds nothing of the model."""
         self.no_room[rank] = why
 
     @property
     def no_room_reason(self) -> str:
-        """Why the model cannot be held, and what to do, as text; empty when it can."""
+        """The reason why the model cannot be held, with advice, as text; empty when it can."""
         if not self.no_room:
             return ""
         return (
@@ -418,16 +430,16 @@ class Registration:
         )
 
     def fail_restore(self, failure: str) -> None:
-        """A shard server could not load: the restore is over, also for the others."""
+        """End a restore that a shard server could not perform, also for the others."""
         self.parameters.restore = None
         self.parameters.failure = failure
 
     def rank_held_by(self, incarnation: str) -> int | None:
-        """The rank whose slices this incarnation of a shard server holds."""
+        """Return the rank whose slices this incarnation of a shard server holds."""
         return next((rank for rank, holder in self.parameters.holders.items() if holder == incarnation), None)
 
     def state(self, shards: Sequence[Member], version: int, *, full: bool) -> JobState:
-        """The state that members get; the layout only when `full`."""
+        """Return the state for members, with layout and optimizer only when `full`."""
         p = self.parameters
         return JobState(
             spec=self.spec if full else None,
@@ -454,8 +466,8 @@ def check_known(
     """Check that a shard server can make what a model needs.
 
     Args:
-        server: what errors call it.
-        known: what it can make; None = not known.
+        server: its name in errors.
+        known: the optimizers and compressors that it can make; None = not known.
         model: the model's name.
         spec, optimizer: of the model; None = not registered, or checked before.
 
@@ -495,7 +507,7 @@ def _check_groups(optimizer: OptimizerSpec, spec: JobSpec) -> None:
 
 
 def optimizer_after(optimizer: OptimizerSpec, decision: Decision) -> OptimizerSpec:
-    """The optimizer once a step has committed; see `Registration.change_optimizer`."""
+    """Return the optimizer after a committed step; see `Registration.change_optimizer`."""
     if (change := decision.optimizer) is not None:
         same = dataclasses.replace(optimizer, groups=change.spec.groups, moments=())
         if same != change.spec:
@@ -505,7 +517,7 @@ def optimizer_after(optimizer: OptimizerSpec, decision: Decision) -> OptimizerSp
 
 
 def covering(optimizer: OptimizerSpec, hypers: Sequence[Hyper]) -> OptimizerSpec:
-    """The optimizer with the moments that steps with these hyperparameters need, too."""
+    """Return the optimizer, extended by the moments that steps with these hyperparameters need."""
     names, there = create(optimizer.name).state_names, (*optimizer.groups, *optimizer.moments)
     if names((*there, *hypers)) == names(there):
         return optimizer
@@ -513,7 +525,7 @@ def covering(optimizer: OptimizerSpec, hypers: Sequence[Hyper]) -> OptimizerSpec
 
 
 def _optimizer_difference(ours: OptimizerSpec, job: OptimizerSpec, spec: JobSpec) -> str:
-    """The first difference of two optimizers, as text; empty when they are equal."""
+    """Return the first difference of two optimizers, as text; empty when they are equal."""
     if ours.name != job.name:
         return f"it is {ours.name} here and {job.name} in the job"
     if len(ours.groups) != len(job.groups):

@@ -1,12 +1,14 @@
-"""Registering and releasing models: what is checked before anything changes, and what follows from it. Pure.
+"""Registering and releasing models: checks before anything changes, then the changes. Pure.
 
 The worker of lowest rank registers a model first, since its layout and its values count: see Note: [Whose values are
-first] of `registration`. The calls of the others wait here until it has, or is no member any more, or was refused.
+first] of `registration`. The calls of the others are held until it has registered, is not a member any more, or was
+refused.
 
 Note: [Nothing is durable before it can be held]
-    What is stored comes back after every restart, so a model that no server can hold would end all of them, for good.
-    So a registration is checked in this order: the model itself, what the shard servers know, their memory (see
-    `placement.room`), what the job may store. Only then it changes anything.
+    Stored models come back after every restart. So a stored model that no server can hold would end every server, again
+    and again. Therefore a registration is checked in this order: the model itself, the optimizers and compressors that
+    the shard servers know, their memory (see `placement.room`), and the limits of the store. Only then anything is
+    changed.
 """
 
 from __future__ import annotations
@@ -42,7 +44,7 @@ class Registrations:
         members: joins, leaves and losses.
         restores: which servers hold which parameters.
         out: gets the records to write and the events to send.
-        replication: how many shard servers hold each slice.
+        replication: the number of shard servers that hold each slice.
     """
 
     def __init__(
@@ -55,8 +57,8 @@ class Registrations:
         self._out = out
         self._replication = replication
         self._waiting = Waiting("registrations", MAX_WAITERS)
-        self._calls: dict[int, tuple[str, str]] = {}  # those that wait: incarnation and name of the model
-        self._refused: dict[str, set[str]] = {}  # by incarnation: names of models that the worker was refused
+        self._calls: dict[int, tuple[str, str]] = {}  # waiting calls: incarnation and name of the model
+        self._refused: dict[str, set[str]] = {}  # by incarnation, the models whose registration was refused
         members.on_change.append(lambda _now: self.settle())
 
     def register(
@@ -71,7 +73,7 @@ class Registrations:
         *,
         later: bool = False,
     ) -> None:
-        """A worker gives a model its layout or optimizer, or checks its own; see `CoordinatorState.register`."""
+        """Register a worker's layout or optimizer, or compare it; see `CoordinatorState.register`."""
         incarnation = entry.member.incarnation
         self._refused.get(incarnation, set()).discard(name)
         answer: Registered | AxonError | None = None
@@ -88,7 +90,7 @@ class Registrations:
         self.settle()
 
     def gives_layout(self, incarnation: str, name: str) -> bool:
-        """True if a worker's registration would give a model its layout."""
+        """Return True if a worker's registration would give a model its layout."""
         known = self._models.named(name)
         return (known is None or not known.registered) and not self._first(incarnation, name)
 
@@ -110,14 +112,14 @@ class Registrations:
                 self._out.reply(call, None)
 
     def lost(self, incarnation: str, error: AxonError) -> None:
-        """A process is no member any more."""
+        """Fail the waiting calls of a former member."""
         self._refused.pop(incarnation, None)
         for call in [call for call, (waiting, _) in self._calls.items() if waiting == incarnation]:
             self.cancel(call)
             self._out.reply(call, error)
 
     def cancel(self, call: int) -> None:
-        """The caller does not wait any more."""
+        """Forget a call that its caller does not wait for any more."""
         if self._calls.pop(call, None) is not None:
             self._waiting.remove(call)
 
@@ -129,22 +131,22 @@ class Registrations:
             self._out.reply(call, Timeout(f"{self._text(*waiting)} after {waited_s:g} s"))
 
     def next_deadline(self) -> float:
-        """When the next call times out."""
+        """Return the time at which the next call times out."""
         return self._waiting.next_deadline()
 
     def pending(self) -> list[str]:
-        """The reasons for which registrations wait, as text."""
+        """Return the reasons for which registrations are held, as text."""
         return sorted({self._text(*waiting) for waiting in self._calls.values()})
 
     def _first(self, incarnation: str, name: str) -> str:
-        """The worker whose registration of a model comes before that of another; empty = no other's does."""
+        """Return the worker that must register a model before another one; empty = none."""
         there = self._candidates(name)
         if (model := self._models.named(name)) is not None:
             return model.registration.comes_before(incarnation, there)
         return there[0] if there and there[0] != incarnation else ""
 
     def _candidates(self, name: str) -> list[str]:
-        """The workers whose layout and values of a model may count, by rank."""
+        """Return the workers whose layout and values of a model may count, by rank."""
         there = (entry.member.incarnation for entry in self._assembly.roster.of_role(Role.WORKER))
         return [incarnation for incarnation in there if name not in self._refused.get(incarnation, ())]
 
@@ -216,7 +218,7 @@ class Registrations:
         return True
 
     def _check_change(self, model: Model, optimizer: OptimizerSpec | None) -> None:
-        """Check that an optimizer can take the place of a model's."""
+        """Check that an optimizer can replace a model's."""
         r = model.registration
         if optimizer is None or r.spec is None:
             raise InvalidRequest(f"model {model.name!r} is to get another optimizer, and none was given")

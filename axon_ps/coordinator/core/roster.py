@@ -33,12 +33,12 @@ class RosterEntry:
         session: its stream, if it has one.
         metrics: those of its newest heartbeat.
         known: the optimizers and compressors of a shard server, if it lists them.
-        memory: of a shard server, as it said when it joined; None = it did not.
-        participated: whether a step has counted that a worker was in.
-        full: whether a shard server has said that it has no memory for more.
-        credentials: ids of what it has shown when it joined.
+        memory: of a shard server, as reported when it joined; None = not reported.
+        participated: whether a worker has taken part in a step that counted.
+        full: whether a shard server has reported that it has no memory for more.
+        credentials: ids of the credentials with which it joined.
         makes_itself: whether it can make itself other credentials.
-        asked_s: when another process first requested its rank, recently.
+        asked_s: the time of another process's first recent request for its rank.
     """
 
     member: Member
@@ -54,7 +54,7 @@ class RosterEntry:
     asked_s: float = -math.inf
 
     def joined_with(self, request: JoinRequest) -> None:
-        """Note what it has said and shown when it joined."""
+        """Note the contents of its request to join."""
         self.known, self.memory = request.known, request.memory
         self.credentials, self.makes_itself = request.credentials, request.makes_itself
 
@@ -65,7 +65,7 @@ class RosterEntry:
 
     @property
     def newest_memory(self) -> ServerMemory | None:
-        """Of a shard server, as its newest heartbeat says, or its join."""
+        """The memory of a shard server, from its newest heartbeat or from its join."""
         if self.memory is None or not {"available_bytes", "memory_bytes"} <= self.metrics.keys():
             return self.memory
         available, resident = (max(0.0, self.metrics[name]) for name in ("available_bytes", "memory_bytes"))
@@ -75,18 +75,18 @@ class RosterEntry:
 
 
 NOUN = {Role.WORKER: "worker", Role.SHARD: "shard server"}
-"""What errors call a member of a role."""
+"""The name of a role in errors."""
 
 _MAX_NAMED: Final = 4
 
 
 def name_of(member: Member) -> str:
-    """The name of a member in errors: "worker 3 (node a)"."""
+    """Return the name of a member in errors: "worker 3 (node a)"."""
     return f"{NOUN[member.role]} {member.rank} (node {member.node})"
 
 
 def names_of(members: Sequence[Member]) -> str:
-    """The names of several members in errors; a long list is cut."""
+    """Return the names of several members in errors; a long list is cut."""
     named = ", ".join(name_of(member) for member in members[:_MAX_NAMED])
     return named if len(members) <= _MAX_NAMED else f"{named} and {len(members) - _MAX_NAMED} more"
 
@@ -109,35 +109,35 @@ class Roster:
         return len(self._entries)
 
     def get(self, incarnation: str) -> RosterEntry | None:
-        """The entry of an incarnation."""
+        """Return the entry of an incarnation."""
         return self._entries.get(incarnation)
 
     def of_session(self, session: int) -> RosterEntry | None:
-        """The entry that a session belongs to."""
+        """Return the entry that a session belongs to."""
         return self._by_session.get(session)
 
     def of_role(self, role: Role) -> list[RosterEntry]:
-        """The entries of a role, sorted by rank."""
+        """Return the entries of a role, sorted by rank."""
         return [entry for _, entry in sorted(self._by_rank[role].items())]
 
     def count(self, role: Role) -> int:
-        """The number of members of a role."""
+        """Return the number of members of a role."""
         return len(self._by_rank[role])
 
     def at(self, role: Role, rank: int) -> RosterEntry | None:
-        """The entry of a rank, if any."""
+        """Return the entry of a rank, if any."""
         return self._by_rank[role].get(rank)
 
     def at_address(self, address: str) -> RosterEntry | None:
-        """The shard server that others reach at an address, if any."""
+        """Return the shard server that others reach at an address, if any."""
         return next((s for s in self.of_role(Role.SHARD) if s.member.address == address), None)
 
     def awaited(self, role: Role) -> list[Member]:
-        """The members of a role that have not come back after the coordinator's restart, by rank."""
+        """Return the members of a role that have not come back after the coordinator's restart, by rank."""
         return [entry.member for entry in self.of_role(role) if entry.session is None]
 
     def metrics(self) -> dict[str, float]:
-        """The newest measurements of all members, each as "role/rank/name"."""
+        """Return the newest measurements of all members, each as "role/rank/name"."""
         return {
             f"{entry.member.role.value}/{entry.member.rank}/{name}": value
             for entry in self
@@ -145,7 +145,7 @@ class Roster:
         }
 
     def sessions(self) -> list[int]:
-        """Every session, workers and shard servers in rank order."""
+        """Return all sessions: shard servers, then workers, each in rank order."""
         entries = [*self.of_role(Role.SHARD), *self.of_role(Role.WORKER)]
         return [s.session for s in entries if s.session is not None]
 
@@ -158,12 +158,15 @@ class Roster:
         lease_s: float,
         displaced: RosterEntry | None = None,
     ) -> int:
-        """The rank a joiner gets: the one it wants, or the lowest free one below `ranks`; that of `displaced` is free.
+        """Return the rank of a joiner: the requested one, or else the lowest free one below `ranks`.
+
+        The rank of `displaced` counts as free.
 
         Raises:
-            InvalidRequest: a live member has the one it wants, or there is no such rank.
-            Busy: none is free, or the member that has the one it wants may be dead: the replacement of a killed process
-                may join before its loss is noticed, and before a restarted coordinator has received its first message.
+            InvalidRequest: a live member has the requested rank, or there is no such rank.
+            Busy: none is free, or the member that has the requested rank may be dead. The replacement of a killed
+                process may join before the loss is noticed, and before a restarted coordinator has received the
+                member's first message.
         """
         held, wanted = self._by_rank[role], request.requested_rank
         if wanted >= 0:
@@ -202,14 +205,14 @@ class Roster:
         return entry
 
     def attach(self, entry: RosterEntry, session: int) -> int | None:
-        """Set the session of an entry; returns the one it had."""
+        """Set the session of an entry; return its former one."""
         old = self.detach(entry)
         entry.session = session
         self._by_session[session] = entry
         return old
 
     def detach(self, entry: RosterEntry) -> int | None:
-        """Remove the session of an entry; returns it."""
+        """Remove the session of an entry; return it."""
         old, entry.session = entry.session, None
         if old is not None:
             del self._by_session[old]
@@ -226,7 +229,7 @@ class Roster:
         self._gone.append(entry.member.incarnation)
 
     def expired(self, now: float) -> list[RosterEntry]:
-        """The entries whose lease is over."""
+        """Return the entries whose lease is over."""
         if self._leases.next() > now:
             return []
         return [s for s in self._entries.values() if s.deadline <= now]
@@ -237,14 +240,14 @@ class Roster:
         self._leases.set(entry.member.incarnation, deadline)
 
     def renewed(self, sessions: Sequence[int], deadline: float) -> list[RosterEntry]:
-        """The entries of sessions, their leases extended."""
+        """Extend the leases of the entries of sessions; return these entries."""
         entries = [entry for session in sessions if (entry := self._by_session.get(session)) is not None]
         for entry in entries:
             self.renew(entry, deadline)
         return entries
 
     def next_deadline(self) -> float:
-        """When the next lease is over; inf without members."""
+        """Return the end of the next lease; inf without members."""
         return self._leases.next()
 
     def extend(self, seconds: float) -> None:
@@ -253,13 +256,16 @@ class Roster:
             self.renew(entry, entry.deadline + seconds)
 
     def members(self, *, replica_is_node: bool) -> tuple[tuple[Member, ...], tuple[Member, ...], int]:
-        """Workers and shard servers by rank, with local ranks and replicas, and the number of replicas."""
+        """Return workers (with local ranks and replicas) and shard servers by rank, and the number of replicas."""
         workers, replicas = numbered((s.member for s in self.of_role(Role.WORKER)), replica_is_node)
         return workers, tuple(s.member for s in self.of_role(Role.SHARD)), replicas
 
 
 def _lives(holder: RosterEntry, now: float, lease_s: float) -> bool:
-    """Whether a member has sent a message since another process, which requests it now, first requested its rank."""
+    """Return True if a member has sent a message since another process first requested its rank.
+
+    The call counts as such a request.
+    """
     if now - holder.asked_s > 2 * lease_s:
         holder.asked_s = now
     return holder.deadline - lease_s > holder.asked_s

@@ -1,12 +1,12 @@
 """The coordinator's state machine: events in, actions out. No clock, threads or I/O.
 
-Every method is one event and returns the actions it causes, in order; `Persist`, where there is one, comes first, so
+Every method is one event and returns the actions it causes, in order. `Persist`, where there is one, comes first, so
 nothing is announced that is not durable. An event that must be refused raises, and has changed nothing. The time is
 passed in and only ever compared. Events of a session whose member is lost are ignored.
 
 It is composed of: `members` (joins, leaves and losses), `assembly` (generations), `models`, `registrations` and
 `registration` (layout and parameters), `stepping` (steps), `restores`, `barriers`, `kv`, `snapshots`, `connectivity`,
-`access.callers` (who calls).
+`access.callers` (callers of unary calls).
 """
 
 from __future__ import annotations
@@ -70,13 +70,13 @@ class CoordinatorState:
     """One job.
 
     Args:
-        config: how it is run.
+        config: its configuration.
         now: the time.
         stored: the records of a state store; empty for a new job.
         new_id: random id that a new job's state gets; an existing state has one.
 
     Attributes:
-        callers: who of those that call is a member.
+        callers: finds the members among callers.
 
     Raises:
         ConfigurationError: the records are of another job, or of one with another number of shard servers.
@@ -114,15 +114,15 @@ class CoordinatorState:
     # ------------------------------------------------------------------ sessions
 
     def join(self, session: int, role: Role, request: JoinRequest, now: float) -> list[Action]:
-        """A process has opened a stream and asks to join.
+        """Let a process join that has opened a stream.
 
         A known incarnation has the rank it had and gets the events that it missed; its older stream is closed.
 
         Raises:
-            PermissionDenied: it wants another job.
-            InvalidRequest: it is an axon_ps that does not go together with this; it was a member in another state than
-                ours; its rank is taken, its world size is not the job's, or a shard server does not know an optimizer
-                or a compressor of the job.
+            PermissionDenied: it names another job.
+            InvalidRequest: its version of axon_ps is incompatible with this one; it was a member under another state
+                than this one; its rank is taken, its world size is not the job's, or a shard server does not know an
+                optimizer or a compressor of the job.
             Busy: the job has no rank for it.
         """
         if request.job != self.config.job:
@@ -140,13 +140,13 @@ class CoordinatorState:
         was_over = self.membership.is_over
         self._members.join(session, role, request, now)
         if was_over and not self.membership.is_over:
-            self._kv.remove(REPORT_KEY)  # it is of the run before
+            self._kv.remove(REPORT_KEY)  # it is of the previous run
             attachments.begin_run(self._kv)
 
     def behind(self, role: Role, request: JoinRequest) -> str:
-        """Say what a process knows that this state does not have; "" = nothing.
+        """Return a text about the knowledge of a process that this state lacks; "" = none.
 
-        A worker of an earlier generation begins the present one with what the servers have.
+        A worker of an earlier generation begins the present one with the servers' values.
         """
         ours = Position(
             generation=self.membership.generation,
@@ -160,28 +160,28 @@ class CoordinatorState:
     def heartbeat(
         self, session: int, metrics: Mapping[str, float], now: float, *, connectivity: Connectivity | None = None
     ) -> list[Action]:
-        """A member has sent a heartbeat."""
+        """Handle a heartbeat of a member."""
         if (entry := self._entry(session, now)) is not None:
             self.history.measured(entry.member, metrics, now)
             self._members.reported(entry, metrics, connectivity, now)
         return self._out.take()
 
     def logged(self, session: int, records: Sequence[logs_pb2.LogRecord], dropped: int, now: float) -> list[Action]:
-        """A member has logged; it had to drop some records before."""
+        """Log the records of a member; before these it `dropped` some."""
         if (entry := self._entry(session, now)) is not None and (records or dropped):
             place = codec.role_to_proto(entry.member.role), entry.member.rank
             self.history.logs.add(place, entry.member.node, records, dropped)
         return self._out.take()
 
     def leave(self, session: int, reason: str, now: float, *, finished: bool = False) -> list[Action]:
-        """A member leaves; a worker, because it has `finished` its work: see Note: [Finished] of `members`."""
+        """Let a member leave; a worker may have `finished` its work: see Note: [Finished] of `members`."""
         self._comeback.forget(session)
         if (entry := self._entry(session, now)) is not None:
             self._members.leave(entry, reason, now, finished=finished)
         return self._out.take()
 
     def streams_lost(self, sessions: Sequence[int], now: float) -> list[Action]:
-        """Members' streams have broken: they are lost at once, and together."""
+        """Remove the members of broken streams at once, and together."""
         if entries := self._members.of_sessions(sessions, now):
             self._assembly.counters["losses"] += len(entries)
             was = "was lost: its connection" if len(entries) == 1 else "were lost: their connections"
@@ -192,7 +192,7 @@ class CoordinatorState:
         return self._out.take()
 
     def tick(self, now: float) -> list[Action]:
-        """Time has passed: leases, members to be replaced, stragglers, waiting calls."""
+        """Handle all deadlines that have passed: leases, members to be replaced, stragglers, waiting calls."""
         self._comeback.tick(now)
         self._members.tick(now)
         self._barriers.tick(now, self._assembly.membership)
@@ -202,12 +202,12 @@ class CoordinatorState:
         return self._out.take()
 
     def paused(self, seconds: float) -> None:
-        """The coordinator itself was paused (suspended, for example): extend all leases by that time."""
+        """Extend all leases by a pause of the coordinator itself, as when it was suspended."""
         self._assembly.roster.extend(seconds)
         self._comeback.extend(seconds)
 
     def next_deadline(self) -> float:
-        """When `tick` has something to do; inf when nothing is waited for."""
+        """Return the time of the next call of `tick`; inf when there is no deadline."""
         waiting = (self._members, self._comeback, self._barriers, self._registrations, self._kv)
         return min(each.next_deadline() for each in waiting)
 
@@ -216,7 +216,7 @@ class CoordinatorState:
     def arrived(
         self, session: int, generation: int, step: int, now: float, *, model: int = 0, blocked: bool = False
     ) -> list[Action]:
-        """A worker has computed everything of a step and waits for the servers to take it.
+        """Note that a worker has computed everything of a step and waits until the servers take it.
 
         Raises:
             InvalidRequest: the sender is a shard server.
@@ -229,7 +229,7 @@ class CoordinatorState:
         return self._out.take()
 
     def vote(self, sessions: Sequence[int], vote: Vote, now: float) -> list[Action]:
-        """Workers have pushed everything of a step, and vote the same.
+        """Count the same vote of several workers, which have pushed everything of a step.
 
         Votes of another step or generation, and second ones, are ignored.
 
@@ -248,7 +248,9 @@ class CoordinatorState:
         return self._out.take()
 
     def ready(self, session: int, ready: Ready, now: float) -> list[Action]:
-        """A shard server has every gradient of a step. One of another step or generation, or a second, is ignored.
+        """Take a shard server's report that it has every gradient of a step.
+
+        A report of another step or generation, or a second one, is ignored.
 
         Raises:
             InvalidRequest: the sender is a worker.
@@ -264,11 +266,11 @@ class CoordinatorState:
     # ------------------------------------------------------------------ models
 
     def wants_resume(self, caller: Caller, name: str) -> bool:
-        """True if this registration, should it be of a layout, must come with the manifest of `config.resume`."""
+        """Return True if a layout that the caller registers now must come with the manifest of `config.resume`."""
         return bool(self.config.resume) and self._registrations.gives_layout(caller.incarnation, name)
 
     def preparation(self, spec: JobSpec) -> Callable[[], None]:
-        """The long part of a registration: to be called before `register`, in any thread, or not at all."""
+        """Return the long part of a registration, which may be called before `register`, in any thread."""
         return self._models.preparation(spec, self._assembly.servers(), self.config.copies)
 
     def register(
@@ -283,39 +285,39 @@ class CoordinatorState:
         name: str = FIRST_NAME,
         later: bool = False,
     ) -> list[Action]:
-        """A worker gives a model its layout or optimizer, or checks its own against the job's.
+        """Give a model the layout or optimizer of a worker, or compare the worker's with the job's.
 
         Args:
-            call: gets a `Registered`; or why it is refused; or None: another worker's layout comes first, and so does
-                `await_registration`.
+            call: gets a `Registered`; or the error with which it is refused; or None if another worker's layout comes
+                first: then call `await_registration` before registering again.
             caller: the worker.
             spec: layout, dtypes and policy.
             optimizer: the optimizer.
-            resume: what to begin with instead of uploaded values; used by the first spec only.
+            resume: the checkpoint to begin with instead of uploaded values; used by the first spec only.
             now: the time.
             name: of the model; a new name adds a model to the job.
-            later: whether the optimizer is to take the place of the model's with a step; it is only checked then.
+            later: whether the optimizer is to replace the model's with a later step; now it is only checked.
 
         It is refused with:
-            LayoutMismatch: it differs from what the job has.
-            InvalidRequest: it cannot be, or a shard server does not know the optimizer or a compressor.
+            LayoutMismatch: it differs from the job's.
+            InvalidRequest: it is invalid, or a shard server does not know the optimizer or a compressor.
             Misuse: an optimizer comes before any layout.
-            Busy: the job can have no more models, or the shard servers have no memory for it; the message says how much
-                each needs and has. Nothing is durable then.
-            MemberLost: a shard server that is to hold some of it is not there.
+            Busy: the job can have no more models, or the shard servers have no memory for it; the message has the bytes
+                that each needs and has. Nothing is durable then.
+            MemberLost: a shard server that is to hold some of it is absent.
 
         Raises:
-            GenerationChanged: the caller is no member.
+            GenerationChanged: the caller is not a member.
         """
         entry = self.callers.member(caller, Role.WORKER, "registers")
         self._registrations.register(call, entry, spec, optimizer, resume, now, name, later=later)
         return self._out.take()
 
     def await_registration(self, call: int, caller: Caller, name: str, now: float, timeout_s: float) -> list[Action]:
-        """A worker is not the first to register a model's layout; `call` gets None when it is to register again.
+        """Answer `call` with None when its worker is to register a model's layout again.
 
         Raises:
-            GenerationChanged: the caller is no member.
+            GenerationChanged: the caller is not a member.
             Busy: too many calls wait.
         """
         entry = self.callers.member(caller, Role.WORKER, "registers")
@@ -323,11 +325,11 @@ class CoordinatorState:
         return self._out.take()
 
     def release(self, call: int, caller: Caller, number: int, name: str) -> list[Action]:
-        """Release a model; `call` gets whether it was registered.
+        """Release a model; `call` gets True if it was registered.
 
         Raises:
             InvalidRequest: it has another name.
-            Busy: a checkpoint is being written, which it is to be in.
+            Busy: a checkpoint is being written, and the model is to be in it.
         """
         self.callers.check_takes_away(caller)
         if (model := self._models.get(number)) is not None and model.registered:
@@ -338,7 +340,7 @@ class CoordinatorState:
         return self._out.take()
 
     def initialized(self, session: int, version: int, epoch: int, now: float, *, model: int = 0) -> list[Action]:
-        """A shard server holds all its parameters of a model.
+        """Take a shard server's report that it holds all its parameters of a model.
 
         Raises:
             InvalidRequest: the sender is a worker, or the version is not the job's.
@@ -350,7 +352,7 @@ class CoordinatorState:
         return self._out.take()
 
     def no_room(self, session: int, number: int, placement: int, error: AxonError, now: float) -> list[Action]:
-        """A shard server has no memory for what a placement gives it of a model; it holds the others.
+        """Take a shard server's report that it has no memory for its slices of a model; it holds the other models.
 
         Raises:
             InvalidRequest: the sender is a worker.
@@ -360,10 +362,10 @@ class CoordinatorState:
             self._restores.no_room(entry, number, placement, error, now)
         return self._out.take()
 
-    # ------------------------------------------------------------------ where the slices are
+    # ------------------------------------------------------------------ placement
 
     def copied(self, session: int, report: Copied, now: float) -> list[Action]:
-        """A shard server has got slices that it was to copy.
+        """Take a shard server's report that it has copied slices.
 
         Raises:
             InvalidRequest: the sender is a worker.
@@ -375,7 +377,7 @@ class CoordinatorState:
         return self._out.take()
 
     def corrupted(self, session: int, report: Corrupted, now: float) -> list[Action]:
-        """Memory of a slice of a shard server failed.
+        """Take a shard server's report that memory of a slice failed.
 
         Raises:
             InvalidRequest: the sender is a worker.
@@ -387,7 +389,7 @@ class CoordinatorState:
         return self._out.take()
 
     def drain(self, call: int, caller: Caller, rank: int, now: float) -> list[Action]:
-        """Have a shard server give up what it holds, then leave; `call` gets how many slices it still holds.
+        """Have a shard server give up its slices, then leave; `call` gets the number of slices that it still holds.
 
         Raises:
             InvalidRequest: there is no such shard server, or no other could take its slices.
@@ -400,7 +402,7 @@ class CoordinatorState:
     # ------------------------------------------------------------------ credentials
 
     def revoke(self, call: int, caller: Caller, target: str, reason: str, now: float) -> list[Action]:
-        """Have credentials hold no more; see `RevocationList.revoke`."""
+        """Revoke credentials; see `RevocationList.revoke`."""
         self.callers.check_takes_away(caller)
         return self.revocations.revoke(call, target, reason, now)
 
@@ -409,8 +411,8 @@ class CoordinatorState:
     def save(self, call: int, uri: str, *, background: bool = False) -> list[Action]:
         """Begin a checkpoint of the current version; `call` gets a `snapshots.Snapshot`.
 
-        It takes longer, and steps less so, in the `background`. Who asks for this or for a restore is checked before,
-        by `callers`: files are read in between.
+        In the `background` it takes longer, and steps are slowed less. The callers of this and of a restore are checked
+        beforehand, by `callers`, since files are read in between.
 
         Raises:
             Misuse: there is nothing to save.
@@ -446,7 +448,7 @@ class CoordinatorState:
         return self._out.take()
 
     def snapshot_report(self, session: int, report: SnapshotReport, now: float) -> list[Action]:
-        """A shard server has written its files of a checkpoint, or could not."""
+        """Take a shard server's report on its files of a checkpoint."""
         if (entry := self._entry(session, now)) is not None:
             check_role(entry, Role.SHARD, "reports files")
             self._snapshots.report(entry.member.rank, report)
@@ -476,14 +478,14 @@ class CoordinatorState:
         return self.restore(call, [Resume(uri=UPLOADED, version=version, model=name)], now)
 
     def begin_again(self, now: float) -> list[Action]:
-        """Nothing is left of a job that `lost_everything`: the next worker uploads first values, for version 0."""
+        """Begin a job again that `lost_everything`: the next worker uploads first values, for version 0."""
         self._restores.order(
             [Resume(uri=FIRST_VALUES, version=0, model=model.name) for model in self._models.registered], now
         )
         return self._out.take()
 
     def restore_report(self, session: int, epoch: int, error: AxonError, now: float, *, model: int = 0) -> list[Action]:
-        """A shard server could not restore a model."""
+        """Take a shard server's report that it could not restore a model."""
         if (entry := self._entry(session, now)) is not None:
             check_role(entry, Role.SHARD, "reports a restore")
             self._restores.failed(entry, model, epoch, error, now)
@@ -494,11 +496,11 @@ class CoordinatorState:
     def barrier(
         self, call: int, caller: Caller, name: str, ranks: Sequence[int], now: float, timeout_s: float
     ) -> list[Action]:
-        """A worker waits for others; `call` gets the generation in which the barrier opened.
+        """Have a worker wait for others; `call` gets the generation in which the barrier opened.
 
         Raises:
-            InvalidRequest: the caller is no worker of the barrier.
-            GenerationChanged: the caller is no member.
+            InvalidRequest: the caller is not a worker of the barrier.
+            GenerationChanged: the caller is not a member.
         """
         entry = self.callers.member(caller, Role.WORKER, "waits at a barrier")
         self._barriers.arrive(call, entry.member.rank, name, ranks, self._assembly.membership, now, timeout_s)
@@ -506,11 +508,11 @@ class CoordinatorState:
         return self._out.take()
 
     def attached(self) -> dict[str, Attachment]:
-        """By key, what workers have attached to the checkpoints of the job."""
+        """Return by key the attachments of workers to the checkpoints of the job."""
         return attachments.stored(self._kv)
 
     def kv(self, caller: Caller) -> KeyValues:
-        """The key-value store, for one operation of `caller`; `flush` gives the actions it caused.
+        """Return the key-value store, for one operation of `caller`; `flush` returns the actions it caused.
 
         Raises:
             GenerationChanged: the caller is neither a member nor an operator.
@@ -519,11 +521,11 @@ class CoordinatorState:
         return self._kv
 
     def flush(self) -> list[Action]:
-        """The actions caused since the last event."""
+        """Return the actions caused since the last event."""
         return self._out.take()
 
     def cancel(self, call: int) -> list[Action]:
-        """The caller does not wait any more."""
+        """Forget a call that its caller does not wait for any more."""
         for waiting in (self._kv, self._barriers, self._registrations, self._snapshots, self._restores):
             waiting.cancel(call)
         return self._out.take()
@@ -537,17 +539,17 @@ class CoordinatorState:
 
     @property
     def specs(self) -> dict[str, JobSpec]:
-        """By name, the layouts that are registered and how they travel."""
+        """The registered layouts with their dtypes and policies, by name."""
         return {m.name: m.registration.spec for m in self._models if m.registration.spec is not None}
 
     @property
     def lost_parameters(self) -> str:
-        """Why parameters must be restored although every shard server is there, as text; empty when they need not."""
+        """The reason for a restore although every shard server is a member, as text; empty when none is needed."""
         return self._assembly.lost_parameters
 
     @property
     def has_values(self) -> bool:
-        """Whether the shard servers that are there hold all parameters of some model."""
+        """True if the live shard servers hold all parameters of some model."""
         return any(self._assembly.initialized().values())
 
     @property
@@ -557,20 +559,20 @@ class CoordinatorState:
 
     @property
     def values_replaced(self) -> bool:
-        """Whether a model has ever had other values than first ones of a worker, and what steps made of those."""
+        """True if a model's values ever came from another source than a worker's first values and steps from these."""
         return any(model.registration.parameters.replaced for model in self._models.registered)
 
     @property
     def position(self) -> tuple[tuple[int, int, int], ...]:
-        """(number, epoch, version) of the parameters of every model."""
+        """The (number, epoch, version) of every model's parameters."""
         return tuple((m.number, m.registration.parameters.epoch, m.version) for m in self._models)
 
     def longest_wait(self, now: float) -> tuple[float, str]:
-        """The seconds that workers have waited for others in the current step, and these others, as text."""
+        """Return the seconds that workers have waited for others in the current step, and a text that names these."""
         return self._members.stragglers.longest_wait(now)
 
     def step_of(self, name: str) -> tuple[int, int]:
-        """The number of a model, and its present step.
+        """Return the number of a model, and its present step.
 
         Raises:
             InvalidRequest: the job does not have such a model (yet).
@@ -579,39 +581,39 @@ class CoordinatorState:
         return model.number, model.step
 
     def members_by_session(self) -> dict[int, Member]:
-        """The members that have a session, workers and shard servers in rank order."""
+        """Return the members that have a session, by session."""
         return {entry.session: entry.member for entry in self._assembly.roster if entry.session is not None}
 
     def rank_of(self, session: int) -> int:
-        """The rank of the member that a session belongs to; -1 = of none."""
+        """Return the rank of the member that a session belongs to; -1 = of none."""
         entry = self._assembly.roster.of_session(session)
         return -1 if entry is None else entry.member.rank
 
     def is_worker(self, session: int) -> bool:
-        """Whether a session is a worker's, or of no member any more."""
+        """Return True if a session belongs to a worker, or to no member any more."""
         entry = self._assembly.roster.of_session(session)
         return entry is None or entry.member.role is Role.WORKER
 
     def rank_held_by(self, incarnation: str) -> int | None:
-        """The rank that a process has; None = it is no member."""
+        """Return the rank that a process has; None = it is not a member."""
         entry = self._assembly.roster.get(incarnation)
         return None if entry is None else entry.member.rank
 
     def is_asynchronous(self, number: int) -> bool:
-        """Whether replicas of a model step asynchronously."""
+        """Return True if replicas of a model step asynchronously."""
         model = self._models.get(number)
         return model is not None and model.attempts.asynchronous
 
     @property
     def id(self) -> str:
-        """Of the job's durable state."""
+        """The id of the job's durable state."""
         return self._assembly.state_id
 
     def describe(self, caller: Caller, name: str) -> tuple[JobState, Membership]:
-        """A model and the members, for a process that gathers it.
+        """Return a model and the members, for a process that gathers the model.
 
         Args:
-            caller: who asks; it need not be a member.
+            caller: the caller; it need not be a member.
             name: of the model; empty = the only one.
 
         Raises:
@@ -623,11 +625,11 @@ class CoordinatorState:
         return dataclasses.replace(job, optimizer=None), self._assembly.membership
 
     def status(self, now: float | None = None, *, measures: bool = True) -> Status:
-        """The current status of the job.
+        """Return the current status of the job.
 
         Args:
-            now: the time; without it the status says neither rates nor how long the job has waited, and no phase.
-            measures: whether it has what the members measure.
+            now: the time; without it the status has no rates, no waiting time and no phase.
+            measures: whether it has the members' measurements.
         """
         a, first, shards = self._assembly, self._models.first, self._assembly.shards()
         counters: dict[str, float] = {**a.counters, **self._models.norms(), "kv_keys": len(self._kv)}
@@ -664,13 +666,13 @@ class CoordinatorState:
         return status if now is None else self.history.with_phase(status, now)
 
     def statistics(self, status: Status, now: float) -> dict[str, float]:
-        """The numbers of a status that was taken now; see `core.statistics`."""
+        """Return the numbers of a status that was taken now; see `core.statistics`."""
         return statistics(status, self._assembly.roster, now, self.longest_wait(now)[0])
 
     # ------------------------------------------------------------------ inside
 
     def _ended(self, entry: RosterEntry, reason: str) -> None:
-        """A process is no member any more."""
+        """Fail the waiting calls of a former member."""
         error = GenerationChanged(f"{reason}; who is no member waits for nothing", self._assembly.generation)
         self._kv.lost(entry.member.incarnation, error)
         self._registrations.lost(entry.member.incarnation, error)
@@ -679,7 +681,7 @@ class CoordinatorState:
         return next(iter(self._members.of_sessions([session], now)), None)
 
     def _timed(self, ranks: Sequence[int], number: int, generation: int, step: int, now: float) -> None:
-        """Workers have completed their work in a step of all replicas: the history knows when."""
+        """Tell the history that workers have completed their work in a step of all replicas."""
         model = self._models.get(number)
         present = model is not None and (generation, step) == (self._assembly.generation, model.step)
         if model is not None and present and not model.attempts.asynchronous:

@@ -1,4 +1,4 @@
-"""The numbers of a job's status, by name, as the other engines give theirs. Pure."""
+"""The numbers of a job's status, by name, in the form in which the other engines report theirs. Pure."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ _COUNTERS = ("steps_committed", "steps_skipped", "steps_aborted", "joins", "leav
 
 
 def statistics(status: Status, roster: Roster, now: float, longest_wait_s: float) -> dict[str, float]:
-    """The numbers of a status; "model/NAME/x" is x of a model, "worker/3/x" of a member.
+    """Return the numbers of a status; "model/NAME/x" is x of a model, "worker/3/x" of a member.
 
     Args:
         status: the status at `now`.
         roster: the members, with their leases.
         now: the time.
-        longest_wait_s: how long workers have waited for others in the current step.
+        longest_wait_s: seconds that workers have waited for others in the current step.
     """
     members, newest = status.membership, status.checkpoints
     failed = newest.failure and (not newest.uri or newest.failure_age_s < newest.age_s)

@@ -1,7 +1,7 @@
-"""Deadlines of calls and leases: which is next, and how many calls of a caller wait. Pure.
+"""Deadlines of calls and leases, in order, and the number of waiting calls of each caller. Pure.
 
-Asking for the next deadline takes constant time, and adding or removing one logarithmic time: the coordinator asks
-after every event.
+The next deadline is found in constant time, since the coordinator asks for it after every event. A deadline is added or
+removed in logarithmic time.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from typing import Generic, TypeVar
 from axon_ps.errors import Busy
 
 MAX_PER_CALLER = 1 << 8
-"""Most calls of one member (or of all operators) that may wait for the same kind of thing."""
+"""Most calls of one member (or of all operators) that may wait for the same kind of event."""
 
 MAX_WAIT_S = 86400.0
-"""Longest wait of a call, whatever time-out it gives: a day. Who waits longer asks again."""
+"""Longest wait of a call, also with a longer time-out: a day. A caller that waits longer calls again."""
 
 K = TypeVar("K", bound=Hashable)
 
@@ -34,7 +34,7 @@ class Deadlines(Generic[K]):
         return len(self._deadlines)
 
     def set(self, key: K, deadline: float) -> None:
-        """Set or move a deadline. One that is only moved later, like a lease, has one entry in the heap."""
+        """Set or move a deadline. A deadline that only moves later, like a lease's, has one entry in the heap."""
         known = self._deadlines.get(key)
         self._deadlines[key] = deadline
         if known is None or deadline < known:
@@ -43,13 +43,13 @@ class Deadlines(Generic[K]):
     def remove(self, key: K) -> None:
         """Remove a key; harmless when it is absent."""
         self._deadlines.pop(key, None)
-        if len(self._heap) > 2 * len(self._deadlines) + 64:  # mostly what was removed
+        if len(self._heap) > 2 * len(self._deadlines) + 64:  # most entries are of removed keys
             self._heap = []
             for known, deadline in self._deadlines.items():
                 self._push(known, deadline)
 
     def next(self) -> float:
-        """The earliest deadline; inf when there is none."""
+        """Return the earliest deadline; inf when there is none."""
         while self._heap:
             deadline, _, key = self._heap[0]
             now = self._deadlines.get(key)
@@ -61,7 +61,7 @@ class Deadlines(Generic[K]):
         return float("inf")
 
     def due(self, now: float) -> Iterator[K]:
-        """The keys whose deadline has passed, earliest first; each is removed."""
+        """Yield the keys whose deadline has passed, earliest first; each is removed."""
         while self.next() <= now:
             key = self._heap[0][2]
             self.remove(key)
@@ -76,14 +76,14 @@ class Waiting:
     """Calls that wait, with their callers and time-outs.
 
     Args:
-        what: what they wait for, in the plural, for errors.
-        most: how many may wait at a time; of one caller at most `MAX_PER_CALLER`.
+        what: a plural noun for the object of the wait, for errors.
+        most: the number that may wait at a time; of one caller at most `MAX_PER_CALLER`.
     """
 
     def __init__(self, what: str, most: int) -> None:
         self._what = what
         self._most = most
-        self._calls: dict[int, tuple[str, float]] = {}  # caller, and how long it waits
+        self._calls: dict[int, tuple[str, float]] = {}  # caller and time-out
         self._deadlines: Deadlines[int] = Deadlines()
         self._of_caller: Counter[str] = Counter()
 
@@ -109,7 +109,7 @@ class Waiting:
         self._deadlines.set(call, now + timeout_s)
 
     def remove(self, call: int) -> str:
-        """Remove a call; harmless when it does not wait. Returns whose it was."""
+        """Remove a call, and return its caller; harmless when it does not wait."""
         known = self._calls.pop(call, None)
         if known is not None:
             self._deadlines.remove(call)
@@ -119,13 +119,13 @@ class Waiting:
         return "" if known is None else known[0]
 
     def timeout_s(self, call: int) -> float:
-        """The time for which a call waits."""
+        """Return the time-out of a call."""
         return self._calls[call][1]
 
     def late(self, now: float) -> Iterator[int]:
-        """The calls that have timed out, earliest first. The caller removes them."""
+        """Yield the calls that have timed out, earliest first. The caller removes them."""
         yield from self._deadlines.due(now)
 
     def next_deadline(self) -> float:
-        """When the next call times out."""
+        """Return the time at which the next call times out."""
         return self._deadlines.next()

@@ -2,6 +2,6 @@
 
 The members of the host connect to it as if it were the coordinator. It decides nothing and knows nothing of the job.
 
-- `upstream`: the host's session with the coordinator that leads.
-- `server`: what the members connect to.
+- `upstream`: the host's session with the leading coordinator.
+- `server`: the server that the members connect to.
 """

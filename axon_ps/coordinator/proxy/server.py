@@ -21,7 +21,7 @@ from axon_ps.rpc.service import EOF, ServerStream, method_name, service_handler
 from axon_ps.wire.v1 import session_pb2
 
 GRACE_S: Final = 1.0
-"""How long calls under way may take when it stops."""
+"""Seconds that calls under way may take when it stops."""
 
 _STREAMS: Final = {method_name(m.name) for m in SERVICE.methods if m.client_streaming}
 _NAMES: Final = {method_name(m.name): m.name for m in SERVICE.methods}
@@ -82,7 +82,7 @@ async def serve(
 
 
 class _Proxy:
-    """The coordinator's service: every call goes on the host's session as it is, with who makes it."""
+    """The coordinator's service: every call is forwarded unchanged on the host's session, with its caller."""
 
     def __init__(self, upstream: Upstream) -> None:
         self._upstream = upstream
@@ -94,7 +94,7 @@ class _Proxy:
         return partial(self._stream if method in _STREAMS else self._call, _NAMES[method])
 
     async def host_session(self, context: ServerStream) -> None:
-        """Refused: what is a host's is not the next host's."""
+        """Refuse a host's session: a host's proxy does not forward another host's."""
         raise InvalidRequest("this is a host's proxy; give another one the address of the coordinator itself")
 
     async def _call(self, method: str, request: Any, context: object) -> bytes:
@@ -116,7 +116,7 @@ class _Proxy:
             self._ends = {incarnation: known for incarnation, known in self._ends.items() if known is not end}
 
     async def _read(self, context: ServerStream, call: MultiplexedCall, end: StreamEnd | None) -> None:
-        """Send what a member sends; heartbeats are in no hurry, and go together."""
+        """Forward a member's messages; heartbeats are not urgent, and are sent together."""
         try:
             while (message := await context.read()) is not EOF:
                 kind = message.WhichOneof("message") if isinstance(message, session_pb2.SessionRequest) else ""

@@ -1,4 +1,4 @@
-"""A host's session with the coordinator that leads: opened again when it breaks, wherever one leads then."""
+"""A host's session with the leading coordinator. When it breaks, it is opened again with the next leader."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from axon_ps.rpc.stream import Stream
 from axon_ps.wire.v1 import common_pb2, coordinator_pb2
 
 RENEW_S: Final = 1.0
-"""How often it is looked for newer credentials."""
+"""Seconds between two checks for newer credentials."""
 
 LONGEST_PAUSE_S: Final = 1.0
-"""Between two attempts to open it."""
+"""Most seconds between two attempts to open it."""
 
 BEGIN_S: Final = 5.0
-"""How long a coordinator may take to accept it."""
+"""Seconds that a coordinator may take to accept it."""
 
 _logger = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ class Upstream:
         address: "host:port" of the coordinator, or several with commas between them.
         job: name of the job.
         security: TLS and token, acting as a member of any rank.
-        on_change: called with whether there is a session.
+        on_change: called with True when there is a session, and False when there is none.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class Upstream:
         self._random = random.Random()
 
     def calls(self) -> MultiplexedClient:
-        """The client that makes calls on the present session.
+        """Return the client that makes calls on the present session.
 
         Raises:
             Unreachable: there is none.
@@ -66,7 +66,7 @@ class Upstream:
         return self._calls
 
     async def run(self) -> None:
-        """Have a session, for good.
+        """Keep a session open until cancelled.
 
         Raises:
             AxonError: the coordinator refuses it, so that another attempt would be in vain.
@@ -87,7 +87,7 @@ class Upstream:
                 pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
     async def _session(self, leads: asyncio.Future[Place]) -> None:
-        """One session, to its end; `leads` is where another coordinator leads, if that is why.
+        """Run one session to its end; `leads` gets the address of another leader, if that ended it.
 
         Raises:
             Broken: it broke, could not be opened, or another coordinator leads.
@@ -130,13 +130,13 @@ class Upstream:
             await asyncio.wait([running])
 
     async def _renew(self, stub: Stub) -> None:
-        """Show the coordinator newer credentials once there are any: the session ends with those that it knows."""
+        """Send the coordinator newer credentials when there are any: the session ends when the known ones expire."""
         known = stub.credentials()
         context = common_pb2.CallContext(job=self._job, incarnation=self._id)
         request = coordinator_pb2.KVRequest(context=context, op=coordinator_pb2.KV_OP_GET, key="any")
         while True:
             await asyncio.sleep(RENEW_S)
-            with contextlib.suppress(AxonError):  # it knows no such member, or the next time
+            with contextlib.suppress(AxonError):  # it knows no such member, or the next try succeeds
                 if (newest := stub.credentials()) != known:
                     known = newest
                     await stub.call("KV", request, timeout_s=BEGIN_S)

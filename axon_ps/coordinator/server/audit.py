@@ -1,16 +1,17 @@
-"""The audit log: who has changed the job, or tried to. JSON lines, in a file of their own.
+"""The audit log: all changes of the job, and attempts at one, with the caller. It has JSON lines, in its own file.
 
     {"time": "2026-01-31T12:00:00.123Z", "job": "gpt", "what": "restore_checkpoint", "who": "worker 3 (node a)",
      "role": "worker", "credentials": "spiffe://axon-ps/job/gpt/worker", "peer": "ipv4:10.0.0.7:40212",
      "about": {"uri": "/checkpoints/step-500"}, "result": "done"}
 
-Calls that change a job (registrations, releases, checkpoints, drains, revocations) have who made them and what came of
-them, also when they are refused; changes of the members have what happened. Reads are not in it, nor what a stranger
-tries, who could fill it.
+The line of a call that changes a job (a registration, release, checkpoint, drain or revocation) has the caller and the
+result, also when the call is refused. The line of a change of the members has a text about the event. The log has no
+reads. It also has no attempts of strangers, who could fill it.
 
 Note: [It does not block]
-    Lines are written by a thread, so that a disk that hangs delays no call. What cannot be written is lost: that is
-    logged once, counted, and said by a line of its own as soon as lines can be written again.
+    Lines are written by a thread, so that a disk that hangs delays no call. Lines that cannot be written are lost. The
+    loss is logged once, lost lines are counted, and a line of the file states their number as soon as lines can be
+    written again.
 """
 
 from __future__ import annotations
@@ -34,18 +35,18 @@ from axon_ps.rpc.auth.credentials import Credentials, calling
 from axon_ps.rpc.auth.identity import EVERY_ROLE
 
 OF_MEMBERS: Final = frozenset(("joined", "left", "lost", "finished", "drain", "full", "cut"))
-"""What happens to members and is recorded; the rest of the history is in the log already."""
+"""Kinds of events of members that are recorded; the rest of the history is in the log already."""
 
 MAX_QUEUED: Final = 4096
 """Lines that wait for the disk; further ones are lost."""
 
 CLOSE_S: Final = 2.0
-"""How long the last lines may take."""
+"""Seconds that the last lines may take."""
 
 STANDARD_ERROR: Final = "-"
 
 _ABOUT: Final = ("uri", "name", "model", "models", "rank", "target")
-"""Fields of requests that say what a call is about."""
+"""Fields of requests that are recorded as the object of a call."""
 
 _MAX_TEXT: Final = 500
 
@@ -57,10 +58,10 @@ class Lines(Protocol):
     """Takes lines."""
 
     def write(self, line: str) -> None:
-        """Append one; raises `OSError` if it cannot be."""
+        """Append a line; raise `OSError` if that is impossible."""
 
     def close(self) -> None:
-        """Take no more."""
+        """Take no more lines."""
 
 
 class AuditLog:
@@ -68,7 +69,7 @@ class AuditLog:
 
     Args:
         path: the file; "-" = standard error; empty = nothing is written.
-        secrets: what must be in no line.
+        secrets: returns the texts that must be in no line.
 
     Attributes:
         path: the same.
@@ -90,7 +91,7 @@ class AuditLog:
             self._thread.start()
 
     def record(self, job: str, what: str, **fields: object) -> None:
-        """Write a line, soon. Never raises, and waits for nothing."""
+        """Have a line written soon. This never raises, and never blocks."""
         if self._file is None:
             return
         given = {n: _short(value) for n, value in fields.items() if value}
@@ -102,7 +103,7 @@ class AuditLog:
             self._lose(f"{MAX_QUEUED} lines wait for the disk")
 
     def close(self) -> None:
-        """Write what is there, in `CLOSE_S` seconds, and end. Harmless when repeated."""
+        """Write the queued lines, within `CLOSE_S` seconds, and end. Harmless when repeated."""
         if self._thread.is_alive():
             with contextlib.suppress(queue.Full):
                 self._lines.put(None, timeout=CLOSE_S)
@@ -134,15 +135,15 @@ NO_AUDIT: Final = AuditLog("")
 
 
 def opened(path: str, default: Path, secrets: Callable[[], Iterable[str]]) -> AuditLog:
-    """The log that was asked for.
+    """Open the requested log.
 
     Args:
-        path: as of `AuditLog`; empty = `default`, or standard error where that cannot be written, which is logged.
+        path: as of `AuditLog`; empty = `default`, or standard error if that cannot be written, which is logged.
         default: a file.
         secrets: as of `AuditLog`.
 
     Raises:
-        ConfigurationError: the file that was asked for cannot be written.
+        ConfigurationError: the requested file cannot be written.
     """
     if path:
         return AuditLog(path, secrets)
@@ -158,14 +159,14 @@ class Audited(Protocol):
 
     @property
     def audit(self) -> AuditLog:
-        """The log that has its calls."""
+        """The log with its calls."""
 
     def job_and_name(self, incarnation: str) -> tuple[str, str]:
-        """The job, and what a caller is called in it."""
+        """Return the job, and the caller's name in it."""
 
 
 def audited(perform: Callable[[S, Any, Any], Awaitable[Any]]) -> Callable[[S, Any, Any], Awaitable[Any]]:
-    """Record the calls of a servicer's method, and what comes of them."""
+    """Record the calls of a servicer's method, with their results."""
 
     @wraps(perform)
     async def recorded(servicer: S, request: Any, context: Any) -> Any:
@@ -184,7 +185,11 @@ def audited(perform: Callable[[S, Any, Any], Awaitable[Any]]) -> Callable[[S, An
 def recording(
     servicer: Audited, what: str, incarnation: str, peer: str, about: Mapping[str, str]
 ) -> Iterator[dict[str, str]]:
-    """Record what is done inside, and what comes of it: what is yielded has the `result`; an empty one is none."""
+    """Record a call that is made in this context.
+
+    Yields:
+        The record's `result`, which may be changed; with an empty one nothing is recorded.
+    """
     found = {"result": "done"}
     try:
         yield found
@@ -202,7 +207,7 @@ def recording(
 
 
 def refused(servicer: Audited, what: str, credentials: Credentials, peer: str, why: AxonError) -> None:
-    """Record that a caller was refused before its call was looked at."""
+    """Record that a caller was refused before its call was read."""
     servicer.audit.record(servicer.job_and_name("")[0], what, **_by(credentials), peer=peer, result=_failure(why))
 
 
@@ -227,7 +232,7 @@ class _StandardError:
         sys.stderr.flush()
 
     def close(self) -> None:
-        """It is not ours."""
+        """Do nothing: the stream belongs to the process."""
 
 
 def _opened(path: str) -> Lines:

@@ -1,10 +1,10 @@
-"""The file of an audit log: JSON lines, of bounded size, for its owner alone. Several coordinators may write one.
+"""The file of an audit log: JSON lines, of bounded size, for its owner alone. Several coordinators may share one.
 
 Note: [Rotation]
-    A line is one write to a file that is open for appending, so lines of several processes do not mix. Whoever finds
-    the file full renames it to FILE.1, and that to FILE.2, and so on, if no other process does at the moment; these see
-    that the name leads to another file and open that. Whoever writes just then writes to the renamed one: no line is
-    lost.
+    A line is one write to a file that is open for appending, so lines of several processes do not mix. A process that
+    finds the file full renames it to FILE.1, FILE.1 to FILE.2, and so on, unless another process is doing so. The other
+    processes see that the name leads to another file and open that. A process that writes during the rotation writes to
+    the renamed file, so no line is lost.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import Any, Final
 
 MAX_BYTES: Final = 8 << 20
-"""How long the file gets."""
+"""Most bytes of the file."""
 
 OLDER_FILES: Final = 4
-"""How many older files are kept."""
+"""Number of older files that are kept."""
 
 
 class AuditFile(RotatingFileHandler):
@@ -31,10 +31,10 @@ class AuditFile(RotatingFileHandler):
 
     Args:
         path: the file; directories that do not exist are made.
-        max_bytes: how long it gets.
+        max_bytes: its most bytes.
 
     Raises:
-        OSError: it cannot be written, is no regular file, or a link.
+        OSError: it cannot be written, is not a regular file, or is a link.
     """
 
     def __init__(self, path: str | Path, *, max_bytes: int = MAX_BYTES) -> None:
@@ -74,7 +74,7 @@ class AuditFile(RotatingFileHandler):
         return io.FileIO(descriptor, "r+")
 
     def _followed(self) -> int:
-        """The open file, opened again if its name leads to another one, or it could not be opened."""
+        """Return the open file, opened again if its name leads to another one, or if it could not be opened before."""
         if self.stream is not None and not self._is_at(self.stream.fileno()):
             self.stream.close()
             self.stream = None
@@ -83,7 +83,7 @@ class AuditFile(RotatingFileHandler):
         return int(self.stream.fileno())
 
     def _rotate(self, descriptor: int) -> None:
-        """Begin a new file, unless another process does at the moment, or has."""
+        """Begin a new file, unless another process is doing so, or has done so."""
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # closing the file unlocks it
         except BlockingIOError:
@@ -92,7 +92,7 @@ class AuditFile(RotatingFileHandler):
             self.doRollover()
 
     def _is_at(self, descriptor: int) -> bool:
-        """Whether the name leads to an open file."""
+        """Return True if the name leads to this open file."""
         try:
             return os.path.samestat(os.stat(self.baseFilename), os.fstat(descriptor))
         except FileNotFoundError:

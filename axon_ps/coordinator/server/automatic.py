@@ -1,11 +1,12 @@
 """Automatic checkpoints: written when they are due, verified, removed when they are old, restored after a loss.
 
-Owns: doing so, one thing after the other, and saying so in the log. Refuses: to decide when one is due
-(`coordinator.checkpoint_schedule`), which ones remain (`retention`) and what a restore does to the job
+Owns: these actions, one after the other, and their log lines. Refuses: to decide when a checkpoint is due
+(`coordinator.checkpoint_schedule`), which ones remain (`retention`) and the effects of a restore on the job
 (`core.checkpoints.restores`).
 
 Invariants:
-- The newest is the one that was written last, whatever its version: who restored an older one wants what came of that.
+- The newest checkpoint is the one written last, independent of its version: after a restore of an older one, later
+  steps come from that.
 - A checkpoint is passed over only for a reason that is logged.
 - A job that has lost everything before its first checkpoint begins again, as it would with a new state.
 """
@@ -35,21 +36,21 @@ if TYPE_CHECKING:
 _ArgumentT = TypeVar("_ArgumentT")
 
 _WRITTEN = "axon_ps/checkpoints/written"
-"""Key of the job's values: the first checkpoint that was complete."""
+"""Key under which the job stores the URI of its first complete checkpoint."""
 
 _logger = logging.getLogger(__name__)
 
 Save = Callable[[str, str], Awaitable[CheckpointReply]]
-"""Writes a checkpoint: where, and what is saved with it, as JSON."""
+"""Writes a checkpoint: its URI, and the JSON that is saved with it."""
 
 
 class AutomaticCheckpoints:
-    """The checkpoints of one job that are not asked for.
+    """The automatic checkpoints of one job.
 
     Args:
         shell: the coordinator.
-        policy: where, when and how many.
-        save: writes one.
+        policy: the directory, the times and the number of checkpoints.
+        save: writes a checkpoint.
     """
 
     def __init__(self, shell: Shell, policy: CheckpointPolicy, save: Save) -> None:
@@ -63,11 +64,11 @@ class AutomaticCheckpoints:
         self._began = False
         self._remembered = False
         self._background = ThreadPoolExecutor(1, "axon_ps-checkpoints", initializer=priority.lower)
-        self._refused: dict[str, str] = {}  # by URI, when it was made: not tried again in vain
+        self._refused: dict[str, str] = {}  # by URI, the time of creation: these are not tried again
         self._log.next = lambda: self._schedule.next(self._version, shell.now())
 
     async def run(self) -> None:
-        """Do so until cancelled."""
+        """Write, verify, remove and restore checkpoints until cancelled."""
         try:
             await self._run()
         finally:
@@ -110,7 +111,7 @@ class AutomaticCheckpoints:
         return sum(version for _, _, version in self._shell.state.position)
 
     async def _begin(self) -> None:
-        """See what there is, and remove what processes that were killed have left."""
+        """Find the newest checkpoint, and remove the files that killed processes have left."""
         found = await asyncio.to_thread(retention.newest, self._policy.directory)
         if found is not None:
             now = datetime.datetime.now(datetime.UTC)
@@ -136,15 +137,15 @@ class AutomaticCheckpoints:
             await self._in_background(retention.remove_old, self._policy)
 
     async def _in_background(self, work: Callable[[_ArgumentT], None], argument: _ArgumentT) -> None:
-        """Do what is not waited for in a thread that gives way to all others."""
+        """Do background work in a thread of low priority."""
         await asyncio.get_running_loop().run_in_executor(self._background, work, argument)
 
     async def _restore(self, why: str) -> None:
-        """Restore the newest checkpoint that can be; what is passed over is logged.
+        """Restore the newest checkpoint that can be restored; log those that are passed over.
 
         Raises:
-            CheckpointNotFound: none can.
-            AxonError: the restore was broken off: a server was lost again, or somebody restored something else.
+            CheckpointNotFound: none can be restored.
+            AxonError: the restore was broken off: a server was lost again, or a user restored another checkpoint.
         """
         candidates = await asyncio.to_thread(self._candidates)
         for found in reversed(candidates):
@@ -173,9 +174,9 @@ class AutomaticCheckpoints:
         )
 
     async def _may_begin_again(self) -> bool:
-        """Whether nothing is lost by it: there never was a checkpoint, nor a restore but by beginning again.
+        """Return True if nothing is lost by beginning again: there was never a checkpoint, nor any other restore.
 
-        A directory without checkpoints does not say so: it may be on a disk that is not mounted.
+        A directory without checkpoints is not a proof of that: it may be on a disk that is not mounted.
         """
         state = self._shell.state
         return (
@@ -186,7 +187,7 @@ class AutomaticCheckpoints:
         )
 
     async def _remember(self, key: str, value: str) -> None:
-        """Store something with the job, durably."""
+        """Store a value with the job, durably."""
 
         def put(call: int) -> list[Action]:
             self._shell.state.kv(self._caller).put(call, key, value.encode(), own=True)
@@ -195,7 +196,7 @@ class AutomaticCheckpoints:
         await self._shell.call(put)
 
     async def _recall(self, key: str) -> str:
-        """The stored value; empty if there is none."""
+        """Return the stored value; empty if there is none."""
 
         def get(call: int) -> list[Action]:
             self._shell.state.kv(self._caller).get(call, key)
@@ -205,7 +206,7 @@ class AutomaticCheckpoints:
         return found.value.decode() if found.found else ""
 
     def _candidates(self) -> list[Manifest]:
-        """The checkpoints that may be restored, oldest first: what the job began with, then its own."""
+        """Return the checkpoints that may be restored, oldest first: the job's first one, then its own."""
         from axon_ps.storage.manifest import read_manifest
 
         found = retention.written(self._policy.directory, lambda uri, error: self._refuse(uri, "", error))

@@ -14,10 +14,10 @@ class CheckpointLog:
 
     Args:
         now: the time, in seconds.
-        happened: is told what happened and its kind, for the history.
+        happened: gets the kind and the text of events, for the history.
 
     Attributes:
-        next: what the job will do next by itself, as text.
+        next: returns a text about the next automatic checkpoint.
     """
 
     def __init__(self, now: Callable[[], float], happened: Callable[[str, str], None]) -> None:
@@ -30,7 +30,7 @@ class CheckpointLog:
         self.next: Callable[[], str] = str
 
     def status(self) -> CheckpointStatus:
-        """The present knowledge."""
+        """Return the present status of checkpoints."""
         newest, now = self._newest, self._now()
         return dataclasses.replace(
             newest,
@@ -40,7 +40,7 @@ class CheckpointLog:
         )
 
     def written(self, info: CheckpointReply, took_s: float, age_s: float = 0.0) -> None:
-        """A checkpoint is complete; one from before this coordinator started took 0 s."""
+        """Note a complete checkpoint; `took_s` is 0 if it was written before this coordinator started."""
         self._newest_s = self._now() - age_s
         self._newest = dataclasses.replace(
             self._newest, uri=info.uri, version=info.version, bytes=info.bytes, took_s=took_s
@@ -49,14 +49,14 @@ class CheckpointLog:
             self._happened("saved", f"version {info.version} is saved at {info.uri}, in {took_s:.3g} s")
 
     def failed(self, why: str) -> None:
-        """One could not be written, verified, removed or restored."""
+        """Note a checkpoint that could not be written, verified, removed or restored."""
         self._failure_s = self._now()
         self._newest = dataclasses.replace(self._newest, failure=why)
         self._happened("checkpoint failed", why)
 
     @contextlib.contextmanager
     def doing(self, what: str) -> Iterator[None]:
-        """Something is done as long as the context lasts."""
+        """Show an activity in the status while the context lasts."""
         before, self._activity = self._activity, what
         try:
             yield

@@ -1,7 +1,7 @@
-"""The feed of a job's life, for any number of readers: what is new, about twice a second, encoded once.
+"""The feed of a job's history, for up to `MAX_READERS` readers: the news about twice a second, encoded once.
 
-While somebody reads, a *tick* is made every `TICK_S`: what is new since the tick before. A reader that begins, or that
-has missed a tick because it is slow, gets everything that is known instead; nothing is queued for anybody.
+While there are readers, a *tick* is made every `TICK_S`, with the news since the previous tick. A new reader, or a slow
+reader that has missed a tick, gets the whole history instead. Nothing is queued for readers.
 """
 
 from __future__ import annotations
@@ -23,43 +23,43 @@ from axon_ps.wire.v1 import watch_pb2
 
 TICK_S: Final = 0.5
 TICK_FAILED_S: Final = 30.0
-"""When no tick came for so long, making them has failed."""
+"""Seconds without a tick after which the feed has failed."""
 
 MAX_READERS: Final = 256
 
 
 def as_json(message: ProtoMessage) -> str:
-    """A message as JSON, with the names of the schema; what has its default value is left out."""
+    """Return a message as JSON, with the names of the schema; fields with default values are left out."""
     from google.protobuf.json_format import MessageToJson  # for the page only
 
     return MessageToJson(message, preserving_proto_field_name=True, indent=None)
 
 
 class Message:
-    """An event of the feed; each encoding of it is made once, when it is asked for."""
+    """An event of the feed; each encoding of it is made once, at its first use."""
 
     def __init__(self, event: watch_pb2.WatchEvent) -> None:
         self._event = event
 
     @cached_property
     def encoded(self) -> bytes:
-        """As protobuf."""
+        """The event as protobuf."""
         return self._event.SerializeToString()
 
     @cached_property
     def json(self) -> str:
-        """As JSON; see `as_json`."""
+        """The event as JSON; see `as_json`."""
         return as_json(self._event)
 
     @cached_property
     def sse(self) -> bytes:
-        """As a server-sent event with that JSON."""
+        """The event as a server-sent event with that JSON."""
         return f"data: {self.json}\n\n".encode()
 
 
 @dataclass(frozen=True)
 class Tick:
-    """The news since the tick before, and everything that is known, if a reader wants it."""
+    """The news since the previous tick, and the whole history, if a reader wants it."""
 
     number: int
     increment: Message
@@ -70,7 +70,7 @@ class Feed:
     """The feed of one leadership. Everything happens on the shell's event loop.
 
     Args:
-        shell: whose history it is.
+        shell: has the history.
 
     Attributes:
         history: id of the history.
@@ -89,10 +89,10 @@ class Feed:
         self._closed = False
 
     async def read(self) -> AsyncGenerator[Message, None]:
-        """Everything, then increments, until it is closed.
+        """Yield everything, then increments, until closed.
 
         Raises:
-            Busy: too many read.
+            Busy: there are too many readers.
             Broken: the coordinator stops, or leads no more.
         """
         if self._readers >= MAX_READERS:
@@ -110,7 +110,7 @@ class Feed:
             self._readers -= 1
 
     def close(self) -> None:
-        """End it: readers get what is new, such as that the job has finished, then an error."""
+        """End the feed: readers get the last news, such as the end of the job, then an error."""
         self._closed = True
         if self._task is not None:
             self._task.cancel()
@@ -119,7 +119,7 @@ class Feed:
         self._next.cancel()
 
     async def _following(self, *, everything: bool) -> Tick:
-        """The next tick; one with `everything`, if asked for."""
+        """Return the next tick; with `everything` if requested."""
         self._wanted = self._wanted or everything
         if self._task is None and not self._closed:
             self._task = asyncio.get_running_loop().create_task(self._make_ticks())
@@ -147,7 +147,7 @@ class Feed:
     def _message(self, event: watch_pb2.WatchEvent, unless: int = -1) -> Message:
         """Complete an event; without the membership of the generation `unless`."""
         event.history, event.began_s = self.history, self._began_s
-        status = self._shell.status(measures=False)  # in `members`
+        status = self._shell.status(measures=False)  # these are in `members`
         self._generation = status.membership.generation
         event.status.CopyFrom(status_to_proto(status, membership=self._generation != unless))
         return Message(event)

@@ -1,4 +1,4 @@
-"""The manifests of checkpoints, which the coordinator reads and writes; shard servers do so with all other files.
+"""The manifests of checkpoints, read and written by the coordinator. Shard servers read and write all other files.
 
 Blocking I/O: call it in a thread.
 """
@@ -32,14 +32,14 @@ if TYPE_CHECKING:
     from axon_ps.storage.manifest import Manifest
 
 MAX_EXTRA_BYTES: Final = 4 << 20
-"""Of the JSON object that is saved with a checkpoint."""
+"""Most bytes of the JSON object that is saved with a checkpoint."""
 
 _logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """A checkpoint and what was saved with it; `resumes` are the models to restore from it."""
+    """A checkpoint and the data saved with it; `resumes` are the models to restore from it."""
 
     resumes: tuple[Resume, ...]
     info: CheckpointReply
@@ -56,7 +56,7 @@ def find(uri: str, specs: Mapping[str, JobSpec], wanted: Sequence[str] = ()) -> 
     Raises:
         CheckpointNotFound: there is none.
         CheckpointCorrupt: it is not a manifest of ours.
-        InvalidRequest: it was saved from other models, or has what this job cannot take.
+        InvalidRequest: it was saved from other models, or has parts that this job cannot take.
     """
     from axon_ps.storage.manifest import read_manifest
 
@@ -64,7 +64,7 @@ def find(uri: str, specs: Mapping[str, JobSpec], wanted: Sequence[str] = ()) -> 
 
 
 def _fitted(manifest: Manifest, specs: Mapping[str, JobSpec], wanted: Sequence[str]) -> Found:
-    """See `find`."""
+    """Check that a manifest fits the job's models; see `find`."""
     attached = _attachments(manifest)
     names = tuple(wanted) or tuple(specs)
     resumes = []
@@ -102,11 +102,11 @@ def _fitted(manifest: Manifest, specs: Mapping[str, JobSpec], wanted: Sequence[s
 
 
 def _attachments(manifest: Manifest) -> dict[str, Attachment]:
-    """By key, what a checkpoint has attached, as it is stored; one in memory at a time.
+    """Return the attachments of a checkpoint by key, in their stored form; one is uncompressed at a time.
 
     Raises:
-        InvalidRequest: it is too much.
-        CheckpointCorrupt: a file is missing, truncated, altered or not what its key says.
+        InvalidRequest: they are too large.
+        CheckpointCorrupt: a file is missing, truncated, altered or not that of its key.
     """
     from axon_ps.storage.contents import read_attached
 
@@ -123,16 +123,16 @@ def _attachments(manifest: Manifest) -> dict[str, Attachment]:
 
 
 def _attached_to(attached: Mapping[str, Attachment], section: str, name: str) -> dict[str, Attachment]:
-    """The content of a checkpoint for a model, `section` in it and `name` in the job, and all that is no model's."""
+    """Return the attachments for a model (`section` in the checkpoint, `name` in the job), and those of no model."""
     others = {key: a for key, a in attached.items() if not key.startswith(BUFFERS)}
     buffers = attached.get(f"{BUFFERS}{section}")
     return others if buffers is None else {**others, f"{BUFFERS}{name}": buffers}
 
 
 def find_complete(uri: str, specs: Mapping[str, JobSpec], wanted: Sequence[str] = (), *, read: bool = False) -> Found:
-    """Like `find`, and every file is there and as long as the manifest says: servers overwrite what they have with it.
+    """Do as `find`, and check that all files exist with the sizes in the manifest, since they replace servers' values.
 
-    Each server checks the content of the files that it needs before it overwrites anything; but others may have
+    Each server checks the content of the files that it needs before it overwrites anything. But others may have
     overwritten their part by then. With `read` all files are read and checked here before.
 
     Raises:
@@ -153,9 +153,9 @@ def find_complete(uri: str, specs: Mapping[str, JobSpec], wanted: Sequence[str] 
 
 
 def begin(uri: str, specs: Mapping[str, JobSpec], name: str) -> Resume | None:
-    """The first values of the model `name` in a job that resumes from the checkpoint at `uri`; None: its own.
+    """Return the first values of the model `name` in a job that resumes from the checkpoint at `uri`; None = its own.
 
-    None, with a warning, where the job has several models and the checkpoint lacks this one.
+    It is None, with a warning, if the job has several models and the checkpoint lacks this one.
 
     Raises:
         CheckpointNotFound: there is none.
@@ -181,7 +181,7 @@ def _named(names: Iterable[str]) -> str:
 
 
 def info_of(manifest: Manifest) -> CheckpointReply:
-    """The description of a checkpoint, from its manifest."""
+    """Return the description of a checkpoint, from its manifest."""
     several = len(manifest.sections) > 1
     return CheckpointReply(
         uri=manifest.uri,
@@ -194,7 +194,7 @@ def info_of(manifest: Manifest) -> CheckpointReply:
 
 
 def check_states(states: Sequence[SnapshotFile]) -> tuple[SnapshotFile, ...]:
-    """Files of workers' own state, of each rank at most one.
+    """Check the files of workers' own state: each rank may have one.
 
     Raises:
         InvalidRequest: a name is not that of such a file, one is too large, or a rank has two.
@@ -206,10 +206,10 @@ def check_states(states: Sequence[SnapshotFile]) -> tuple[SnapshotFile, ...]:
 
 
 def check_extra(extra_json: str) -> dict[str, object]:
-    """The JSON object to save with a checkpoint.
+    """Parse the JSON object to save with a checkpoint.
 
     Raises:
-        InvalidRequest: it is not a JSON object, or one that is too large or too deep.
+        InvalidRequest: it is not a JSON object, or is too large or too deep.
     """
     extra = value_of_json(extra_json or "{}", "extra_json", max_bytes=MAX_EXTRA_BYTES)
     if not isinstance(extra, dict):
@@ -224,16 +224,16 @@ def complete(
     attached: Mapping[str, Attachment] = MappingProxyType({}),
     states: Sequence[SnapshotFile] = (),
 ) -> CheckpointReply:
-    """Make a checkpoint of files that are all written, by writing what is attached to it, and its manifest.
+    """Make a checkpoint of files that are all written, by writing its attachments and its manifest.
 
     Raises:
-        CheckpointError: it cannot be written; then the files are no checkpoint.
-        AxonError: why a shard server could not write its file; those of the others have been removed.
+        CheckpointError: it cannot be written; then the files are not a checkpoint.
+        AxonError: the error of a shard server that could not write its file; those of the others have been removed.
     """
     from axon_ps.storage.manifest import FileEntry, Manifest, discard, write_attached, write_manifest
 
     if snapshot.error is not None:
-        with contextlib.suppress(CheckpointError):  # they are no checkpoint without a manifest
+        with contextlib.suppress(CheckpointError):  # without a manifest they are not a checkpoint
             discard(snapshot.uri, [f.name for f in (*snapshot.files, *states)])
         raise again(snapshot.error)
     created = datetime.datetime.now(datetime.UTC).isoformat()

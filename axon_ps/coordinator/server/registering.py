@@ -1,4 +1,4 @@
-"""Registrations of models: the first one of a job that resumes comes with the manifest of its checkpoint."""
+"""Registrations of models. The first registration of a job that resumes comes with the manifest of its checkpoint."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ class Registering:
         later: bool,
         timeout_s: float,
     ) -> Registered:
-        """Register a layout or an optimizer; a layout when no other worker's comes first.
+        """Register a layout or an optimizer; a layout is delayed while another worker's must come first.
 
         Args:
             caller, spec, optimizer, name, later: as of `CoordinatorState.register`.
             timeout_s: how long to wait for the other worker, in seconds.
 
         Raises:
-            Timeout: it has not registered the model.
-            AxonError: why it is refused.
+            Timeout: the other worker has not registered the model.
+            AxonError: the registration is refused.
         """
         state, now = self._shell.state, self._shell.now
         limit_s = now() + timeout_s

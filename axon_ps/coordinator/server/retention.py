@@ -1,7 +1,7 @@
-"""The checkpoints of a directory that remain: those written last. Half-written and half-removed ones are removed.
+"""Retention of the checkpoints written last in a directory. Half-written and half-removed ones are removed.
 
-Blocking I/O: call it in a thread. Owns: the names of the directories that the job writes by itself, `step-N`. Refuses:
-to touch any other directory, and the files of a checkpoint that has a manifest.
+Blocking I/O: call it in a thread. Owns: the names of the directories of automatic checkpoints, `step-N`. Refuses: to
+touch any other directory, and the files of a checkpoint that has a manifest.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ if TYPE_CHECKING:
 _PREFIX: Final = "step-"
 
 Damaged = Callable[[str, AxonError], None]
-"""Called with the URI of a checkpoint whose manifest cannot be read, and why."""
+"""Called with the URI of a checkpoint whose manifest cannot be read, and the error."""
 
 
 def uri_of(directory: str, version: int) -> str:
-    """The place of the checkpoint that the job writes of a version by itself."""
+    """Return the URI of the automatic checkpoint of a version."""
     return f"{directory.rstrip('/')}/{_PREFIX}{version:010d}"
 
 
 def _unsaid(_uri: str, _error: AxonError) -> None:
-    """Pass over a damaged checkpoint in silence: it was said when the job began, or when one was to be restored."""
+    """Pass over a damaged checkpoint in silence: it was logged when the job began, or before a restore."""
 
 
 def written(directory: str, damaged: Damaged = _unsaid) -> list[Manifest]:
-    """The complete checkpoints in a directory, in the order in which they were written.
+    """Return the complete checkpoints in a directory, in the order in which they were written.
 
     Raises:
         CheckpointError: the directory cannot be read.
@@ -45,7 +45,7 @@ def written(directory: str, damaged: Damaged = _unsaid) -> list[Manifest]:
 
 
 def newest(directory: str, damaged: Damaged = _unsaid) -> Manifest | None:
-    """The checkpoint in a directory to begin with, if there is one.
+    """Return the checkpoint in a directory to begin with, if there is one.
 
     Raises:
         CheckpointError: the directory cannot be read.
@@ -56,7 +56,7 @@ def newest(directory: str, damaged: Damaged = _unsaid) -> Manifest | None:
 
 
 def verify(uri: str) -> None:
-    """Read a checkpoint that was just written; a damaged one is removed from the list.
+    """Read a checkpoint that was just written; remove a damaged one.
 
     Raises:
         CheckpointError: it is damaged.
@@ -71,17 +71,17 @@ def verify(uri: str) -> None:
 
 
 def remove_old(policy: CheckpointPolicy) -> None:
-    """Remove what the job wrote by itself and is older than those that remain, and what was never complete.
+    """Remove automatic checkpoints that are older than those that remain, and incomplete ones.
 
     Raises:
-        CheckpointError: something cannot be removed.
+        CheckpointError: a file cannot be removed.
     """
     from axon_ps.storage.files import open_store
     from axon_ps.storage.manifest import ATTACHED_PREFIX, FILE_PREFIX, MANIFEST_NAME, discard
 
     ours = [m for m in written(policy.directory) if _is_ours(m.uri.rpartition("/")[2])]
     for manifest in ours[: -policy.limit]:
-        discard(manifest.uri, [MANIFEST_NAME])  # from now on it is no checkpoint
+        discard(manifest.uri, [MANIFEST_NAME])  # from now on it is not a checkpoint
         reached(Moment.REMOVE, manifest.version)
     store = open_store(policy.directory)
     store.discard_partial(_PREFIX)
@@ -92,7 +92,7 @@ def remove_old(policy: CheckpointPolicy) -> None:
             child.discard_partial()
             if MANIFEST_NAME not in (names := child.names()):
                 discard(child.uri, [name for name in names if name.startswith((FILE_PREFIX, ATTACHED_PREFIX))])
-        except CheckpointError as error:  # the other directories are no worse for it
+        except CheckpointError as error:  # raised after the other directories
             failed = failed or error
     if failed is not None:
         raise failed

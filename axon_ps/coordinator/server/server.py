@@ -38,16 +38,16 @@ from axon_ps.storage.state_store.base import SharedStateStore, StateStore
 _logger = logging.getLogger(__name__)
 
 Begin = Callable[[], Awaitable[None]]
-"""Makes a coordinator that is about to lead one that members reach."""
+"""Opens a coordinator that is about to lead to its members."""
 
 Lead = Callable[[Begin], Awaitable[None]]
-"""`_lead`, of one coordinator."""
+"""The function `_lead` of one coordinator."""
 
 GRACE_S: Final = 1.0
-"""How long running calls may take when it stops."""
+"""Seconds that running calls may take when it stops."""
 
 REST_S: Final = 1.0
-"""How long a coordinator that has lost the lead lets others try first."""
+"""Seconds in which a coordinator that has lost the lead lets others try first."""
 
 
 async def serve(
@@ -73,14 +73,14 @@ async def serve(
         ready: called with the port once it listens.
         stop: set it to end the coordinator; its state stays.
         http: its HTTP endpoint, not started; None = it has none.
-        tracing: which steps are traced.
-        audit: gets who has changed the job; not closed here.
+        tracing: the policy that chooses the traced steps.
+        audit: gets the changes of the job, with the callers; not closed here.
 
     Raises:
-        ConfigurationError: address, security, traces, or what the store holds cannot work.
-        AxonError: the store failed for good.
+        ConfigurationError: address, security, traces, or the stored state cannot work.
+        AxonError: the store failed permanently.
 
-    If several coordinators have the store, calls are refused with `NotLeader` while another one leads.
+    If several coordinators share the store, calls are refused with `NotLeader` while another one leads.
     """
     switch = Switch(store)
     switch.tracer.start(tracing, "coordinator", {"axon_ps.job": config.job})
@@ -132,12 +132,12 @@ async def _lead_in_turn(
     stop: asyncio.Event,
     set_serving: Callable[[bool], Awaitable[None]],
 ) -> None:
-    """Stand by, lead, stand by, ... until we are to stop; see `_lead`."""
+    """Stand by and lead alternately until we are to stop; see `_lead`."""
     while await stand_by(store, switch, stop):
         _logger.info("this coordinator leads")
         try:
             await lead(lambda: set_serving(True))
-        except (Broken, StorageFull) as error:  # or the store could not be reached, or not be made ready
+        except (Broken, StorageFull) as error:  # also if the store could not be reached or made ready
             _logger.warning("%s; standing by", error)
         finally:
             switch.servicer, switch.why = None, "this coordinator leads no more; another one does soon"
@@ -147,7 +147,7 @@ async def _lead_in_turn(
 
 
 async def _lead_until(lead: Lead, begin: Begin) -> None:
-    """Lead until we are to stop, and again from what was learned meanwhile; see `_lead`."""
+    """Lead until we are to stop; when newer state was learned, lead again from that; see `_lead`."""
     while True:
         try:
             return await lead(begin)
@@ -157,7 +157,7 @@ async def _lead_until(lead: Lead, begin: Begin) -> None:
 
 
 async def _began() -> None:
-    """It listens already."""
+    """Do nothing: the server listens already."""
 
 
 async def _lead(
@@ -169,7 +169,7 @@ async def _lead(
     audit: AuditLog,
     begin: Begin,
 ) -> None:
-    """Run the job from what is stored, until we are to stop; `begin` is called when members may come.
+    """Run the job from the stored state, until we are to stop; `begin` is called when members may join.
 
     Raises:
         NotLeader: another coordinator is to lead.
@@ -210,23 +210,23 @@ async def _lead(
 
 
 def _note_beginning(state: CoordinatorState, shell: Shell, *, known: bool) -> None:
-    """The history begins with how it came to be."""
+    """Record the begin of the leadership as the history's first event."""
     after = "; the job goes on, and what happened before is not known here" if known else ""
     state.history.happened("leading", f"this coordinator leads job {state.config.job!r}{after}", shell.now())
 
 
 def _name_of(address: str) -> str:
-    """An address as others may know it."""
+    """Return an address under which others may reach it."""
     host, port = split_address(address)
     return join_address(socket.gethostname() if host in ("0.0.0.0", "::") else host, port)
 
 
 def _resume(config: CoordinatorConfig) -> str:
-    """The checkpoint that a new job begins with: as it was told, or the newest in its directory, if any.
+    """Return the checkpoint that a new job begins with: the configured one, or the newest in its directory, if any.
 
     Raises:
-        CheckpointNotFound: it was told to begin with what is not there.
-        CheckpointError: that, or the directory, cannot be read.
+        CheckpointNotFound: the configured checkpoint does not exist.
+        CheckpointError: that checkpoint, or the directory, cannot be read.
     """
     directory = config.checkpoints.directory
     if not (directory or config.resume):
@@ -252,10 +252,10 @@ def _resume(config: CoordinatorConfig) -> str:
 
 
 async def _until(stop: asyncio.Event, shell: Shell, checkpoints: Coroutine[Any, Any, None] | None) -> None:
-    """Return when it is to stop.
+    """Return when the coordinator is to stop.
 
     Raises:
-        AxonError: what it failed with.
+        AxonError: the error with which it failed.
     """
     tasks: list[asyncio.Task[Any]] = [asyncio.create_task(stop.wait()), asyncio.create_task(shell.failed())]
     if checkpoints is not None:

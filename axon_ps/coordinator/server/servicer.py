@@ -1,4 +1,4 @@
-"""The coordinator's protocol: messages in, messages out. The state machine decides what they mean.
+"""The coordinator's protocol: messages in, messages out. The state machine decides on their effects.
 
 See "An end of input may be a broken connection" in `rpc.service`: a stream that ends without a Leave is a lost member.
 """
@@ -82,12 +82,12 @@ from axon_ps.wire.v1 import (
 )
 
 JOIN_S: Final = 10.0
-"""How long a stream may stay silent before its Join."""
+"""Seconds for which a stream may stay silent before its Join."""
 
 MAX_METRICS: Final = 64
 MAX_LOGS_WAIT_S: Final = 10.0
 MAX_LOGS: Final = 2 * TAKEN
-"""Log records of a heartbeat; further ones count as dropped."""
+"""Most log records of a heartbeat; further ones count as dropped."""
 
 MAX_RANKS: Final = 1 << 16
 
@@ -101,13 +101,14 @@ class CoordinatorServicer:
     """The service `axon_ps.wire.v1.Coordinator`.
 
     Args:
-        shell: what performs it.
+        shell: performs the calls.
         feed: the history of the job, for `watch`.
-        revocations: what the servers of this process refuse: gets what the job has revoked; None = no caller is.
+        revocations: the names that the servers of this process refuse; gets the job's revoked names. None = no caller
+            is refused.
 
     Attributes:
         feed: the same.
-        has_registered: whether a model was registered since this coordinator leads.
+        has_registered: whether a model was registered under this leader.
     """
 
     def __init__(self, shell: Shell, feed: Feed, revocations: auth.Revocations | None = None) -> None:
@@ -127,23 +128,23 @@ class CoordinatorServicer:
 
     @property
     def audit(self) -> AuditLog:
-        """The log of those who have changed the job."""
+        """The log of changes of the job, with the callers."""
         return self._shell.audit
 
     def refused(self, path: str, credentials: auth.Credentials, peer: str, error: AxonError) -> None:
-        """A caller's role does not allow a call."""
+        """Record a call that the caller's role does not allow."""
         if path in CHANGES_A_JOB:
             refused(self, short(path), credentials, peer, error)
 
     def job_and_name(self, incarnation: str) -> tuple[str, str]:
-        """The job, and what a caller is called in the audit log."""
+        """Return the job, and the caller's name in the audit log."""
         state = self._shell.state
         known = {m.incarnation: m for m in state.members_by_session().values()}.get(incarnation)
         stranger = f"no member: {incarnation[:32]!r}" if incarnation else "an operator"
         return state.config.job, stranger if known is None else name_of(known)
 
     async def session(self, context: ServerStream) -> None:
-        """A member's session."""
+        """Serve a member's session."""
         first = await _first(context, "a Join")
         if first is EOF:
             return
@@ -176,7 +177,7 @@ class CoordinatorServicer:
                 self._ends.pop(request.incarnation, None)
 
     async def host_session(self, context: ServerStream) -> None:
-        """The calls of a host's members: its proxy, which holds the job's secret, says who makes each."""
+        """Serve the calls of a host's members: its proxy, which holds the job's secret, names the caller of each."""
         if not auth.calling().has_secret:
             raise PermissionDenied(
                 f"{auth.calling().text} may not call for others; a host's session needs the job's secret"
@@ -218,7 +219,8 @@ class CoordinatorServicer:
     def _take(self, session: Session, message: Any) -> None:
         """Pass a member's message on; a malformed one ends the session with an error.
 
-        Votes wait for the event loop's next turn: a message of several members, which vote the same, is one event.
+        Votes are passed on in the next iteration of the event loop. So one vote message of several members is one
+        event.
         """
         if self._vote is not None and message is self._vote:
             self._voters.append(session)
@@ -245,7 +247,7 @@ class CoordinatorServicer:
         if message is None:
             return
         state, numbers = self._shell.state, [session.number for session in sessions]
-        if len(sessions) > 1 and not all(map(state.is_worker, numbers)):  # an error of one harms no other
+        if len(sessions) > 1 and not all(map(state.is_worker, numbers)):  # so that an error ends only one session
             for session in sessions:
                 self._vote, self._voters = message, [session]
                 self._pass_votes_on()
@@ -291,10 +293,10 @@ class CoordinatorServicer:
         raise InvalidRequest(f"a session's message is {kind or 'empty, or of a newer version'}; it is not understood")
 
     def _caller(self, context: common_pb2.CallContext) -> Caller:
-        """The caller, if its credentials may be that member's.
+        """Return the caller, if its credentials may be that member's.
 
         Raises:
-            PermissionDenied: they name the rank of another one.
+            PermissionDenied: they name another rank.
         """
         caller, credentials = _caller(context), auth.calling()
         if caller.incarnation and credentials.rank is not None:
@@ -317,7 +319,7 @@ class CoordinatorServicer:
         return coordinator_pb2.BarrierReply(generation=generation)
 
     async def kv(self, request: coordinator_pb2.KVRequest, context: Any) -> coordinator_pb2.KVReply:
-        """One operation on the key-value store."""
+        """Perform an operation on the key-value store."""
         caller, timeout_s = self._caller(request.context), _timeout(request.timeout_s)
         result: KVResult = await self._shell.call(lambda call: self._operate(call, caller, request, timeout_s))
         return coordinator_pb2.KVReply(found=result.found, value=result.value, sum=result.sum)
@@ -346,7 +348,7 @@ class CoordinatorServicer:
         """Take a model's layout or optimizer, or compare with the one it has."""
         caller = self._caller(request.context)
         name = codec.name_from_proto(request.name or FIRST_NAME, "the model's name")
-        spec, optimizer = await asyncio.to_thread(_registered, request, name)  # of a large layout it takes a while
+        spec, optimizer = await asyncio.to_thread(_registered, request, name)  # a large layout takes a while
         timeout_s = _timeout(request.timeout_s) if request.HasField("timeout_s") else math.inf
         reply = await self._registering.register(
             caller, spec, optimizer, name=name, later=request.later, timeout_s=timeout_s
@@ -363,7 +365,7 @@ class CoordinatorServicer:
 
     @audited
     async def release(self, request: coordinator_pb2.ReleaseRequest, context: Any) -> coordinator_pb2.ReleaseReply:
-        """Drop a model."""
+        """Release a model."""
         caller, state = self._caller(request.context), self._shell.state
         if not (request.HasField("model") and request.name):
             raise InvalidRequest(
@@ -400,7 +402,7 @@ class CoordinatorServicer:
                         manifests.complete, state.config.job, snapshot, extra, attached, states
                     )
             except AxonError as error:
-                if not isinstance(error, (Busy, Misuse)):  # those are the caller's
+                if not isinstance(error, (Busy, Misuse)):  # these are the caller's errors
                     log.failed(str(error))
                 raise
             log.written(info, self._shell.now() - began_s)
@@ -412,9 +414,9 @@ class CoordinatorServicer:
     async def restore_checkpoint(
         self, request: coordinator_pb2.RestoreCheckpointRequest, context: Any
     ) -> checkpoint_pb2.CheckpointReply:
-        """Read the manifest, check its files, then have the servers load their slices, or take what is uploaded.
+        """Read the manifest, check its files, then have the servers load their slices; or have values uploaded.
 
-        Where the job has values that would be lost with a damaged checkpoint, all of it is read here first.
+        If the job has values, which a damaged checkpoint would destroy, all files are read here first.
         """
         state = self._shell.state
         state.callers.check_takes_away(self._caller(request.context))
@@ -437,7 +439,7 @@ class CoordinatorServicer:
 
     @audited
     async def drain(self, request: placement_pb2.DrainRequest, context: Any) -> placement_pb2.DrainReply:
-        """Have a shard server give up what it holds."""
+        """Have a shard server give up its slices."""
         if not request.HasField("rank"):
             raise InvalidRequest("a drain names its shard server by rank; none is given")
         caller = self._caller(request.context)
@@ -447,19 +449,19 @@ class CoordinatorServicer:
         return placement_pb2.DrainReply(slices=await self.drain_server(caller, request.rank))
 
     async def drain_by_http(self, rank: int, peer: str) -> int:
-        """Have it do so for an operator's browser."""
+        """Drain a shard server for an operator's browser."""
         with recording(self, "drain", "", peer, {"rank": str(rank)}):
             return await self.drain_server(Caller(job=self._shell.state.config.job), rank)
 
     async def drain_server(self, caller: Caller, rank: int) -> int:
-        """Have it do so; returns how many slices it still has. See `CoordinatorState.drain`."""
+        """Drain a shard server; return the number of slices that it still has. See `CoordinatorState.drain`."""
         state = self._shell.state
         slices: int = await self._shell.call(lambda call: state.drain(call, caller, rank, self._shell.now()))
         return slices
 
     @audited
     async def revoke(self, request: revocation_pb2.RevokeRequest, context: Any) -> revocation_pb2.RevokeReply:
-        """Have credentials hold no more."""
+        """Revoke credentials."""
         caller, state = self._caller(request.context), self._shell.state
         done: RevokeReply = await self._shell.call(
             lambda call: state.revoke(call, caller, request.target, request.reason, self._shell.now())
@@ -468,17 +470,17 @@ class CoordinatorServicer:
         return revocation_pb2.RevokeReply(names=done.names, members=done.members, has_secret=done.has_secret)
 
     async def describe(self, request: coordinator_pb2.DescribeRequest, context: Any) -> coordinator_pb2.DescribeReply:
-        """A model, where its slices are, and the members."""
+        """Return a model with its placement, and the members."""
         name = codec.name_from_proto(request.name, "the model's name", empty=True)
         job, membership = self._shell.state.describe(self._caller(request.context), name)
         return coordinator_pb2.DescribeReply(job=job_to_proto(job), membership=codec.membership_to_proto(membership))
 
     def statistics(self) -> dict[str, float]:
-        """The numbers of the job's status, by name."""
+        """Return the numbers of the job's status, by name."""
         return self._shell.statistics()
 
     def histograms(self) -> dict[str, Histogram]:
-        """The times of the job's steps."""
+        """Return the times of the job's steps."""
         return {"step": self._shell.state.history.step_seconds}
 
     async def trace(self, request: trace_pb2.TraceRequest, context: Any) -> trace_pb2.TraceReply:
@@ -488,12 +490,12 @@ class CoordinatorServicer:
         return await self._traces.run(request)
 
     async def status(self, request: status_pb2.StatusRequest, context: Any) -> status_pb2.StatusReply:
-        """The status of the job."""
+        """Return the status of the job."""
         self._shell.state.callers.check(self._caller(request.context))
         return status_to_proto(self._shell.status())
 
     async def watch(self, context: ServerStream) -> None:
-        """The job's events as they happen."""
+        """Send the job's events as they happen."""
         request = await _first(context, "a WatchRequest")
         if request is EOF:
             return
@@ -503,7 +505,7 @@ class CoordinatorServicer:
                 await context.write(message.encoded)
 
     async def logs(self, request: logs_pb2.LogsRequest, context: Any) -> logs_pb2.LogsReply:
-        """A page of the lines that the job's processes have logged."""
+        """Return a page of the lines that the job's processes have logged."""
         self._shell.state.callers.check(self._caller(request.context))
         deadline_s = self._shell.now() + min(_timeout(request.wait_s), MAX_LOGS_WAIT_S)
         if self._log_readers >= MAX_READERS:
@@ -519,7 +521,7 @@ class CoordinatorServicer:
             self._log_readers -= 1
 
     def logs_after(self, history: str, after: float) -> logs_pb2.LogsReply:
-        """The records after one; from the first on, if that was of another history.
+        """Return the records after a number; from the first on, if it belongs to another history.
 
         Raises:
             Broken: the coordinator stops, or leads no more.
@@ -533,7 +535,7 @@ class CoordinatorServicer:
 
 
 def _with_credentials(role: Role, request: JoinRequest, state: CoordinatorState) -> JoinRequest:
-    """The request to join, with the rank that the caller's credentials name, if they do, and with what they are.
+    """Return the request to join, with the caller's credentials and with the rank that they name, if any.
 
     Raises:
         PermissionDenied: they do not allow it to join in this role or with this rank.
@@ -551,7 +553,7 @@ def _with_credentials(role: Role, request: JoinRequest, state: CoordinatorState)
 
 @contextlib.contextmanager
 def _refusing(sessions: Sequence[Session]) -> Iterator[None]:
-    """An error in a message of some members ends their sessions."""
+    """End the sessions of some members after an error in their message."""
     try:
         yield
     except Exception as error:
@@ -563,10 +565,10 @@ def _refusing(sessions: Sequence[Session]) -> Iterator[None]:
 
 
 async def _learn(shell: Shell, context: ServerStream, role: Role, why: str) -> None:
-    """The state is older than what a process knows that asks to join: learn it of a shard server.
+    """Bring an older state up to the knowledge of a joining process, if it is a shard server.
 
     Raises:
-        Broken: it is to come again.
+        Broken: the process is to join again.
     """
     _logger.warning("this coordinator's state is older than what a %s knows: %s", role.value, why)
     if role is Role.SHARD:
@@ -581,7 +583,7 @@ async def _learn(shell: Shell, context: ServerStream, role: Role, why: str) -> N
 
 
 async def _first(context: ServerStream, what: str) -> Any:
-    """The first message of a stream, or `EOF`."""
+    """Return the first message of a stream, or `EOF`."""
     try:
         async with asyncio.timeout(JOIN_S):
             return await context.read()
@@ -595,14 +597,14 @@ def _caller(context: common_pb2.CallContext) -> Caller:
 
 
 def _timeout(timeout_s: float) -> float:
-    """The time for which a call waits; negative or not a number is an error, 0 is no wait at all."""
+    """Check the time-out of a call: 0 is no wait at all, a negative value or NaN is an error."""
     if not timeout_s >= 0 or math.isnan(timeout_s):
         raise InvalidRequest(f"timeout_s is {timeout_s}; it must be 0 or more, or inf")
     return timeout_s
 
 
 def _registered(request: coordinator_pb2.RegisterRequest, name: str) -> tuple[JobSpec | None, OptimizerSpec | None]:
-    """The registration of a model of this name. Any thread."""
+    """Return the layout and the optimizer of a registration. It may be called in any thread."""
     if (units := len(request.spec.layout.units)) > MAX_SLICES:
         raise InvalidRequest(
             f"model {name!r} has {units} units, and a job has at most {MAX_SLICES} slices: put more parameters into "

@@ -1,4 +1,4 @@
-"""Runs equal calls that overlap only once."""
+"""Runs overlapping equal calls as one."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class SharedCalls(Generic[T]):
         self._callers: dict[asyncio.Task[T], int] = {}
 
     async def run(self, key: Hashable, begin: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """The result of the task of `key`, or its error; `begin` starts it if none is running."""
+        """Return the result of the task of `key`, or raise its error; `begin` starts it if none is running."""
         task = self._running.get(key)
         if task is None:
             task = self._running[key] = asyncio.create_task(begin())

@@ -5,12 +5,12 @@ Note: [Written before published]
     actions so far, writes all their records in one transaction (in a thread if that may take a while), and only then
     pushes and replies. Moving records before pushes of the same batch is harmless: they are written earlier than
     they had to be. A full disk delays everything until there is space again, since a decision can neither be revoked
-    nor announced; any other failure of the store ends the shell, and nothing is announced any more. So does the loss of
-    the lead, where several coordinators have the store. Both are the coordinator's end and not the members': they
-    retain what they have, and join the next one.
+    nor announced. Any other failure of the store ends the shell, and nothing is announced any more. If several
+    coordinators share the store, the loss of the lead also ends it. In both cases the members retain their state, and
+    join the next coordinator.
 
-Bounds: a session's queue holds `QUEUE_EVENTS`; a member that lets it fill up loses its session. `MAX_CALLS` calls
-wait at a time.
+Bounds: a session's queue holds `QUEUE_EVENTS`, and a member that lets it fill up loses its session. At most `MAX_CALLS`
+calls wait at a time.
 """
 
 from __future__ import annotations
@@ -43,50 +43,50 @@ from axon_ps.wire.events import UPLOADED, RestoreOrder, ServerEvent, SnapshotOrd
 
 QUEUE_EVENTS: Final = 1024
 LOG_STRAGGLERS_AFTER_S: Final = 10.0
-"""When workers have waited so long in a step for others, the log names those."""
+"""When workers have waited this long in a step for others, the others are logged."""
 
 MAX_CALLS: Final = 1 << 15
 MAX_SLEEP_S: Final = 1.0
-"""The clock is read at least this often, so that a pause of the whole process is noticed."""
+"""Most seconds between two readings of the clock, so that a pause of the whole process is noticed."""
 
 LOOKS_IN_A_LEASE: Final = 8
-"""The clock is read so often in a lease, that the unseen part of a pause costs none."""
+"""Least readings of the clock in a lease: the unseen part of a pause is too short to end one."""
 
 PAUSE_S: Final = 0.05
-"""Waking later than this is a pause: the process was suspended, its machine overloaded, or it was at long work.
+"""A delay in waking that counts as a pause: the process was suspended or busy, or its machine overloaded.
 
-Heartbeats that came meanwhile wait to be read. So leases are extended by the pause: a lease is judged by when a
-heartbeat came, and not by when the coordinator had time for it.
+Heartbeats that came meanwhile are not read yet. So leases are extended by the pause: a lease depends on the time at
+which a heartbeat came, and not on the time at which the coordinator read it.
 """
 
 LOG_PAUSE_S: Final = 0.2
 
 LEAD_LOOK_S: Final = 0.1
-"""How often it is looked whether we still lead."""
+"""Seconds between two checks that we still lead."""
 
 ASKED_LEASES: Final = 2
-"""For how many leases no member was there when a standby that they have asked may lead."""
+"""Leases without any member after which a standby that members have asked may lead."""
 
 _logger = logging.getLogger(__name__)
 
 
 class StateLearned(Broken):
-    """The state is newer than the one that this leadership began with: the next begins with it."""
+    """A newer state than that of this leadership was learned: the next leadership begins with it."""
 
 
 class Session:
-    """One member's stream, as the shell sees it: a bounded queue of what is to be sent, and how it ended.
+    """One member's stream in the shell: a bounded queue of the events to send, and the error that ended it.
 
     Args:
         number: its number.
-        differences: whether its member takes memberships as what has changed.
-        send_soon: sends an encoded event at once, False when it cannot; None = they are queued.
+        differences: whether its member takes memberships as differences.
+        send_soon: sends an encoded event at once; returns False when it cannot. None = events are queued.
 
     Attributes:
-        number: it.
-        error: what it ended with.
+        number: its number.
+        error: the error with which it ended.
         known: the newest membership that was sent on it.
-        differences: whether its member takes memberships as what has changed.
+        differences: whether its member takes memberships as differences.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class Session:
         self._open = True
 
     def send(self, event: bytes) -> bool:
-        """Queue an encoded `SessionEvent`; False when the queue is full."""
+        """Queue an encoded `SessionEvent`; return False when the queue is full."""
         if self._send_soon is not None:
             return not self._open or self._send_soon(event)
         if self._open and self._events.qsize() >= QUEUE_EVENTS:
@@ -111,7 +111,7 @@ class Session:
         return True
 
     def close(self, error: AxonError | None) -> None:
-        """Send what is queued and end; with an error, end at once. The first call counts."""
+        """Send the queued events and end; with an error, end at once. The first call counts."""
         if self._open:
             self._open = False
             self.error = None if error is None else again(error)
@@ -121,10 +121,10 @@ class Session:
             self._events.put_nowait(None)
 
     async def events(self) -> AsyncIterator[bytes]:
-        """The encoded events to send, until the session is closed.
+        """Yield the encoded events to send, until the session is closed.
 
         Raises:
-            AxonError: what it was closed with.
+            AxonError: the error with which it was closed.
         """
         while (event := await self._events.get()) is not None:
             yield event
@@ -133,7 +133,7 @@ class Session:
 
 
 class _News:
-    """The events of a batch, encoded: once for all members that know the same.
+    """The encoded events of a batch: each is encoded once for all members with the same known membership.
 
     Args:
         announce: called with each event once; returns its span.
@@ -145,7 +145,7 @@ class _News:
         self._encoded: dict[tuple[int, int], bytes] = {}
 
     def messages(self, event: ServerEvent, sessions: Sequence[Session]) -> Iterator[tuple[Session, bytes]]:
-        """An event as it is sent to each session."""
+        """Yield the encoded event for each session."""
         if id(event) not in self._spans:
             self._spans[id(event)] = self._announce(event)
         if not isinstance(event, Membership):
@@ -171,16 +171,16 @@ class Shell:
 
     Args:
         state: the state machine.
-        store: where its records go; the shell owns neither.
-        store_retry_s: how long to wait before a full disk is tried again.
-        log: what this process logs, for the job's log.
+        store: gets its records; the shell owns neither.
+        store_retry_s: seconds before a full disk is tried again.
+        log: the log of this process, for the job's log.
         tracer: the coordinator's; None = a new one.
-        audit: gets who has changed the job; not closed here.
+        audit: gets the changes of the job, with the callers; not closed here.
 
     Attributes:
         audit: the same.
-        checkpoints: what is known of the job's checkpoints.
-        started_s: when it began, by `now`.
+        checkpoints: the status of the job's checkpoints.
+        started_s: the time of its start, by `now`.
         tracer: as given.
         spans: those of the steps.
     """
@@ -227,11 +227,11 @@ class Shell:
         self._set_timer()
 
     def now(self) -> float:
-        """The time, as passed to the state machine."""
+        """Return the time, as passed to the state machine."""
         return self._loop.time()
 
     def status(self, *, measures: bool = True) -> Status:
-        """The status of the job; see `CoordinatorState.status`."""
+        """Return the status of the job; see `CoordinatorState.status`."""
         status = self.state.status(self.now(), measures=measures)
         pending = (*status.pending, self._store_trouble) if self._store_trouble else status.pending
         return dataclasses.replace(
@@ -239,7 +239,7 @@ class Shell:
         )
 
     def statistics(self) -> dict[str, float]:
-        """The numbers of the job's status, by name."""
+        """Return the numbers of the job's status, by name."""
         return self.state.statistics(self.status(), self.now()) | {"audit_lost": float(self.audit.lost)}
 
     def take_logs(self) -> None:
@@ -254,18 +254,18 @@ class Shell:
             self.state.history.logs.add(COORDINATOR, socket.gethostname(), logged_to_proto(records), dropped)
 
     async def changed(self, timeout_s: float) -> None:
-        """Wait until something has been announced since the last call of this, or that time is over."""
+        """Wait until an event has been announced since the last call of this method, or the time is over."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s if math.isfinite(timeout_s) else None):
                 await self._announced.wait()
         self._announced.clear()
 
     async def failed(self) -> None:
-        """Wait until the store fails for good, or another coordinator is to lead.
+        """Wait until the store fails permanently, or another coordinator is to lead.
 
         Raises:
             NotLeader: we lead no more.
-            AxonError: what the store failed with.
+            AxonError: the error of the store.
         """
         while not self._failed.done():
             if not self._store.leads():
@@ -274,11 +274,11 @@ class Shell:
         self._failed.result()
 
     async def learn(self, known: Knowledge, why: str) -> None:
-        """Write what a shard server knows, which is more than the state had. Then this leadership is over.
+        """Write a shard server's knowledge, which is newer than the state. Then this leadership is over.
 
         Args:
-            known: that.
-            why: how it is more, as text.
+            known: the knowledge.
+            why: the part of it that is newer, as text.
 
         Raises:
             Broken: the coordinator is stopping.
@@ -300,7 +300,7 @@ class Shell:
         self._store.apply(learned(self._store.load(), known))
 
     async def close(self) -> None:
-        """Stop: sessions end as broken and calls fail. Members come back when a coordinator is back."""
+        """Stop: sessions end as broken and calls fail. Members join again when a coordinator is back."""
         self._closed = True
         if self._timer is not None:
             self._timer.cancel()
@@ -311,12 +311,12 @@ class Shell:
             await asyncio.wait([self._writer])
         self._executor.shutdown()
         if not self._failed.cancel() and not self._failed.cancelled():
-            self._failed.exception()  # retrieved, for it may not have been waited for
+            self._failed.exception()  # retrieved, since perhaps no task has waited for it
 
     # ------------------------------------------------------------------ events in
 
     def open_session(self, *, differences: bool = False, send_soon: Callable[[bytes], bool] | None = None) -> Session:
-        """A new stream, of no member yet; see `Session`.
+        """Open a new stream, which belongs to no member yet; see `Session`.
 
         Raises:
             Broken: the coordinator is stopping.
@@ -327,7 +327,7 @@ class Shell:
         return session
 
     def close_session(self, session: Session) -> None:
-        """A stream is over. Those that end together, as a host's do, are lost together: in one generation."""
+        """Close a stream. Members whose streams end together, as those of a host, are lost in one generation."""
         if self._sessions.pop(session.number, None) is not None:
             self._lost.append(session.number)
             if len(self._lost) == 1:
@@ -340,7 +340,7 @@ class Shell:
 
     @contextlib.contextmanager
     def host(self, end: Callable[[AxonError], None]) -> Iterator[None]:
-        """A host's session lasts as long as this, or until `end` is called, with the error that ends all sessions.
+        """Have a host's session for this context; `end` gets the error if all sessions are ended.
 
         Raises:
             Broken: the coordinator is stopping.
@@ -356,7 +356,7 @@ class Shell:
         """Give the state machine a call and wait for its answer.
 
         Args:
-            event: given the call's number, what the state machine makes of it.
+            event: an event of the state machine: takes the call's number, returns actions.
 
         Raises:
             Busy: too many calls wait.
@@ -439,10 +439,10 @@ class Shell:
                 closed.close(action.error)
 
     def _announce(self, event: ServerEvent) -> str:
-        """Somebody gets an event; returns the span of it, if it is traced."""
+        """Log an event that is about to be sent, and record it in the history; return its span, if it is traced."""
         self._announced.set()
         self._log(event)
-        self._loop.call_soon(self.state.history.published, event, self.now())  # once it is sent
+        self._loop.call_soon(self.state.history.published, event, self.now())  # after it is sent
         if not isinstance(event, Decision):
             return ""
         reached(Moment.DECISION, event.version)
@@ -469,9 +469,9 @@ class Shell:
             self._end(error)
 
     def _end(self, error: Exception) -> None:
-        """Members and callers are to come again, and `failed` raises the error.
+        """End all sessions and calls as broken, and have `failed` raise the error.
 
-        What they asked for may have been done: whether it was, the next leader knows.
+        Calls may have been performed: the next leader knows.
         """
         if not isinstance(error, (Broken, StorageFull)):
             _logger.error("the state store failed; the coordinator cannot go on", exc_info=error)
@@ -494,7 +494,7 @@ class Shell:
             end(error)
 
     def _log(self, event: ServerEvent) -> None:
-        """Log an event once; one that is repeated for a member that reconnected is not logged again."""
+        """Log an event once; a repetition for a member that reconnected is not logged."""
         if isinstance(event, Membership) and event.generation > self._logged_generation:
             self._logged_generation = event.generation
             members = f"{len(event.workers)} workers, {len(event.shards)} shard servers"
@@ -517,7 +517,7 @@ class Shell:
     # ------------------------------------------------------------------ time
 
     def _set_timer(self) -> None:
-        """Wake when the state machine has something to do, or to see that the process was paused."""
+        """Set the timer for the next deadline, or for the next reading of the clock."""
         self._timing = False
         if self._closed or self._failing:
             return
@@ -538,13 +538,13 @@ class Shell:
         if self._is_cut_off():
             self._fail(NotLeader("no member was there any more, and another coordinator stands by for them"))
         self.perform(self.state.tick(self.now()))
-        self._set_timer()  # at once: while there is no timer, a pause is not seen
+        self._set_timer()  # at once: without a timer, a pause is not noticed
         self._log_stragglers()
         if not self._failing:
             self.take_logs()
 
     def _is_cut_off(self) -> bool:
-        """Whether the members may reach another coordinator that would lead, and not this one."""
+        """Return True if the members may reach another coordinator that would lead, and not this one."""
         now, isolation, store = self.now(), self.state.isolation, self._store
         if not store.is_shared:
             return False
@@ -553,7 +553,7 @@ class Shell:
         return isolation.silent_s(now) > ASKED_LEASES * self.state.config.lease_s and store.has_standby(asked=True)
 
     def _log_stragglers(self) -> None:
-        """Log once for whom the others wait, when they have for `LOG_STRAGGLERS_AFTER_S`."""
+        """Log once the workers for which others have waited for `LOG_STRAGGLERS_AFTER_S`."""
         before_s, (self._longest_wait_s, text) = self._longest_wait_s, self.state.longest_wait(self.now())
         if before_s < LOG_STRAGGLERS_AFTER_S <= self._longest_wait_s:
             _logger.warning("%s", text)

@@ -1,4 +1,4 @@
-"""A coordinator while another one leads: it refuses calls, with the leader's address, and tries to lead."""
+"""A standby: a coordinator that refuses calls, with the leader's address, and tries to lead."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from axon_ps.rpc.auth.credentials import Credentials, Revocations
 from axon_ps.storage.state_store.base import SharedStateStore, StateStore
 
 POLL_S: Final = 0.25
-"""How often a standby tries to lead."""
+"""Seconds between two attempts of a standby to lead."""
 
 _logger = logging.getLogger(__name__)
 
 
 class Switch:
-    """The coordinator's service as gRPC knows it: a servicer's methods while there is one and we lead, else refusals.
+    """The coordinator's service for gRPC: the methods of a servicer while this coordinator leads, else refusals.
 
     Args:
-        store: knows whether we lead.
+        store: knows if we lead.
 
     Attributes:
         servicer: of the present leadership; None while we stand by.
-        why: why calls are refused.
+        why: the reason why calls are refused.
         tracer: the spans of this process.
-        revocations: what the servers of this process refuse.
+        revocations: the names that the servers of this process refuse.
     """
 
     def __init__(self, store: StateStore) -> None:
@@ -43,16 +43,16 @@ class Switch:
         self._store = store
 
     def refused(self, path: str, credentials: Credentials, peer: str, error: AxonError) -> None:
-        """A caller's role does not allow a call; see `CoordinatorServicer.refused`."""
+        """Record a call that the caller's role does not allow; see `CoordinatorServicer.refused`."""
         if self.servicer is not None:
             self.servicer.refused(path, credentials, peer, error)
 
     def statistics(self) -> dict[str, float]:
-        """The numbers of the job while we lead; on a standby, that it does not."""
+        """Return the numbers of the job while we lead; on a standby only `leads`, which is 0."""
         return {"leads": 0.0} if self.servicer is None else self.servicer.statistics()
 
     def histograms(self) -> dict[str, Histogram]:
-        """The times of the job's steps, while we lead."""
+        """Return the times of the job's steps, while we lead."""
         return {} if self.servicer is None else self.servicer.histograms()
 
     def __getattr__(self, method: str) -> Callable[..., Awaitable[Any]]:
@@ -67,7 +67,7 @@ class Switch:
 
 
 async def stand_by(store: SharedStateStore, switch: Switch, stop: asyncio.Event) -> bool:
-    """Return True as soon as we lead, False when we are to stop. Says in the log now and then who leads instead."""
+    """Return True as soon as we lead, False when we are to stop. Log the leader's address now and then."""
     loop, pauses = asyncio.get_running_loop(), reminder_pauses()
     why, remind_s = "", loop.time()
     while not stop.is_set():
@@ -86,7 +86,7 @@ async def stand_by(store: SharedStateStore, switch: Switch, stop: asyncio.Event)
 
 
 async def rest(stop: asyncio.Event, seconds: float) -> None:
-    """Wait a while, or until we are to stop."""
+    """Wait for some seconds, or until we are to stop."""
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(seconds):
             await stop.wait()

@@ -1,7 +1,8 @@
-"""The coordinator's spans of a step attempt: from the decision before it to its own, and how that came about.
+"""The coordinator's spans of a step attempt: from the previous decision to its own, with the votes and reports.
 
-An attempt is traced if a worker's vote on it is, or if the coordinator samples it itself: one that is aborted may have
-no vote. The root of its trace is recorded here when it is decided; `observe.tracing.span` has a Note on that.
+An attempt is traced if a worker's vote on it is traced, or if the coordinator samples it itself, since an aborted
+attempt may have no vote. The root of its trace is recorded here when it is decided; `observe.tracing.span` has a Note
+on that.
 """
 
 from __future__ import annotations
@@ -16,15 +17,15 @@ from axon_ps.types import Decision, Outcome
 from axon_ps.wire.v1 import session_pb2
 
 MAX_ATTEMPTS: Final = 256
-"""Attempts that are followed at once: with asynchronous steps one of every replica."""
+"""Most attempts that are followed at once: with asynchronous steps one of every replica."""
 
 
 @dataclass
 class _Attempt:
-    """The reports that came about an attempt.
+    """The votes and reports on an attempt.
 
     Attributes:
-        events: what, and when.
+        events: the time and name of each.
         is_traced: whether a worker traces it.
     """
 
@@ -33,7 +34,7 @@ class _Attempt:
 
 
 class StepSpans:
-    """Everything happens on the shell's event loop.
+    """The spans of all step attempts. It is used on the shell's event loop.
 
     Args:
         tracer: the coordinator's.
@@ -44,22 +45,22 @@ class StepSpans:
         self._tracer = tracer
         self._job_id = job_id
         self._attempts: OrderedDict[int, _Attempt] = OrderedDict()  # by trace
-        self._decided: dict[int, tuple[int, int]] = {}  # by model: the newest attempt, and when it was decided
+        self._decided: dict[int, tuple[int, int]] = {}  # by model: the newest decided attempt, and its time
 
     def voted(self, rank: int, vote: session_pb2.Vote) -> None:
-        """A worker's vote came in."""
+        """Note a worker's vote."""
         if self._tracer.active and (context := SpanContext.parse(vote.traceparent)) is not None:
             self._happened(context.trace_id, f"vote of worker {rank}").is_traced = True
 
     def ready(self, rank: int, ready: session_pb2.Ready, *, asynchronous: bool) -> None:
-        """A shard server's report came in that it has all gradients."""
+        """Note a shard server's report that it has all gradients."""
         if self._tracer.active:
             replica = ready.replica if asynchronous else -1
             root = SpanContext.of_step(self._job_id, ready.model, ready.generation, ready.step, replica)
             self._happened(root.trace_id, f"shard {rank} is ready")
 
     def published(self, decision: Decision) -> str:
-        """A decision is about to be sent, for the first time or again.
+        """Record the spans of a decision that is about to be sent, for the first time or again.
 
         Returns:
             The traceparent to send with it; empty if it is not traced.

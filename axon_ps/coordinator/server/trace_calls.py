@@ -1,8 +1,8 @@
-"""`axon-ps trace`: have all members record the next steps, and give their spans to the caller.
+"""`axon-ps trace`: all members record the next steps, and the caller gets their spans.
 
-The order goes out among the events of the sessions, so every member has it before the decision on the step before.
-Members send what they have when the last step is over for them; one that is gone, or does not answer in time, is named
-in the reply. One order is under way at a time: the next caller waits for it.
+The order is sent among the events of the sessions, so every member has it before the decision on the previous step.
+Members send their spans when the last step is over for them. The reply names members that have left, or have not
+answered in time. One order is under way at a time, and the next caller waits for its end.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MAX_STEPS: Final = 100
 
 MAX_TIMEOUT_S: Final = 3600.0
 MAX_REPLY_BYTES: Final = 48 << 20
-"""Most bytes of a reply: below what a message may have."""
+"""Most bytes of a reply: below the limit of a message."""
 
 
 class TraceCalls:
@@ -50,8 +50,8 @@ class TraceCalls:
         """Perform an order.
 
         Raises:
-            InvalidRequest: there is no such model, or the first step is over, or too much is asked for.
-            Timeout: nothing was recorded: the steps did not begin, or are not over, in time.
+            InvalidRequest: there is no such model, the first step has begun, or the request exceeds a limit.
+            Timeout: no spans were recorded: the steps did not begin, or are not over, in time.
         """
         if not 0 < request.timeout_s <= MAX_TIMEOUT_S or not 1 <= request.steps <= MAX_STEPS:
             raise InvalidRequest(
@@ -103,7 +103,7 @@ class TraceCalls:
         return reply
 
     async def _wait(self, timeout_s: float) -> None:
-        """Wait until all have answered; those without a session any more cannot."""
+        """Wait until all members that still have a session have answered."""
         deadline_s = time.monotonic() + timeout_s
         while self._waited_for and (left_s := deadline_s - time.monotonic()) > 0:
             sessions = {0, *self._shell.state.members_by_session()}
@@ -122,7 +122,7 @@ class TraceCalls:
         self._answered.clear()
 
     def report(self, session: int, report: trace_pb2.SpanReport) -> None:
-        """A member's spans came; those of an order that is over are dropped.
+        """Take a member's spans; drop those of an order that is over.
 
         Raises:
             InvalidRequest: there are too many.
@@ -143,7 +143,7 @@ class TraceCalls:
         self._answered.set()
 
     def close(self) -> None:
-        """The coordinator stops: callers that wait get what there is."""
+        """End the order under way, since the coordinator stops; its caller gets the reports so far."""
         self._waited_for = {}
         self._answered.set()
 

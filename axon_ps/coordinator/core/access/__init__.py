@@ -1,1 +1,1 @@
-"""Callers, and credentials that hold no more."""
+"""Callers, and revoked credentials."""

@@ -1,4 +1,4 @@
-"""The callers of unary calls: a member, as one, or an operator. Roles were checked before (`rpc.access`)."""
+"""The callers of unary calls: members and operators. Their roles were checked before (`rpc.access`)."""
 
 from __future__ import annotations
 
@@ -34,29 +34,29 @@ class Callers:
         """Refuse a caller of another job; an operator may leave the name out.
 
         Raises:
-            PermissionDenied: it is another job's name.
+            PermissionDenied: it gives another job's name.
         """
         if caller.job != self._job and (caller.job or caller.incarnation):
             raise PermissionDenied(f"this coordinator runs job {self._job!r}, not {caller.job!r}")
 
     def check_member_or_operator(self, caller: Caller) -> None:
-        """Refuse a caller that says who it is, and is no member; an operator says nothing.
+        """Refuse a caller that gives an incarnation and is not a member; an operator gives none.
 
         Raises:
-            PermissionDenied: it is another job's name.
-            GenerationChanged: it is no member.
+            PermissionDenied: it gives another job's name.
+            GenerationChanged: it is not a member.
         """
         self.check(caller)
         if caller.incarnation:
             self.member(caller)
 
     def check_takes_away(self, caller: Caller) -> None:
-        """Refuse a caller of what takes something away, likewise, and one that does not name the job.
+        """Refuse the caller of a destructive call, likewise, and also if it does not name the job.
 
         Raises:
-            InvalidRequest: it does not.
-            PermissionDenied: it is another job's name.
-            GenerationChanged: it is no member.
+            InvalidRequest: it does not name the job.
+            PermissionDenied: it gives another job's name.
+            GenerationChanged: it is not a member.
         """
         if not caller.job:
             raise InvalidRequest(
@@ -66,17 +66,17 @@ class Callers:
         self.check_member_or_operator(caller)
 
     def member(self, caller: Caller, role: Role | None = None, does: str = "") -> RosterEntry:
-        """The member that calls.
+        """Return the member that calls.
 
         Args:
-            caller: who calls.
-            role: the only one that may; None = any.
-            does: what it does, for the message.
+            caller: the caller.
+            role: the only role that may call; None = any.
+            does: a verb phrase for the call, for the message.
 
         Raises:
-            PermissionDenied: it is another job's name.
-            GenerationChanged: it is no member.
-            InvalidRequest: it is of another role.
+            PermissionDenied: it gives another job's name.
+            GenerationChanged: it is not a member.
+            InvalidRequest: it has another role.
         """
         self.check(caller)
         entry = self._assembly.roster.get(caller.incarnation)
@@ -93,7 +93,7 @@ def check_role(entry: RosterEntry, role: Role, does: str) -> None:
     """Refuse a member of another role.
 
     Raises:
-        InvalidRequest: it is of one.
+        InvalidRequest: it has another role.
     """
     if entry.member.role is not role:
         raise InvalidRequest(f"{entry.name} {does}; only a {role.value} may")

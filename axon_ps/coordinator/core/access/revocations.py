@@ -1,6 +1,6 @@
-"""Revoked credentials, and the members that had them: they are lost at once. Pure.
+"""Revoked credentials. The members that had them are lost at once. Pure.
 
-Every member learns what is revoked, since every process with a server refuses it; see `rpc.auth.credentials`.
+Every member gets the revoked names, since every process with a server refuses them; see `rpc.auth.credentials`.
 """
 
 from __future__ import annotations
@@ -48,11 +48,13 @@ class RevocationList:
         return self._assembly.revoked
 
     def revoke(self, call: int, target: str, reason: str, now: float) -> list[Action]:
-        """Revoke a name, or everything that a member has shown; its members are lost. `call` gets a `RevokeReply`.
+        """Revoke a name, or all credentials of a member; the members that had them are lost.
+
+        `call` gets a `RevokeReply`.
 
         Raises:
-            InvalidRequest: there is no such member, it has shown nothing of its own, or name or reason are malformed.
-            Busy: too much is revoked.
+            InvalidRequest: there is no such member, it has no credentials of its own, or name or reason are malformed.
+            Busy: too many names are revoked.
         """
         if len(reason) > MAX_REASON or not reason.isprintable():
             raise InvalidRequest(f"the reason must be printable, and at most {MAX_REASON} characters")

@@ -4,9 +4,8 @@ A restore makes a new generation, since every copy of a parameter is stale from 
 one event, so all change together. If one of them cannot be loaded, the job waits for another restore.
 
 Note: [Values that do not exist yet]
-    Until every shard server of a placement has its values, none of them has anything that others have, too. So if one
-    is lost then, and enough others are there, the values are ordered once more, for those that are: from the
-    checkpoint, or from a worker.
+    Until every shard server of a placement has its values, no value has a second copy. So if a server is lost then, and
+    enough others are live, the values are ordered once more for the live ones: from the checkpoint, or from a worker.
 """
 
 from __future__ import annotations
@@ -37,12 +36,12 @@ class Resume:
         uri: the checkpoint.
         version: of the model in it.
         model: name of the model in the job.
-        section: what the checkpoint calls it; empty = the only model in it.
+        section: name of the model in the checkpoint; empty = the only model in it.
         sha256: the manifest's hash of itself; empty = it has none.
         committed: the values that were committed with its steps up to that version; None = they stay.
-        attached: by key, what the checkpoint has attached, `BUFFERS` and the model's name in the job among them; None =
-            as the same order before.
-        optimizer: the one whose moments it has, its groups as of that version; None = it has none.
+        attached: the checkpoint's attachments by key, among them `BUFFERS` with the model's name in the job; None = as
+            in the earlier order that is repeated.
+        optimizer: the optimizer that the saved moments belong to, with its groups at that version; None = none.
     """
 
     uri: str
@@ -56,7 +55,7 @@ class Resume:
 
 
 class Restores:
-    """The restore in progress, and which servers hold which parameters.
+    """The restore in progress, and the holders of all parameters.
 
     Args:
         assembly: generations and steps.
@@ -64,8 +63,8 @@ class Restores:
         members: joins, leaves and losses.
         snapshots: the checkpoint being written.
         out: gets the records to write and the events to send.
-        kv: gets what checkpoints have attached.
-        replication: how many shard servers hold each slice.
+        kv: gets the attachments of checkpoints.
+        replication: the number of shard servers that hold each slice.
     """
 
     def __init__(
@@ -91,14 +90,14 @@ class Restores:
         self._stored = {m.number: records.parameters_record(m.number, m.registration.parameters) for m in models}
 
     def order(self, resumes: Sequence[Resume], now: float, call: int = -1) -> None:
-        """Have the servers load models from a checkpoint, or take what a worker uploads.
+        """Have the servers load models from a checkpoint, or receive the values that a worker uploads.
 
-        `call` gets a `CheckpointReply` when they have.
+        `call` gets a `CheckpointReply` when they hold them.
 
         Raises:
             InvalidRequest: the job does not have one of the models, or the checkpoint has none.
-            Busy: the shard servers that are there have no memory for it, or the key-value store has no capacity for
-                what is attached. Nothing has changed then.
+            Busy: the live shard servers have no memory for it, or the key-value store has no capacity for the
+                attachments. Nothing has changed then.
         """
         if not resumes:
             raise InvalidRequest("the checkpoint has no model of this job; name another checkpoint")
@@ -111,7 +110,7 @@ class Restores:
         }
         a.room().check(placements, f"the restore of {resumes[0].uri}")
         self._attach(found)
-        # from here on nothing is refused: what there was is given up
+        # from here on nothing is refused: the present values are given up
         reason = _reason(resumes[0])
         self._answer(CheckpointError(f"cancelled: {reason} instead"))
         self._snapshots.abandon(CheckpointError(f"the checkpoint was not written: {reason}"))
@@ -135,10 +134,10 @@ class Restores:
         self._call = call
 
     def _attach(self, found: Sequence[tuple[Model, Resume]]) -> None:
-        """Store what checkpoints have attached, with the epochs that the models are about to begin.
+        """Store the attachments of checkpoints, with the epochs that the models are about to begin.
 
         Raises:
-            Busy: the job's key-value store has no capacity for it; nothing has changed.
+            Busy: the job's key-value store has no capacity for them; nothing has changed.
         """
         values: dict[str, bytes] = {}
         for model, resume in found:
@@ -148,7 +147,7 @@ class Restores:
         self._kv.put_own(values)
 
     def _order_again(self, now: float) -> None:
-        """The members have changed. See Note: [Values that do not exist yet]."""
+        """Repeat orders after a change of members. See Note: [Values that do not exist yet]."""
         here = {shard.rank for shard in self._assembly.shards()}
         models = [m for m in self._models.registered if m.registration.awaits_values]
         gone = any(not m.registration.placement.servers <= here for m in models)
@@ -168,7 +167,7 @@ class Restores:
         return model
 
     def initialized(self, entry: RosterEntry, number: int, version: int, epoch: int) -> None:
-        """A shard server holds all its parameters of a model; ignored if the model has been released meanwhile.
+        """Note that a shard server holds all its parameters of a model, unless the model was released meanwhile.
 
         Raises:
             InvalidRequest: the version is not the job's.
@@ -187,11 +186,11 @@ class Restores:
             self.persist()
 
     def _loading(self) -> list[Model]:
-        """The models of the newest order that are not loaded yet."""
+        """Return the models of the newest order that are not loaded yet."""
         return [m for m in self._models if m.number in self._together and m.registration.parameters.restore is not None]
 
     def failed(self, entry: RosterEntry, number: int, epoch: int, error: AxonError, now: float) -> None:
-        """A shard server could not restore a model: the models restored together with it fail, too."""
+        """Fail a restore that a shard server could not perform, with all models restored together."""
         model = self._models.get(number)
         order = None if model is None else model.registration.parameters.restore
         if model is not None and order is not None and order.epoch == epoch:
@@ -203,7 +202,7 @@ class Restores:
             self._members.change(what, now=now)
 
     def no_room(self, entry: RosterEntry, number: int, placement: int, error: AxonError, now: float) -> None:
-        """A shard server has no memory for what a placement gives it: for the model, or for copies of slices."""
+        """Handle a shard server without memory for a placement: for its part of the model, or for copies of slices."""
         model = self._models.get(number)
         if model is None or model.registration.placement_number != placement:
             return
@@ -220,7 +219,7 @@ class Restores:
             a.announce(model, full=False)
 
     def try_again(self) -> None:
-        """Memory has become free: what shard servers could not hold they may hold now."""
+        """Try again to place models that did not fit, since memory has become free."""
         for entry in self._assembly.roster.of_role(Role.SHARD):
             entry.full = False
         for model in self._models.registered:
@@ -229,18 +228,18 @@ class Restores:
                 self._assembly.announce(model)
 
     def cancel(self, call: int) -> None:
-        """The caller of this call does not wait any more."""
+        """Forget a call that its caller does not wait for any more."""
         if self._call == call:
             self._call = -1
 
     def pending(self) -> Sequence[str]:
-        """The reasons why restores wait, as text."""
+        """Return the reasons why restores are not complete, as text."""
         orders = [(self._models.message_prefix(m), m.registration.parameters.restore) for m in self._models]
         no_room = [m.registration.no_room_reason for m in self._models if m.registration.no_room]
         return [*(prefix + _pending(order) for prefix, order in orders if order is not None), *no_room]
 
     def persist(self) -> None:
-        """Persist which servers hold which parameters, where that has changed."""
+        """Persist the holders of parameters where they have changed."""
         for model in self._models:
             record = records.parameters_record(model.number, model.registration.parameters)
             if record != self._stored.get(model.number):
@@ -248,7 +247,7 @@ class Restores:
                 self._out.persist([record])
 
     def released(self, model: Model) -> None:
-        """A model has been released."""
+        """Forget a released model."""
         self._stored.pop(model.number, None)
         if model.number in self._together:
             self._together -= {model.number}
@@ -262,7 +261,7 @@ class Restores:
 
 
 def _reason(resume: Resume) -> str:
-    """Why steps under way are aborted, in the words of the caller."""
+    """Return the reason why steps under way are aborted, as text for users."""
     if resume.uri == FIRST_VALUES:
         return "the job begins again"
     if resume.uri == UPLOADED:
@@ -275,7 +274,7 @@ def _reason(resume: Resume) -> str:
 
 
 def _resume(model: Model) -> Resume:
-    """The reason why a model without values waits."""
+    """Return the order that a model without values waits for."""
     order = model.registration.parameters.restore
     if order is None:
         return Resume(uri=FIRST_VALUES, version=model.version, model=model.name)

@@ -1,6 +1,6 @@
 """Checkpoints being written: one order at a time, reports of all shard servers, one answer. Pure.
 
-The answer names every file; writing the manifest, which makes the directory a checkpoint, is the shell's.
+The answer names every file. The shell writes the manifest, which makes the directory a checkpoint.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ class SavedModel:
 
     Attributes:
         number: its number in the job.
-        name: what it is called.
+        name: its name.
         version: the version written.
         spec: its layout.
         optimizer: its optimizer, if it has one.
-        placement: whose primaries write it.
+        placement: its placement; the primaries write it.
         committed: the values that were committed with its steps up to that version.
     """
 
@@ -42,14 +42,14 @@ class SavedModel:
 
 @dataclass(frozen=True, kw_only=True)
 class Snapshot:
-    """A checkpoint whose files are all written, except for the manifest; or the files of one that failed.
+    """A checkpoint whose files are all written, except for the manifest; or the files of a failed one.
 
     Attributes:
-        uri: where.
+        uri: its directory.
         files: of all shard servers, in rank order.
         ranks: per file, the shard server that wrote it.
-        models: what is in it, by number.
-        error: why it is incomplete; then `files` are to be removed.
+        models: its models, by number.
+        error: the reason why it is incomplete; then `files` are to be removed.
     """
 
     uri: str
@@ -94,7 +94,7 @@ class Snapshots:
     def begin(
         self, call: int, uri: str, ranks: Sequence[int], models: Sequence[SavedModel], *, background: bool
     ) -> SnapshotOrder:
-        """The order for a new checkpoint of `models`; in the `background` if it is not waited for."""
+        """Begin a checkpoint of `models`, and return the order; in the `background` if its caller does not wait."""
         self.last_id += 1
         version = next((m.version for m in models if m.number == 0), 0)
         others = [ModelProgress(model=m.number, step=0, version=m.version) for m in models if m.number]
@@ -103,9 +103,9 @@ class Snapshots:
         return order
 
     def report(self, rank: int, report: SnapshotReport) -> None:
-        """A shard server's reply; ignored if the order is not the current one.
+        """Take a shard server's reply; ignore it if the order is not the current one.
 
-        When one server fails, the others are waited for all the same, so that their files can be removed.
+        After a failure of one server the reports of the others are still awaited, so that their files can be removed.
         """
         save = self._save
         if save is None or report.id != save.order.id or rank not in save.waits_for:
@@ -117,7 +117,7 @@ class Snapshots:
         self._settle({rank})
 
     def _settle(self, ranks: set[int]) -> None:
-        """These servers will write nothing more; reply once no other server is awaited."""
+        """Await these servers no more; reply when no other server is awaited."""
         save = self._save
         assert save is not None
         save.waits_for -= ranks
@@ -135,36 +135,36 @@ class Snapshots:
             )
 
     def lost(self, ranks: Sequence[int], reason: str) -> None:
-        """Shard servers are lost: the checkpoint that they were writing stays incomplete."""
+        """Fail the checkpoint that lost shard servers were writing."""
         save = self._save
         if save is not None and save.waits_for & set(ranks):
             save.error = save.error or MemberLost(f"the checkpoint at {save.order.uri} was not written: {reason}")
             self._settle(set(ranks))
 
     def abandon(self, error: AxonError) -> None:
-        """The parameters are being replaced: fail the order in progress."""
+        """Fail the order in progress, since the parameters are being replaced."""
         if self._save is not None:
             self._out.reply(self._save.call, error)
             self._save = None
 
     def cancel(self, call: int) -> None:
-        """The caller does not wait any more; the files written get no manifest."""
+        """Forget a call that its caller does not wait for any more; the files written get no manifest."""
         if self._save is not None and self._save.call == call:
             self._save = None
 
     @property
     def under_way(self) -> bool:
-        """Whether one is being written."""
+        """True if a checkpoint is being written."""
         return self._save is not None
 
     def pending(self) -> list[str]:
-        """The reasons why a checkpoint waits, as text."""
+        """Return the reasons why a checkpoint is not complete, as text."""
         if self._save is None:
             return []
         return [f"the checkpoint at {self._save.order.uri} waits for shard server {format_ranks(self._save.waits_for)}"]
 
 
 def _at(rank: int, error: AxonError) -> AxonError:
-    """The error of a shard server, naming it."""
+    """Return an error of a shard server, with its rank in the message."""
     named = type(error)(f"shard server {rank}: {error}")
     return named

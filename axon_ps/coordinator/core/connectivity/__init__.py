@@ -1,1 +1,1 @@
-"""Connectivity: the coordinator's with its members, and the members' with each other. Pure."""
+"""Connections of the coordinator with its members, and of the members with each other. Pure."""

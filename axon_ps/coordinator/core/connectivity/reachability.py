@@ -1,22 +1,23 @@
-"""Members that cannot reach each other although both reach the coordinator, and who of them goes. Pure.
+"""Members that cannot reach each other although both reach the coordinator: one of the two is removed. Pure.
 
-A member that has waited for another one asks it for an answer of the size of real data, and says so in its heartbeats
-when none comes (`aggregation.client.probes`). Steps wait for both, so for as long as both are members none commits.
+A member that has waited for another one asks it for an answer of the size of real data. If none comes, it reports that
+in its heartbeats (`aggregation.client.probes`). Every step needs both, so no step commits while both are members.
 
 Note: [Who goes]
-    A report counts once it has stood for `WINDOW` of a lease, so that all others have had time to report, too, and once
-    the member that it names has been heard since: a silent one is the lease's matter. Of two the one goes that cannot
-    reach more others; of equals, a worker before a shard server, and then the newest. A worker goes only where as many
-    others remain as the job needs, a shard server only where each of its slices has another complete copy; of equals
-    the other one goes, then. Where neither may go both stay, and the status says why.
+    A report counts when it has stood for `WINDOW` of a lease, so that all others have had time to report, too. The
+    member that it names must also have been heard since: a silent member is removed by its lease. Of two members, that
+    with more unreachable others goes; of equals, a worker before a shard server, and then the newest. A worker
+    goes only if as many others remain as the job needs, a shard server only if each of its slices has another complete
+    copy. If one of two equals may not go, the other one goes. If neither may go, both stay, and the status has the
+    reasons.
 
 Note: [Who comes back]
-    A member that went asks to join again at once. It is refused for as long as it says itself that it does not reach
-    one of the members, and for a while that doubles each time, since it may be only the others that do not reach it.
+    A removed member asks to join again at once. It is refused while it reports itself that it does not reach one of the
+    members. It is also refused for a pause that doubles each time, since perhaps only the others do not reach it.
 
 Note: [Shown to work]
-    A shard server that joins gets no slices, so no step waits for it, before each of those that hold some has reached
-    it, and it has reached them. Servers of older builds report nothing, and are not asked to.
+    A shard server that joins gets no slices, so that no step depends on it, until it has reached each server that holds
+    some and each of these has reached it. Servers of older builds report nothing, and no report of theirs is needed.
 """
 
 from __future__ import annotations
@@ -35,16 +36,16 @@ from axon_ps.types import Role
 from axon_ps.wire.events import Connectivity, JoinRequest
 
 WINDOW: Final = 1 / 3
-"""For so much of a lease a report stands before somebody goes."""
+"""Fraction of a lease for which a report stands before a member is removed."""
 
 LEAST_WINDOW_S: Final = 0.5
-"""However short leases are, it stands for so long."""
+"""Least seconds for which it stands, also with short leases."""
 
 RECHECK_S: Final = 1.0
-"""Seconds after which it is looked again whether one of two may go."""
+"""Seconds between two checks of the members that may go."""
 
 MOST_PAUSE_S: Final = 120.0
-"""The longest that one is refused who went several times."""
+"""Most seconds for which a member that was removed several times is refused."""
 
 MAX_REFUSED: Final = 1 << 10
 """Most processes that are remembered as gone; the oldest are forgotten."""
@@ -54,7 +55,7 @@ _MAX_NAMED: Final = 4
 
 @dataclass
 class _Report:
-    """A member cannot reach another one, since so long; when that one was first heard after that."""
+    """A report that a member cannot reach another one: since when, and when that one was first heard after that."""
 
     since: float
     seen: float = math.inf
@@ -62,7 +63,7 @@ class _Report:
 
 @dataclass(frozen=True)
 class Cut:
-    """Two members that cannot reach each other, since when, and when one of them may go at the earliest."""
+    """Two members that cannot reach each other: since when, and when one of them may go at the earliest."""
 
     one: RosterEntry
     other: RosterEntry
@@ -75,7 +76,7 @@ class Cut:
 
 @dataclass
 class _Refused:
-    """A process that went: until when it is refused, for how long that was, and why it went."""
+    """A removed process: the end of its refusal, the length of that pause, and the reason for its removal."""
 
     until: float
     pause_s: float
@@ -86,10 +87,10 @@ class Reachability:
     """The reports of one job's members.
 
     Args:
-        assembly: who the members are.
-        models: which servers hold what.
-        lease_s: how long a silent member stays one.
-        out: gets what happens.
+        assembly: the members.
+        models: the placements of slices.
+        lease_s: seconds for which a silent member stays one.
+        out: gets the events for the history.
     """
 
     def __init__(self, assembly: Assembly, models: Models, lease_s: float, out: Outbox) -> None:
@@ -97,11 +98,11 @@ class Reachability:
         self._models = models
         self._lease_s = lease_s
         self._out = out
-        self._reports: dict[tuple[str, str], _Report] = {}  # by incarnation: who reports whom
-        self._reached: dict[str, set[str]] = {}  # by who reports it
-        self._reporting: set[str] = set()  # those that report at all
-        self._works: set[str] = set()  # servers that have shown it
-        self._seen: object = None  # of which members and placements it is
+        self._reports: dict[tuple[str, str], _Report] = {}  # by incarnations: the reporter, and the unreachable member
+        self._reached: dict[str, set[str]] = {}  # by reporter
+        self._reporting: set[str] = set()  # members that report at all
+        self._works: set[str] = set()  # servers that have been shown to work
+        self._seen: object = None  # the members and placements that `_unshown` was computed from
         self._unshown: frozenset[int] = frozenset()
         self._announced: set[frozenset[str]] = set()
         self._refused: dict[str, _Refused] = {}
@@ -110,14 +111,14 @@ class Reachability:
     # ------------------------------------------------------------------ events
 
     def joined(self, entry: RosterEntry, connectivity: Connectivity | None, now: float) -> None:
-        """A member has a stream."""
+        """Take the first report on a member's stream."""
         if connectivity is not None:
             self._reporting.add(entry.member.incarnation)
             self.reported(entry, connectivity, now)
-        self.unshown()  # forgets those that are no members
+        self.unshown()  # forgets former members
 
     def reported(self, entry: RosterEntry, connectivity: Connectivity, now: float) -> None:
-        """A member says whom it cannot reach now, all of them, and whom it has reached."""
+        """Take a report: all members that a member cannot reach now, and those that it has reached."""
         me, roster = entry.member.incarnation, self._assembly.roster
         there = {other for other in connectivity.unreachable if other != me and roster.get(other) is not None}
         for reporter, other in list(self._reports):
@@ -131,7 +132,7 @@ class Reachability:
             self._seen = None
 
     def gone(self, entry: RosterEntry, why: str, now: float) -> None:
-        """A member goes because of what was reported. See Note: [Who comes back]."""
+        """Note that a member is removed because of reports. See Note: [Who comes back]."""
         me = entry.member.incarnation
         known = self._refused.pop(me, None)
         pause_s = self._lease_s if known is None else min(2 * known.pause_s, MOST_PAUSE_S)
@@ -140,16 +141,16 @@ class Reachability:
             del self._refused[next(iter(self._refused))]
 
     def check(self, role: Role, request: JoinRequest, now: float) -> None:
-        """Refuse a joiner for the present.
+        """Refuse a joiner for a while.
 
         Raises:
-            Busy: it does not reach a member, or went a moment ago because one did not reach it.
+            Busy: it does not reach a member, or was removed a moment ago because a member did not reach it.
         """
         roster = self._assembly.roster
         theirs = request.connectivity
         named = frozenset[str]() if theirs is None else theirs.unreachable
         if role is Role.SHARD and not self._assembly.membership.complete:
-            return  # the job may wait for what it holds
+            return  # the job may wait for its slices
         for other in named:
             if (entry := roster.get(other)) is not None and other != request.incarnation:
                 raise Busy(
@@ -160,10 +161,10 @@ class Reachability:
         if refused is not None and now < refused.until:
             raise Busy(f"{refused.why}; it may join again in {refused.until - now:.0f} s")
 
-    # ------------------------------------------------------------------ who goes
+    # ------------------------------------------------------------------ removal
 
     def to_go(self, now: float) -> tuple[RosterEntry, str] | None:
-        """The member that goes now, and why; None = no member does. See Note: [Who goes]."""
+        """Return the member that goes now, and the reason; None = no member does. See Note: [Who goes]."""
         cuts = list(self._cuts())
         late = [cut for cut in cuts if cut.due <= now]
         for cut in late:
@@ -183,11 +184,11 @@ class Reachability:
         return None
 
     def next_deadline(self) -> float:
-        """The time to call `to_go`."""
+        """Return the time of the next call of `to_go`."""
         return min((max(cut.due, self._recheck) for cut in self._cuts()), default=math.inf)
 
     def pending(self, now: float) -> list[str]:
-        """Pairs that cannot reach each other, and servers that have not shown yet that they work, as text."""
+        """Return the pairs that cannot reach each other, and the servers not yet shown to work, as text."""
         cuts = list(self._cuts())
         found = []
         for cut in cuts:
@@ -200,10 +201,10 @@ class Reachability:
                 found.append(f"{entry.name} gets no slices before it and {missing} have reached each other")
         return found
 
-    # ------------------------------------------------------------------ who works
+    # ------------------------------------------------------------------ working servers
 
     def unshown(self) -> frozenset[int]:
-        """Ranks of the shard servers that get no slices yet. See Note: [Shown to work]."""
+        """Return the ranks of the shard servers that get no slices yet. See Note: [Shown to work]."""
         registered = self._models.registered
         seen = self._assembly.generation, tuple(m.registration.placement_number for m in registered)
         if seen != self._seen:
@@ -222,7 +223,7 @@ class Reachability:
         return self._unshown
 
     def _to_show(self, entry: RosterEntry) -> list[RosterEntry]:
-        """The servers that work and have not reached this one, or have not been reached by it."""
+        """Return the working servers that have not reached this one, or that it has not reached."""
         me = entry.member.incarnation
         if me in self._works:
             return []
@@ -242,7 +243,7 @@ class Reachability:
         return self._assembly.roster.of_role(Role.SHARD)
 
     def _cuts(self) -> Iterator[Cut]:
-        """The pairs that are reported now, in either direction."""
+        """Yield the pairs that are reported now, in either direction."""
         roster, seen = self._assembly.roster, set[frozenset[str]]()
         for (me, other), report in self._reports.items():
             one, named, back = roster.get(me), roster.get(other), self._reports.get((other, me))
@@ -255,7 +256,7 @@ class Reachability:
             yield Cut(one, named, since, min(dues))
 
     def _due(self, report: _Report, named: RosterEntry) -> float:
-        """The time from which a report may have consequences; inf as long as the member that it names is silent."""
+        """Return the time from which a report may have consequences; inf while the member that it names is silent."""
         seen = named.deadline - self._lease_s
         if math.isinf(report.seen) and seen > report.since and named.session is not None:
             report.seen = seen
@@ -263,7 +264,7 @@ class Reachability:
         return max(report.since + window_s, report.seen + window_s / 2)
 
     def _why_not(self, entry: RosterEntry, cuts: Collection[Cut]) -> str:
-        """Say why a member may not go; empty if it may."""
+        """Return the reason why a member may not go; empty if it may."""
         ends = _ends(cuts, entry)
         if any(len(_ends(cuts, other)) > len(ends) for other in ends):
             return f"{entry.name} reaches more of the others"
@@ -286,14 +287,14 @@ class Reachability:
         return f"{only_copies} slices of {entry.name} have no other copy" if only_copies else ""
 
     def _announce(self, cut: Cut) -> None:
-        """Have the history say that two cannot reach each other, once."""
+        """Record once in the history that two members cannot reach each other."""
         pair = frozenset((cut.one.member.incarnation, cut.other.member.incarnation))
         if pair not in self._announced:
             self._announced.add(pair)
             self._out.happened("cut", str(cut))
 
     def _healed(self, me: str, other: str) -> None:
-        """Have it say that they do again."""
+        """Record in the history that they reach each other again."""
         one, named = self._assembly.roster.get(me), self._assembly.roster.get(other)
         if (other, me) in self._reports or (pair := frozenset((me, other))) not in self._announced:
             return
@@ -303,5 +304,5 @@ class Reachability:
 
 
 def _ends(cuts: Collection[Cut], entry: RosterEntry) -> list[RosterEntry]:
-    """The members that one cannot reach, or that cannot reach it."""
+    """Return the members that a member cannot reach, or that cannot reach it."""
     return [cut.other if cut.one is entry else cut.one for cut in cuts if entry in (cut.one, cut.other)]

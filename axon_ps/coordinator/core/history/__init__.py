@@ -1,1 +1,1 @@
-"""The history of the job since this coordinator leads, in bounded memory: for the page and `axon-ps top`. Pure."""
+"""The job's history under this leader, in bounded memory: for the page and `axon-ps top`. Pure."""

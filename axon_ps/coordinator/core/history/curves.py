@@ -1,4 +1,4 @@
-"""Curves over time in bounded memory, whatever the length of the job. Pure."""
+"""Curves over time in bounded memory, independent of the length of the job. Pure."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Final
 from axon_ps.wire.v1 import watch_pb2
 
 MAX_POINTS: Final = 256
-"""Points of a curve. When it is full, each two neighbours become one."""
+"""Most points of a curve. When it is full, each two neighbours become one."""
 
 MAX_CURVES: Final = 40
 MAX_NAME: Final = 64
 
 Point = tuple[float, float, float]
-"""When, the step reported with it, the value."""
+"""The time, the step reported with it, the value."""
 
 
 class Curve:
@@ -27,7 +27,7 @@ class Curve:
         self._stride = 1
 
     def add(self, point: Point) -> None:
-        """A further point, later than those before."""
+        """Add a point that is later than those before."""
         self._recent.append(point)
         if len(self._recent) < self._stride:
             return
@@ -39,7 +39,7 @@ class Curve:
             self._stride *= 2
 
     def points(self) -> list[Point]:
-        """All of it; the newest point as it came."""
+        """Return all points; the newest is not averaged."""
         return [*self._points, *self._recent[-1:]]
 
 
@@ -51,7 +51,7 @@ class Curves:
         self._new: dict[str, list[Point]] = {}
 
     def add(self, at_s: float, step: float, values: Mapping[str, float]) -> None:
-        """Points of several curves at the same time; what is no finite number is left out."""
+        """Add a point to each of several curves; values that are not finite are left out."""
         for name, value in values.items():
             if not math.isfinite(value) or len(name) > MAX_NAME:
                 continue
@@ -64,17 +64,17 @@ class Curves:
             del new[:-MAX_POINTS]
 
     def take_new(self) -> list[watch_pb2.Curve]:
-        """The points since the last call of this."""
+        """Return the points since the last call of this method."""
         new, self._new = self._new, {}
         return [_message(name, points) for name, points in new.items()]
 
     def everything(self) -> list[watch_pb2.Curve]:
-        """All points."""
+        """Return all points."""
         return [_message(name, curve.points()) for name, curve in self._curves.items()]
 
 
 def _mean(points: Sequence[Point]) -> Point:
-    """The mean value, at the time and step of the last."""
+    """Return the mean value, at the time and step of the last point."""
     return (*points[-1][:2], float(f"{sum(p[2] for p in points) / len(points):.6g}"))
 
 

@@ -1,12 +1,12 @@
 """The history of a job since this coordinator leads. Pure: the time is passed in, and all memory is bounded.
 
-It is told what the coordinator publishes and what members report, and is asked for what is new (`take_new`) or for
+It gets the events that the coordinator publishes and the reports of members, and returns the news (`take_new`) or
 everything. It decides nothing and is not durable: after a restart or a failover another one begins.
 
 Note: [Events that happen again]
-    One dead server has each of its slices copied, and votes that differ abort one step after the other. Such events are
-    one event that counts, until something else happens: so they do not bury their cause. Readers get it again, with the
-    number that it had.
+    After the death of one server each of its slices is copied, and differing votes abort one step after the other. Such
+    events are recorded as one event with a count, until something else happens, so that they do not bury their cause.
+    Readers get it again, with the number that it had.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ class _Event:
     """An event that may happen again; see Note: [Events that happen again].
 
     Attributes:
-        record: what readers get.
-        cause: what it has in common with the next one.
-        counts: how often, by shard server or outcome.
+        record: the record for readers.
+        cause: a text that is equal for repetitions of the event.
+        counts: number of repetitions, by shard server or model.
     """
 
     record: watch_pb2.EventRecord
@@ -59,12 +59,12 @@ class History:
 
     Args:
         now: the time.
-        steps: by model, its step when the history begins: decisions on earlier ones are repeated ones.
+        steps: by model, its step when the history begins: decisions on earlier steps are repetitions.
 
     Attributes:
-        logs: what the processes of the job have logged.
-        stepped: whether a step has committed since every member is there.
-        step_seconds: from a decision on a step to the next, of all models.
+        logs: the log records of the job's processes.
+        stepped: whether a step has committed since the membership is complete.
+        step_seconds: seconds from a decision on a step to the next, of all models.
     """
 
     def __init__(self, now: float, steps: Mapping[int, int]) -> None:
@@ -81,21 +81,21 @@ class History:
         self._repeated: dict[str, _Event] = {}  # by kind, the events that may go on
         self._step_rates: dict[int, StepRate] = {}  # by model
         self.stepped = False
-        self._active_s = now  # since then every member is there, or a step has committed
+        self._active_s = now  # the last time at which the membership became complete, or a step committed
         self._commits, self._sampled, self._version, self._norm = 0, now, 0, 0.0
         self._timing, self._curves, self._loads = Timing(), Curves(), Loads()
         self.logs = Logs()
         self.step_seconds = Histogram()
 
-    # ------------------------------------------------------------------ what is recorded
+    # ------------------------------------------------------------------ recording
 
     def happened(self, kind: str, text: str, now: float) -> None:
-        """Something happened; the kinds are those of `EventRecord`."""
+        """Record an event; the kinds are those of `EventRecord`."""
         self._repeated.clear()
         self._record(kind, text, now)
 
     def published(self, event: ServerEvent, now: float) -> None:
-        """The coordinator has announced something to members. What is only repeated for one of them is ignored."""
+        """Record an event that the coordinator has announced to members; ignore repetitions for a single member."""
         if isinstance(event, Decision):
             self._decision(event, now)
         elif isinstance(event, Membership):
@@ -110,23 +110,23 @@ class History:
             self.happened("restoring", f"version {event.version} is restored from {event.uri}", now)
 
     def arrived(self, ranks: Sequence[int], model: int, step: int, now: float) -> None:
-        """Workers have computed everything of a step."""
+        """Note that workers have computed everything of a step."""
         if step >= self._next_step.get(model, 0):
             self._timing.arrived(ranks, model, step, now)
 
     def measured(self, member: Member, metrics: Mapping[str, float], now: float) -> None:
-        """A member has reported its metrics."""
+        """Take the metrics that a member has reported."""
         if metrics:
             self._loads.measured((member.role, member.rank), metrics, self._at(now), self._rhythm(now))
 
     def stored(self, key: str, value: bytes, now: float) -> None:
-        """A value was put into the store: perhaps the report of a training script."""
+        """Take a value that was put into the store: perhaps the report of a training script."""
         if key == REPORT_KEY and (report := parse(value)) is not None:
             loss = {} if report.loss is None else {"loss": report.loss}
             self._curves.add(self._at(now), report.step, {**loss, **report.values})
 
     def tick(self, now: float) -> None:
-        """Time has passed."""
+        """Add a point to the curves of rates, if it is time."""
         if now - self._sampled < SAMPLE_S:
             return
         values = {}
@@ -139,10 +139,10 @@ class History:
         self._curves.add(self._at(now), self._version, values)
         self._commits, self._sampled = 0, now
 
-    # ------------------------------------------------------------------ what is shown
+    # ------------------------------------------------------------------ reading
 
     def steps_per_s(self, now: float, model: int = 0) -> float:
-        """The steps of a model that commit, per second; 0 = unknown, before the second one."""
+        """Return the committed steps of a model per second; 0 = unknown, before the second one."""
         rate = self._step_rates.get(model)
         return 0.0 if rate is None else rate.steps_per_s(now)
 
@@ -152,11 +152,11 @@ class History:
         return max((rate.step_s for rate in self._step_rates.values()), default=0.0)
 
     def with_phase(self, status: Status, now: float) -> Status:
-        """A status that was taken now, with its phase."""
+        """Return a status that was taken now, with its phase."""
         return with_phase(status, stepped=self.stepped, step_s=self.step_s, since_s=now - self._active_s)
 
     def take_new(self, now: float) -> watch_pb2.WatchEvent:
-        """The news since the last call of this."""
+        """Return the news since the last call of this method."""
         self._score()
         new = watch_pb2.WatchEvent(
             at_s=self._at(now),
@@ -170,7 +170,7 @@ class History:
         return new
 
     def everything(self, now: float) -> watch_pb2.WatchEvent:
-        """All that is known."""
+        """Return the whole history."""
         return watch_pb2.WatchEvent(
             begins=True,
             at_s=self._at(now),
@@ -195,7 +195,7 @@ class History:
     def _again(
         self, kind: str, cause: str, counted: Iterable[int], text_of: Callable[[Counter[int]], str], now: float
     ) -> None:
-        """Something happened, perhaps again; see Note: [Events that happen again]."""
+        """Record an event that may be a repetition; see Note: [Events that happen again]."""
         event = self._repeated.get(kind)
         if event is None or event.cause != cause:
             counts = Counter(counted)
@@ -209,7 +209,7 @@ class History:
             events.append(event.record)
 
     def _rhythm(self, now: float) -> Rhythm | None:
-        """The rhythm of the model whose steps take longest: in a step of its own the others make whole ones."""
+        """Return the rhythm of the model with the longest steps: during one of these the others make whole steps."""
         rhythms = [rhythm for rate in self._step_rates.values() if (rhythm := rate.rhythm(now)) is not None]
         return max(rhythms, key=lambda rhythm: rhythm.step_s, default=None)
 
@@ -265,7 +265,7 @@ class History:
         self._count_slices()
 
     def _placed(self, job: JobState, now: float) -> None:
-        """A model has a placement: find what has become of its slices."""
+        """Record the promotions and copies in a model's new placement."""
         if job.released:
             self._placements.pop(job.model, None)
         before, after = self._placements.get(job.model), job.placement
@@ -284,7 +284,7 @@ class History:
             self._again("copied", "", copied, lambda counts: _more_slices(counts, "a backup"), now)
 
     def _count_slices(self) -> None:
-        """The number of slices of each shard server."""
+        """Count the slices of each shard server."""
         if self._membership is None:
             return
         counts: dict[str, Counter[int]] = {
@@ -310,13 +310,13 @@ _SECONDS: Final = ("computing_s", "waiting_s", "summing_s", "marginal_s")
 
 
 def _not_made(kind: str, decision: Decision, times: int) -> str:
-    """That a step was aborted or skipped, so many times."""
+    """Return a text about a step that was aborted or skipped, with the number of times."""
     what = "the step" if times == 1 else f"{times} steps"
     return f"{what} to version {decision.version + 1} {'was' if times == 1 else 'were'} {kind}: {decision.reason}"
 
 
 def _more_slices(counts: Counter[int], role: str) -> str:
-    """The new role of shard servers, and the number of further slices that they have it for, as text."""
+    """Return a text about the new role of shard servers, with the number of further slices."""
     slices = counts.total()
     servers = f"shard server {format_ranks(sorted(counts))} {'is' if len(counts) == 1 else 'are'}"
     return f"{servers} now {role} of {slices} slice{'' if slices == 1 else 's'} more"

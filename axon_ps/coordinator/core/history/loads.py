@@ -1,12 +1,13 @@
 """The load of each member: bytes, memory and CPU as it reports them, lag and slices as the coordinator sees them. Pure.
 
-A member's heartbeat may have metrics. Those named below are understood; rates are taken of the totals.
+A member's heartbeat may have metrics. Those named below are understood. Rates are computed from the totals.
 
 Note: [Rates over whole steps]
-    A member sends in bursts, once a step, so a rate over the second between two heartbeats says nothing where steps
-    take longer. While a model steps, rates are taken over whole steps: from one decision to a later one. A total is
-    read at a heartbeat, so it is read when the burst around the decision is over: in the second half of a step. Where
-    steps are shorter than `SETTLED_S`, no heartbeat need come then, and rates are taken over `MOST_STEPS` and more.
+    A member sends in bursts, once a step. So a rate over the second between two heartbeats means nothing if steps take
+    longer. While a model steps, rates are computed over whole steps: from one decision to a later one. Totals come with
+    heartbeats, and a total is used if its heartbeat comes after the burst around the decision: in the second half of a
+    step. Steps shorter than `SETTLED_S` may have no heartbeat in that half. Then rates are computed over at least
+    `MOST_STEPS` steps.
 """
 
 from __future__ import annotations
@@ -31,10 +32,10 @@ CPU_S: Final = "cpu_s"
 _RATES: Final = {SENT_BYTES: "sent_bytes_per_s", RECEIVED_BYTES: "received_bytes_per_s", CPU_S: "cpu"}
 
 SETTLED_S: Final = 2.0
-"""Steps that take so long have a heartbeat in their second half."""
+"""Steps of at least this duration have a heartbeat in their second half."""
 
 MOST_STEPS: Final = 8
-"""After so many shorter steps rates are taken, in any part of one."""
+"""Number of shorter steps after which rates are computed, in any part of a step."""
 
 Place = tuple[Role, int]
 """Role and rank."""
@@ -47,9 +48,9 @@ class Load:
     Attributes:
         message: for readers.
         totals: its newest metrics.
-        begin: the metrics from which the next rates are taken.
-        begin_s: when those steps were over that are in them.
-        begin_at: the model that steps, and its step then; None = no model stepped.
+        begin: the metrics at the begin of the next rates.
+        begin_s: the end of the last step that is in these metrics.
+        begin_at: the model that steps, and its step at `begin_s`; None = no model stepped.
     """
 
     message: watch_pb2.MemberLoad
@@ -59,7 +60,7 @@ class Load:
     begin_at: tuple[int, int] | None = None
 
     def take_rates(self, at_s: float, rhythm: Rhythm | None) -> None:
-        """There are new totals; see Note: [Rates over whole steps]."""
+        """Compute the rates from new totals; see Note: [Rates over whole steps]."""
         goes_on = rhythm is None
         if rhythm is not None:
             goes_on = self.begin_at is not None and self.begin_at[0] == rhythm.model
@@ -81,7 +82,7 @@ class Load:
 
 
 class Loads:
-    """The members, and about which something is new since `take_new`."""
+    """The loads of all members, and those that have changed since `take_new`."""
 
     def __init__(self) -> None:
         self._loads: dict[Place, Load] = {}
@@ -89,7 +90,7 @@ class Loads:
         self._measured: set[Place] = set()
 
     def measured(self, place: Place, metrics: Mapping[str, float], at_s: float, rhythm: Rhythm | None = None) -> None:
-        """A member has reported its metrics, while a model steps, or none does."""
+        """Take the metrics that a member has reported; `rhythm` is that of a model that steps."""
         load = self._load(place)
         load.totals = dict(metrics)
         load.take_rates(at_s, rhythm)
@@ -98,7 +99,7 @@ class Loads:
         self._measured.add(place)
 
     def changed(self, place: Place, **values: float) -> None:
-        """The coordinator has seen something of a member."""
+        """Set values that the coordinator has determined for a member."""
         load = self._loads.get(place) or self._load(place)
         for name, value in values.items():
             if getattr(load.message, name) != value:
@@ -106,22 +107,22 @@ class Loads:
                 self._new.add(place)
 
     def only(self, members: set[Place]) -> None:
-        """These are the members now."""
+        """Forget all but these members."""
         self._loads = {place: load for place, load in self._loads.items() if place in members}
 
     def bytes_per_s(self) -> float | None:
-        """Bytes a second that all members send together; None = none reports it."""
+        """Return the bytes per second that all members send together; None = no member reports it."""
         known = [load.message.sent_bytes_per_s for load in self._loads.values() if SENT_BYTES in load.totals]
         return sum(known) if known else None
 
     def take_new(self) -> list[watch_pb2.MemberLoad]:
-        """The members about which something is new since the last call of this."""
+        """Return the loads that have changed since the last call of this method."""
         new, self._new = self._new, set()
         measured, self._measured = self._measured, set()
         return [_message(load, with_metrics=p in measured) for p, load in self._loads.items() if p in new]
 
     def everything(self) -> list[watch_pb2.MemberLoad]:
-        """All of them."""
+        """Return the loads of all members."""
         return [_message(load, with_metrics=True) for load in self._loads.values()]
 
     def _load(self, place: Place) -> Load:

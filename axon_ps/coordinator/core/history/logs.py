@@ -1,7 +1,7 @@
-"""The log of the job's processes, in bounded memory, however much one of them logs. Pure.
+"""The log of the job's processes, in bounded memory. Pure.
 
-Where there is no more room, the oldest records of that process give way that has the most of it: one that logs without
-end pushes out its own records, and not the others'. A process that is gone is still in the log.
+When it is full, the oldest records of the process with most bytes are dropped. So a process that logs without end loses
+its own records, and not the others'. The log keeps the records of former members.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ PAGE_RECORDS: Final = 500
 PAGE_BYTES: Final = 1 << 19
 
 _RECORD_BYTES: Final = 512
-"""What a record takes beside its contents, about."""
+"""Approximate bytes of a record beside its contents."""
 
 _WARNING: Final = 30
 _MAX_LEVEL: Final = 1000
 
 Process = tuple[int, int]
-"""Role, as of the schema, and rank."""
+"""Role, with the numbers of the schema, and rank."""
 
 COORDINATOR: Final[Process] = (0, 0)
 
@@ -37,7 +37,7 @@ class Logs:
     """The log of a job since this coordinator leads.
 
     Attributes:
-        dropped: how many records are not there any more.
+        dropped: number of dropped records.
     """
 
     def __init__(self) -> None:
@@ -49,13 +49,13 @@ class Logs:
         self._number = 0
 
     def add(self, process: Process, node: str, records: Sequence[logs_pb2.LogRecord], dropped: int = 0) -> None:
-        """A process has logged.
+        """Add records of a process.
 
         Args:
             process: role and rank; see `COORDINATOR`.
-            node: where it is.
-            records: what it has logged.
-            dropped: how many records it has dropped before these.
+            node: its node.
+            records: its newest records.
+            dropped: the number of records that it has dropped before these.
         """
         if dropped:
             text = f"{dropped} records of this process are missing here: it logs more than the job's log takes"
@@ -82,7 +82,7 @@ class Logs:
             self._make_room()
 
     def after(self, number: float) -> tuple[Sequence[logs_pb2.LogRecord], bool]:
-        """The records after a number, as many as fit into a reply, and whether there are more."""
+        """Return the records after a number that fit into a reply, and True if there are more."""
         begin = end = bisect_right(self._records, number, key=lambda record: record.number)
         size = 0
         while end < len(self._records) and end - begin < PAGE_RECORDS and size < PAGE_BYTES:
@@ -91,7 +91,7 @@ class Logs:
         return self._records[begin:end], end < len(self._records)
 
     def _make_room(self) -> None:
-        """Drop the oldest records of the process that has most, until a tenth of the space is free."""
+        """Drop the oldest records of the process with most bytes, until a tenth of the capacity is free."""
         dropped = set()
         while self._total > 0.9 * MAX_BYTES:
             process = max(self._bytes, key=self._bytes.__getitem__)

@@ -10,22 +10,22 @@ from axon_ps.coordinator.core.steps.decision import format_ranks
 from axon_ps.wire.events import JobPhase, Status
 
 STALLED_S: Final = 10.0
-"""A job whose next step has not committed for so long, and for `STALLED_STEPS`, has stalled."""
+"""A job whose next step has not committed for this long, and for `STALLED_STEPS`, has stalled."""
 
 STALLED_STEPS: Final = 5
 
 FIRST_STEP_S: Final = 60.0
-"""So long a step may take before it is known how long one takes."""
+"""Seconds that a step may take while the duration of a step is unknown."""
 
 
 def with_phase(status: Status, *, stepped: bool, step_s: float, since_s: float) -> Status:
-    """A status with its phase, and with the words for it.
+    """Return a status with its phase and headline.
 
     Args:
         status: everything else.
-        stepped: whether a step has committed since every member is there.
-        step_s: how long a step takes; 0 = unknown.
-        since_s: since when no step has committed while every member is there.
+        stepped: whether a step has committed since the membership is complete.
+        step_s: seconds of a step; 0 = unknown.
+        since_s: seconds without a committed step while the membership is complete.
     """
     phase = _phase(status, stepped=stepped, step_s=step_s, since_s=since_s)
     headline = _headline(phase, status, since_s)
@@ -72,7 +72,7 @@ def _waits_for(status: Status) -> str:
 
 
 def _flaws(status: Status) -> list[str]:
-    """Troubles beside the phase."""
+    """Return troubles beside the phase, as text."""
     lacking = sum(model.lacking for model in status.models if model.initialized)
     slices = sum(model.slices for model in status.models)
     flaws = [f"{lacking} of {slices} slices lack copies"] if lacking else []

@@ -15,21 +15,21 @@ WINDOW_S: Final = 1.0
 """The shortest window of a rate."""
 
 MAX_STEPS: Final = 512
-"""The most steps in a window: where a thousand are made in a second, those of half a second are enough."""
+"""The most steps in a window: at a thousand steps a second, those of half a second are enough."""
 
 STEPS_AMISS: Final = 3
-"""A model whose next step takes so many times as long as those before does not step at present."""
+"""A model whose next step takes this many times as long as those before does not step at present."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rhythm:
-    """The rhythm of a model at a moment, for what is measured beside its steps.
+    """The rhythm of a model's steps at a moment, for measurements over whole steps.
 
     Attributes:
-        model: which model.
-        steps: how many steps it has made.
-        since_s: since when the newest step is made.
-        step_s: how long a step takes.
+        model: number of the model.
+        steps: number of its steps.
+        since_s: seconds since the newest step.
+        step_s: seconds of a step.
     """
 
     model: int
@@ -52,13 +52,13 @@ class StepRate:
         self._step_s: float | None = 0.0
 
     def made(self, now: float) -> None:
-        """A step is made."""
+        """Count a step."""
         self._made_s.append(now)
         self._steps += 1
         self._step_s = None
 
     def steps_per_s(self, now: float) -> float:
-        """The rate now; 0 = unknown, before the second step."""
+        """Return the rate now; 0 = unknown, before the second step."""
         steps, first_s = self._window(now)
         if not steps or now <= first_s:
             return 0.0
@@ -75,7 +75,7 @@ class StepRate:
         return self._step_s
 
     def rhythm(self, now: float) -> Rhythm | None:
-        """The rhythm now; None = the model does not step."""
+        """Return the rhythm now; None = the model does not step."""
         if not (step_s := self.step_s):
             return None
         since_s = now - self._made_s[-1]
@@ -84,7 +84,7 @@ class StepRate:
         return Rhythm(model=self._model, steps=self._steps, since_s=since_s, step_s=step_s)
 
     def _window(self, now: float) -> tuple[int, float]:
-        """The number of steps in the window, and its begin: with a step, and with one more after it."""
+        """Return the number of steps in the window, and its begin. It begins at the end of the step before these."""
         steps, first_s = 0, 0.0
         for before_s in islice(reversed(self._made_s), 1, None):
             steps, first_s = steps + 1, before_s

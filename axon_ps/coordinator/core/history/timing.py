@@ -1,8 +1,8 @@
-"""The times at which members completed steps: the last one, the others' wait for it, and the habitual last. Pure.
+"""The times at which workers completed steps: the last worker, the others' wait for it, and the usual last one. Pure.
 
 A step's time has three phases: until the first worker has computed and pushed everything, from then until the last
-one has, and from then until the servers have every sum. The last worker's *marginal* time is how much earlier the
-second phase had ended without it.
+worker has, and from then until the servers have every sum. Without the last worker, the second phase would have ended
+earlier by that worker's *marginal* time.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Final
 
 SCORED_STEPS: Final = 100
-"""Over how many steps workers are scored."""
+"""Newest steps over which workers are scored."""
 
 SMOOTHING: Final = 0.1
 """Weight of the newest step in a worker's lag."""
@@ -34,12 +34,12 @@ class Timing:
     """The arrivals in the present step of each model, and the scores of the workers."""
 
     def __init__(self) -> None:
-        self._arrivals: dict[int, tuple[int, dict[int, float]]] = {}  # by model: the step, and when by rank
+        self._arrivals: dict[int, tuple[int, dict[int, float]]] = {}  # by model: the step, and times by rank
         self._last: deque[tuple[int, float]] = deque(maxlen=SCORED_STEPS)
         self.lag_s: dict[int, float] = {}
 
     def arrived(self, ranks: Sequence[int], model: int, step: int, now: float) -> None:
-        """Workers have computed everything of a step, or have pushed it; the first time counts."""
+        """Note that workers have computed or pushed everything of a step; the first time counts."""
         present, arrivals = self._arrivals.get(model, (-1, {}))
         if step > present:
             arrivals = {}
@@ -49,7 +49,7 @@ class Timing:
                 arrivals.setdefault(rank, now)
 
     def decided(self, model: int, step: int, began: float, now: float, *, commits: bool) -> Phases:
-        """The phases of a step that was decided; those of a step that does not commit count for no member."""
+        """Return the phases of a decided step. If it does not commit, they do not count in the scores."""
         present, arrivals = self._arrivals.pop(model, (-1, {}))
         if present != step or not arrivals:
             return Phases()
@@ -70,7 +70,7 @@ class Timing:
         )
 
     def scores(self) -> dict[int, tuple[int, float]]:
-        """By rank: in how many of the newest steps it was the last, and what that cost, in seconds."""
+        """Return by rank the newest steps in which it was the last, and the marginal seconds of these."""
         found: dict[int, tuple[int, float]] = {}
         for rank, marginal_s in self._last:
             count, cost_s = found.get(rank, (0, 0.0))
@@ -78,6 +78,6 @@ class Timing:
         return found
 
     def forget(self, rank: int) -> None:
-        """A worker is gone."""
+        """Forget a former worker."""
         self.lag_s.pop(rank, None)
         self._last = deque((entry for entry in self._last if entry[0] != rank), maxlen=SCORED_STEPS)

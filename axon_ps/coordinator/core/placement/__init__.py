@@ -1,1 +1,1 @@
-"""Placement of slices on shard servers: the moves, their times, and servers that come and go."""
+"""Placement of slices on shard servers: the moves, their times, and servers that join and leave."""

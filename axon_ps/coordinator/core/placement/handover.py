@@ -1,9 +1,9 @@
-"""Shard servers that come and go between two steps, so that none is aborted. Pure.
+"""Shard servers that join and leave between two steps, so that no step is aborted. Pure.
 
-A change of members makes a new generation, which ends the steps under way. A shard server that wants to join a job
-that is training, and one that was drained, can wait: the decision on the next step names the generation that begins
-with the step after it, so every worker takes its next ticket in that. When the members change for another reason, they
-come and go with that change; and when no step ends for much longer than steps take, they do so all the same.
+A change of members makes a new generation, which ends the steps under way. A shard server that wants to join a training
+job, or that was drained, can wait. The decision on the next step names the generation that begins with the step after
+it, so every worker takes its next ticket in that generation. When the members change for another reason, the waiting
+servers join and leave with that change. They also do so when no step ends for much longer than steps take.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from axon_ps.wire.events import JoinRequest
 
 LEAST_PATIENCE_S, MOST_PATIENCE_S = 5.0, 45.0
-"""How long, at least and at most, a change of shard servers waits for the end of a step; a joiner waits a minute."""
+"""Least and most seconds for which a change of shard servers waits for the end of a step; a joiner waits a minute."""
 
 STEPS_OF_PATIENCE = 3.0
-"""In between: so many times as long as the last step took."""
+"""Multiple of the last step's duration for which it waits, between these bounds."""
 
 
 @dataclass(frozen=True)
@@ -33,8 +33,8 @@ class Handover:
     """The shard servers that wait.
 
     Attributes:
-        joining: by their session.
-        leaving: since when, by rank.
+        joining: by session.
+        leaving: by rank, the time since which they wait.
     """
 
     def __init__(self) -> None:
@@ -44,29 +44,29 @@ class Handover:
         self._step_ended = math.inf
 
     def step_ends(self, now: float) -> None:
-        """A step ends."""
+        """Note the end of a step."""
         step_s, self._step_ended = max(0.0, now - self._step_ended), now
         self._patience_s = min(max(LEAST_PATIENCE_S, STEPS_OF_PATIENCE * step_s), MOST_PATIENCE_S)
 
     def __len__(self) -> int:
-        """The number of generations that it takes to let all of them come and go."""
+        """Return the number of generations that it takes to let all of them join and leave."""
         return len(self.joining) + len(self.leaving)
 
     def waiting(self, incarnation: str) -> list[int]:
-        """The sessions on which a process waits to join."""
+        """Return the sessions on which a process waits to join."""
         return [session for session, joining in self.joining.items() if joining.request.incarnation == incarnation]
 
     def overdue(self, now: float) -> bool:
-        """Whether one of them has waited long enough."""
+        """Return True if one of them has waited for too long."""
         return now >= self.next_deadline()
 
     def next_deadline(self) -> float:
-        """When one of them will have; inf when there is none."""
+        """Return the time at which one of them will have waited for too long; inf when none waits."""
         since = [joining.since for joining in self.joining.values()] + list(self.leaving.values())
         return min(since, default=math.inf) + self._patience_s
 
     def pending(self) -> list[str]:
-        """The reasons for waiting, as text."""
+        """Return the reasons for waiting, as text."""
         found = [f"shard server {rank} is empty and leaves after this step" for rank in sorted(self.leaving)]
         addresses = [joining.request.address for joining in self.joining.values()]
         return [*found, *(f"the shard server at {address} joins after this step" for address in addresses)]

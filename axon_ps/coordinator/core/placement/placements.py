@@ -1,22 +1,22 @@
 """The holders of every model's slices: copies are made, primaries swapped, servers emptied during training. Pure.
 
-`rebalance.plan_moves` says what is to be done; here is when, and what follows from it: the placement changes, members
-learn of it, and reports that shard servers made under the one before count no more.
+`rebalance.plan_moves` plans the moves. This module times and performs them: the placement changes, members are told,
+and reports that shard servers made under the previous placement count no more.
 
 Note: [When a placement may change]
-    Members see a placement at the same place among the decisions. A copy may begin at any time, since the step under
-    way then waits for it (`shard.server.copying`), and a backup may be dropped at any time. Workers push to primaries,
-    so these are swapped only between two steps: the placement is sent just before the decision that ends a step, when
-    every worker has voted. Where replicas step asynchronously there is no such moment, and primaries are only swapped
-    when a server dies.
+    All members see a placement at the same position among the decisions. A copy may begin at any time, since the step
+    under way is then not decided before the copy is complete (`shard.server.copying`). A backup may be dropped at any
+    time. Workers push to primaries, so these are swapped only between two steps: the placement is sent just before the
+    decision that ends a step, when every worker has voted. With asynchronous replicas there is no such moment, and
+    primaries are only swapped when a server dies.
 
 Note: [Copies and steps]
-    A step that is ready before a copy is complete waits for it. So that a job spends little of its time in that, no
+    A step that is ready before a copy is complete is decided after it. To keep the time lost in this way small, no
     copies are begun for `REST` times as long as the last ones took.
 
 Note: [Models that are cut alike]
-    A model may take the values of another one that is cut alike, on each server (`CopyFrom`). So what holds slices of
-    the first of such models holds those of the others, too.
+    A model may take the values of another model that is cut alike, on each server (`CopyFrom`). So a server that holds
+    slices of the first of such models also holds those of the others.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ from axon_ps.types import Member, Role
 from axon_ps.wire.events import Copied
 
 REST = 4.0
-"""No copies are begun for so many times as long as the last ones took."""
+"""Length of the pause after copies, as a multiple of their duration."""
 
 LOOK_AGAIN_S = 10.0
-"""How often servers that had no memory for more slices are looked at again."""
+"""Seconds between two checks of servers that had no memory for more slices."""
 
 BUDGET_NUMEL = 1 << 21
 """Elements of the slices of a model that may be copied at a time; one slice always may."""
@@ -49,14 +49,14 @@ class Placements:
     """The placements of all models.
 
     Args:
-        replication: how many shard servers shall hold each slice.
+        replication: the number of shard servers that shall hold each slice.
         assembly: the members.
         models: the models of the job.
         snapshots: the checkpoint being written.
         out: gets the records to write and the events to send.
 
     Attributes:
-        unshown: returns the ranks of the servers that have not shown yet that they work: they get no slices.
+        unshown: returns the ranks of the servers that have not been shown to work yet: they get no slices.
     """
 
     def __init__(self, replication: int, assembly: Assembly, models: Models, snapshots: Snapshots, out: Outbox) -> None:
@@ -66,15 +66,15 @@ class Placements:
         self._snapshots = snapshots
         self._out = out
         self.unshown: Callable[[], frozenset[int]] = frozenset
-        self._settled: dict[int, object] = {}  # by model, under what there was nothing to do
-        self._short: set[int] = set()  # the models of which some servers have no memory for more slices
-        self._began = math.inf  # when the copies under way were begun
+        self._settled: dict[int, object] = {}  # by model, the inputs under which no move was left
+        self._short: set[int] = set()  # the models for which some servers have no memory for more slices
+        self._began = math.inf  # the start of the copies under way
         self._rest_until = -math.inf
 
     # ------------------------------------------------------------------ events
 
     def copied(self, entry: RosterEntry, report: Copied, now: float) -> None:
-        """A shard server has got slices."""
+        """Take a shard server's report that it has copied slices."""
         model = self._models.get(report.model)
         if model is not None and model.registration.copied(entry.member, report, self._assembly.shards()):
             self._assembly.counters["slices_copied"] += len(report.slices)
@@ -84,18 +84,18 @@ class Placements:
             self.plan(now)
 
     def cancel_copies(self, member: Member) -> None:
-        """The session of a shard server was broken."""
+        """Cancel the copies to a shard server with a broken session."""
         for model in self._models:
             if model.registration.cancel_copies(member.rank):
                 self.changed(model)
 
     def plan(self, now: float, *, ending: Model | None = None) -> None:
-        """Do what is to be done and can be done now.
+        """Perform the moves that are possible now.
 
         Args:
             now: the time.
-            ending: the model whose step has been decided, while no member knows: primaries are swapped in its placement
-                alone, and no copy is begun, since the step does not wait for it.
+            ending: the model whose step has been decided, before the decision is sent: primaries are swapped in its
+                placement alone. No copy is begun then, since the decided step cannot wait for it.
         """
         if not self._assembly.membership.complete:
             return
@@ -129,18 +129,18 @@ class Placements:
                 self.changed(model)
 
     def next_deadline(self) -> float:
-        """When `plan` may have something to do; inf when nothing is waited for."""
+        """Return the next time at which `plan` may perform a move; inf when there is none."""
         waits = self._rest_until > -math.inf and not self._under_way()
         return self._rest_until if waits else math.inf
 
     def tick(self, now: float) -> None:
-        """Time has passed."""
+        """Plan again when the pause after copies is over."""
         if now >= self._rest_until and self._rest_until > -math.inf and not self._under_way():
             self._rest_until = -math.inf
             self.plan(now)
 
     def emptied(self) -> list[RosterEntry]:
-        """The draining shard servers that hold nothing any more."""
+        """Return the draining shard servers that hold nothing any more."""
         if not self._assembly.draining:
             return []
         held = {rank for model in self._models.registered for rank in model.registration.placement.servers}
@@ -148,7 +148,7 @@ class Placements:
         return [e for e in (a.shard(rank) for rank in sorted(a.draining - held)) if e is not None]
 
     def pending(self) -> list[str]:
-        """The work under way, as text."""
+        """Return the work under way, as text."""
         found = []
         for model in self._models.registered:
             lacking = model.registration.placement.lacking(self._wanted)
@@ -170,7 +170,7 @@ class Placements:
         return any(m.registration.placement.is_copied for m in self._models.registered)
 
     def changed(self, model: Model) -> None:
-        """A model has another placement: reports count no more, and members learn of it."""
+        """Publish a model's new placement: earlier reports count no more, and all members get it."""
         model.attempts.forget_reports()
         self._out.persist([records.parameters_record(model.number, model.registration.parameters)])
         self._assembly.announce(model, full=False)
@@ -187,12 +187,12 @@ class Placements:
         return plan_moves(r.placement, r.slice_numels, a.servers(), a.draining, self._replication, BUDGET_NUMEL, none)
 
     def _full(self, model: Model) -> frozenset[int]:
-        """Ranks of the servers that have no memory for more slices of a model."""
+        """Return the ranks of the servers that have no memory for more slices of a model."""
         a = self._assembly
         return a.room().full(model) | {e.member.rank for e in a.roster.of_role(Role.SHARD) if e.full}
 
     def _follows(self, model: Model) -> Model:
-        """The first model that is cut alike."""
+        """Return the first model that is cut alike."""
         spec = model.registration.spec
         assert spec is not None
         for other in self._models.registered:
@@ -202,7 +202,7 @@ class Placements:
         return model
 
     def _follow(self, model: Model, lead: Model) -> Iterator[Move]:
-        """The moves that bring a model's slices to where those of another are."""
+        """Yield the moves that give a model's slices the holders of another's."""
         for index, (h, theirs) in enumerate(
             zip(model.registration.placement.holders, lead.registration.placement.holders, strict=True)
         ):

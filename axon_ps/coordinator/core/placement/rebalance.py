@@ -1,21 +1,21 @@
-"""The moves of copies (made, swapped, dropped) that give every slice enough and all servers as much. Pure.
+"""The moves of copies (made, swapped, dropped) that give every slice enough copies, and all servers equal loads. Pure.
 
-`plan_moves` looks at the placement as it is and returns what to do now; the caller does it and asks again after every
-change. Nothing is remembered between two calls: a copy that was begun is in the placement, and one slice too many is
-recognized by its number of holders.
+`plan_moves` returns the moves that are possible now for the present placement. The caller performs them, and calls it
+again after every change. No state is kept between two calls: a copy that was begun is in the placement, and a slice
+with one copy too many has one holder too many.
 
 Note: [The moves end]
-    A slice moves in three calls: a copy is made, the primary is swapped if it is the one to go, a holder is dropped.
-    Who goes is decided at the end, from the loads of then: the most loaded one. That no sequence of moves repeats
-    follows from the sum of the squares of the loads, as they will be when every slice has given up its extra holder.
-    Slices begin to move only when none has an extra holder, and no server holds two that move, or holds one and gets
-    another. Each move lowers the sum if the server F that it is taken from drops it: `load[F] - load[target] > numel`
-    with the other moves counted. If another holder X is more loaded when the time comes and is dropped in place of F,
-    the sum is lower still: no other move changes the load of X, and the load of F still counts this slice. A move for
-    the sake of nodes may raise the sum, but the slice is on more nodes than before for good.
+    A slice moves in three calls: a copy is made, the primary is swapped if it is to go, a holder is dropped. The holder
+    to drop is chosen at the end, from the loads at that time: it is the most loaded one. No sequence of moves repeats,
+    because of the sum of the squares of the loads, as they will be when every slice has given up its extra holder.
+    Slices begin to move only when none has an extra holder. No server then holds two moving slices, or holds one and
+    gets another. Each move lowers the sum if its source F drops the slice: `load[F] - load[target] > numel` with the
+    other moves counted. If another holder X is more loaded by then and is dropped instead of F, the sum is lower still:
+    no other move changes the load of X, and the load of F still counts this slice. A move to another node may raise the
+    sum, but the slice is on more nodes than before for good.
 
-    One slice a server also leaves the backups of each server spread evenly (see Note: [Declustered backups]); with more
-    at a time, most slices of a server that was added were also on one and the same other server.
+    With one moving slice a server, backups also stay evenly spread (see Note: [Declustered backups]). With more at a
+    time, most slices of an added server would also be on one and the same other server.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ EVEN = 16
 
 
 BUDGET_SLICES = 256
-"""Slices of a model that may be on their way at a time: each costs a call and a report, however small it is."""
+"""Slices of a model that may be copied at a time: each costs a call and a report, independent of its size."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ class Promote:
 
 @dataclass(frozen=True, slots=True)
 class Drop:
-    """A server that is not the primary gives a slice up, or stops to get it (`Holders.without`).
+    """Have a server that is not the primary give a slice up, or cancel its copy (`Holders.without`).
 
     Attributes:
         index: number of the slice.
@@ -87,11 +87,11 @@ def plan_moves(
     budget_numel: int,
     full: frozenset[int] = frozenset(),
 ) -> list[Move]:
-    """The moves for now: at most one a slice, all possible together. Equal arguments give equal moves.
+    """Return the moves for now: at most one a slice, all possible together. Equal arguments give equal moves.
 
-    In this order: slices with too few holders are copied, those in the greatest danger first; draining servers and
-    those with more than wanted give slices up; primaries are evened out; and when nothing of this is left or under
-    way, slices move to other nodes and then to less loaded servers.
+    They are planned in this order. Slices with too few holders are copied, those with the fewest first. Draining
+    servers give slices up, and so do holders beyond the wanted number. Primaries are evened out. When none of these
+    moves is left or under way, slices move to other nodes and then to less loaded servers.
 
     A slice whose primary is not live (no other server has it) gets no move.
 
@@ -99,9 +99,9 @@ def plan_moves(
         placement: the holders of every slice.
         numels: elements of each slice.
         servers: the live shard servers.
-        draining: ranks of those that are to give everything up. If all are, nothing moves.
-        replication: how many servers shall hold each slice; all that do not drain if they are fewer.
-        budget_numel: elements that may be on their way at a time, of `BUDGET_SLICES` slices; one slice always may.
+        draining: ranks of the servers that are to give everything up. If all are, nothing moves.
+        replication: the number of servers that shall hold each slice; all that do not drain if they are fewer.
+        budget_numel: elements that may be copied at a time, of `BUDGET_SLICES` slices; one slice always may.
         full: ranks of the servers that have no memory for more slices: they get none.
     """
     planner = _Planner(placement, numels, servers, draining, replication, budget_numel)
@@ -134,9 +134,9 @@ class _Planner:
         self._holders, self._numels, self._budget_numel = placement.holders, numels, budget_numel
         self._load: Counter[int] = Counter()  # elements that a server holds or gets
         self._primary_load: Counter[int] = Counter()
-        self._sending: Counter[int] = Counter()  # elements on their way from a primary
-        self._under_way = 0  # all of them
-        self._copies = 0  # slices on their way
+        self._sending: Counter[int] = Counter()  # elements being copied, by primary
+        self._under_way = 0  # elements being copied
+        self._copies = 0  # slices being copied
         self._unsettled: list[tuple[int, Holders]] = []  # slices whose holders are not as wanted
         self._survey()
 
@@ -164,7 +164,7 @@ class _Planner:
         self._copies = sum(len(h.copying) for _, h in self._unsettled)
 
     def replicate(self) -> None:
-        """Copy slices with too few holders: those with the fewest first, from one primary after the other."""
+        """Copy slices with too few holders: those with the fewest first, alternating between primaries."""
         missing = [(self._complete(h), i, h) for i, h in self._unsettled if len(self._on_usable(h)) < self._wanted]
         missing.sort(key=lambda m: (len(m[0]), m[1]))
         sent = self._sending.copy()
@@ -174,12 +174,12 @@ class _Planner:
             sent[h.primary] += self._numels[index]
         for _, _, index, h in sorted(order, key=lambda m: m[:3]):
             if not self._fits(index):
-                return  # a smaller one does not overtake: a slice in greater danger would wait for ever
+                return  # else smaller slices could overtake one with fewer copies for ever
             if self._candidates(h):
                 self._copy(index, self._choose(h))
 
     def release(self) -> None:
-        """Draining servers, and servers that hold one copy too many, give slices up."""
+        """Have draining servers, and holders beyond the wanted number, give slices up."""
         for index, h in self._unsettled:
             if index in self.moves:
                 continue
@@ -205,7 +205,7 @@ class _Planner:
             self._drop(index, rank)
 
     def even_primaries(self) -> None:
-        """A backup becomes primary where that makes the primaries' loads of the two servers more even."""
+        """Make a backup the primary where that evens out the primary loads of the two servers."""
         load = self._primary_load
         least, tolerance = min(load[rank] for rank in self.usable), self._tolerance(load)
         if max(load.values(), default=0) - tolerance <= least:
@@ -218,9 +218,9 @@ class _Planner:
                     self._promote(index, better)
 
     def move(self) -> None:
-        """Slices move where that puts them on more nodes, or else makes the loads more even. See Note: [The moves end].
+        """Move slices onto more nodes, or else from more to less loaded servers. See Note: [The moves end].
 
-        What moves has one holder more than wanted from now on, until `release` drops one.
+        A moving slice has one holder more than wanted, until `release` drops one.
         """
         if self._unsettled:
             return
@@ -250,7 +250,7 @@ class _Planner:
                 self._copy(index, target)
 
     def _best_move(self, source: int, tolerance: int, givers: Set[int], targets: Set[int]) -> tuple[int, int] | None:
-        """A slice of a server, and the least loaded server that it may move to: it evens the two out best."""
+        """Return a slice of `source`, and the least loaded server that it may move to; it evens the two out best."""
         load, numels = self._load, self._numels
         busy = givers | targets
         mine = [
@@ -272,13 +272,13 @@ class _Planner:
         return None
 
     def _may(self, h: Holders, source: int, target: int) -> bool:
-        """Whether a slice is on as many nodes as before if it moves."""
+        """Return True if a slice would be on as many nodes as before after a move."""
         moved = (target if rank == source else rank for rank in h.complete)
         return self._nodes_of(moved) >= self._nodes_of(h.complete)
 
     @cached_property
     def _between(self) -> Counter[tuple[int, int]]:
-        """Elements by (primary, backup)."""
+        """The elements of each (primary, backup)."""
         between: Counter[tuple[int, int]] = Counter()
         for h, numel in zip(self._holders, self._numels, strict=True):
             first = self._first(h)
@@ -288,11 +288,11 @@ class _Planner:
         return between
 
     def _first(self, h: Holders) -> int:
-        """The primary, or the backup that will be when the primary has drained."""
+        """Return the primary, or the backup that will be primary when this one has drained."""
         return next((rank for rank in h.complete if rank in self.usable), h.primary)
 
     def _tolerance(self, load: Counter[int]) -> int:
-        """The difference of loads that nothing is done about: never more than the largest slice."""
+        """Return the tolerated difference of loads: never more than the largest slice."""
         mean = sum(load[rank] for rank in self.usable) // len(self.usable)
         return min(max(self._numels, default=0), mean // EVEN)
 
@@ -310,7 +310,7 @@ class _Planner:
         return not self._under_way or (small and self._copies < BUDGET_SLICES)
 
     def _candidates(self, h: Holders) -> list[Server]:
-        """The servers that a slice may be copied to."""
+        """Return the servers that a slice may be copied to."""
         return [s for s in self.usable.values() if s.rank not in self.full and s.rank not in h.servers]
 
     def _choose(self, h: Holders) -> int:
@@ -325,7 +325,7 @@ class _Planner:
         self._copies += 1
 
     def _promote(self, index: int, ranks: Iterable[int]) -> None:
-        """The one of `ranks` with the fewest elements as primary becomes the primary."""
+        """Make the server of `ranks` with the fewest elements as primary the primary."""
         rank = min(ranks, key=lambda r: (self._primary_load[r], r))
         self.moves[index] = Promote(index, rank)
         self._primary_load[self._holders[index].primary] -= self._numels[index]

@@ -1,7 +1,7 @@
-"""Whether the shard servers have the memory for what they are to hold: asked before anything is durable. Pure.
+"""Checks that the shard servers have enough memory, made before anything is durable. Pure.
 
-Servers say when they join, and with every heartbeat, how much they could still allocate and how much they have in RAM
-already. Servers of one machine share what is available (`ServerMemory.pool`), so they are counted together.
+Servers report when they join, and with every heartbeat, the bytes that they can still allocate and the bytes that they
+have in RAM. Servers of one machine share the available memory (`ServerMemory.pool`), so they are counted together.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ WHAT_TO_DO = (
 
 
 class Room:
-    """The memory of the shard servers, and what the models take of it.
+    """The memory of the shard servers, and the part that the models take.
 
     Args:
         models: the models of the job.
-        servers: those that are there.
+        servers: the live shard servers.
         replicas: of the job.
     """
 
@@ -42,7 +42,7 @@ class Room:
     def sizes(
         self, model: Model, spec: JobSpec | None = None, optimizer: OptimizerSpec | None = None
     ) -> tuple[int, ...]:
-        """Bytes of each slice of a model, with another spec or optimizer than it has if one is given."""
+        """Return the bytes of each slice of a model, with its own spec and optimizer unless others are given."""
         r = model.registration
         spec = spec or r.spec
         assert spec is not None
@@ -55,12 +55,12 @@ class Room:
         spec: JobSpec | None = None,
         optimizer: OptimizerSpec | None = None,
     ) -> None:
-        """Check that the servers can hold models as they are to be, beside the others as they are.
+        """Check that the servers can hold changed models, beside the others.
 
         Args:
-            changes: by number, the models that change, and where their slices are to be.
-            what: what is to be done, for the error.
-            spec, optimizer: of what changes, where they are not those that it has.
+            changes: by number, the models that change, and their future placements.
+            what: the change as a noun phrase, for the error.
+            spec, optimizer: of the changed models, if not their own.
 
         Raises:
             Busy: there is not enough memory; the message has the bytes that each server needs and has.
@@ -78,7 +78,7 @@ class Room:
             raise Busy(f"{what} is refused, nothing has changed: {'; '.join(short)}; {WHAT_TO_DO}")
 
     def check_there(self, placement: Placement, what: str) -> None:
-        """Check that all servers of a placement are there, and so have said what they can hold.
+        """Check that all servers of a placement are live, and so have reported their memory.
 
         Raises:
             MemberLost: one is not.
@@ -89,7 +89,7 @@ class Room:
             )
 
     def full(self, model: Model) -> frozenset[int]:
-        """Ranks of the servers that have no room for the largest slice of a model beside what they hold."""
+        """Return the ranks of the servers without free memory for the largest slice of a model."""
         largest, taken, found = max(self.sizes(model), default=0), self._taken(set()), set[int]()
         for ranks, free in self._pools():
             if sum(taken[rank] for rank in ranks) + largest > free:
@@ -97,7 +97,7 @@ class Room:
         return frozenset(found)
 
     def _taken(self, without: set[int]) -> Counter[int]:
-        """Bytes that every server holds of the models, or is to hold; of those that it can hold."""
+        """Return the bytes that every server holds, or is to hold, of the models that fit."""
         taken: Counter[int] = Counter()
         for model in self._models.registered:
             r = model.registration
@@ -106,7 +106,7 @@ class Room:
         return taken
 
     def _pools(self) -> Iterable[tuple[list[int], int]]:
-        """Per pool of memory its servers, and the bytes that they can have together."""
+        """Yield for each pool of memory its servers, and the bytes that they can have together."""
         pools: defaultdict[str, dict[int, ServerMemory]] = defaultdict(dict)
         for rank, entry in self._servers.items():
             if (memory := entry.newest_memory) is not None:

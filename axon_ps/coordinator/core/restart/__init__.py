@@ -1,1 +1,1 @@
-"""A coordinator that comes back: who is let in when, and what members know that its state does not. Pure."""
+"""The return of a coordinator: the order of joins, and the members' newer knowledge of the job. Pure."""

@@ -1,10 +1,11 @@
-"""Processes that have come back after the coordinator's restart, before anybody is let in. Pure.
+"""Processes that have come back after the coordinator's restart, before any is let in. Pure.
 
 Note: [Coming back together]
-    A restarted coordinator does not know who lives, nor whether its state is the newest: see `knowledge`. It hears both
-    from the shard servers that the state has as members. So all that come wait until these have come, or have had a
-    lease for it; no step can be decided before, either. Then they are let in, in the order in which they came.
-    Announced before, a generation could have a number that there was, and an abort be of a step that has committed.
+    A restarted coordinator does not know the live members, nor if its state is the newest: see `knowledge`. It learns
+    both from the shard servers that are members in its state. So all processes that come wait until these servers have
+    come, or until a lease is over; no step can be decided before, either. Then they are let in, in the order in which
+    they came. A generation announced earlier could repeat the number of another one, and abort a step that has
+    committed.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ class Comeback:
 
     Args:
         roster: the members of the state.
-        until: when their leases are over.
-        let_in: lets a process in: its session, its role, how it asks and the time.
+        until: the time at which their leases are over.
+        let_in: lets a process in: its session, its role, its request and the time.
         out: the actions.
     """
 
@@ -38,15 +39,15 @@ class Comeback:
         self._until = until if roster.awaited(Role.SHARD) else _OVER
 
     def away(self) -> list[Member]:
-        """The members of the state that have not come since the restart."""
+        """Return the members of the state that have not come since the restart."""
         here = {request.incarnation for _, request in self._waiting.values()}
         return [member for role in Role for member in self._roster.awaited(role) if member.incarnation not in here]
 
     def join(self, session: int, role: Role, request: JoinRequest, now: float) -> None:
-        """A process has come.
+        """Let a process in, or have it wait.
 
         Raises:
-            AxonError: it may not join; of one that waits first, the session ends with that later.
+            AxonError: it may not join. If it had to wait first, its session ends with the error later.
         """
         if self._until == _OVER:
             self._let_in(session, role, request, now)
@@ -55,20 +56,20 @@ class Comeback:
             self.tick(now)
 
     def forget(self, session: int) -> None:
-        """Its stream is over."""
+        """Forget a waiting process whose stream is over."""
         self._waiting.pop(session, None)
 
     def extend(self, seconds: float) -> None:
-        """The coordinator itself was paused."""
+        """Extend the wait by a pause of the coordinator itself."""
         self._until += seconds
 
     def next_deadline(self) -> float:
-        """The time at which `tick` has something to do; inf when everybody was let in."""
+        """Return the time of the next call of `tick`; inf when all were let in."""
         return -self._until if self._until == _OVER else self._until
 
     def tick(self, now: float) -> None:
-        """Let those in that have waited, in the order in which they came, if no member is missing or time is over."""
-        taken = {request.address for _, request in self._waiting.values()}  # who had it is dead
+        """Let the waiting processes in, in the order in which they came, if no server is missing or time is over."""
+        taken = {request.address for _, request in self._waiting.values()}  # an earlier server at one of these is dead
         missing = (member for member in self.away() if member.role is Role.SHARD and member.address not in taken)
         if now < self._until and any(missing):
             return

@@ -1,14 +1,14 @@
-"""Knowledge of the job that shard servers have, and a state that is older than that. Pure.
+"""The job as shard servers know it, for a coordinator whose state is older. Pure.
 
 Note: [An older state]
-    A coordinator may come back with a state from before: a copy that somebody has restored, or a journal that has lost
-    its end. Everything that it had announced since is known to its members. So whoever comes back says how far its
-    knowledge goes (`Position`). If that is further than the state, a worker waits for a shard server, and a shard
-    server is asked for what it knows (`Knowledge`) before it is let in. That is written (`learned`), and the job goes
-    on from it, in a generation that no member has seen: what was under way is aborted, what was committed is not lost.
+    A coordinator may come back with an older state: from a restored copy, or from a journal that has lost its end. Its
+    members know everything that it has announced since. So each process that comes back names the newest of the job
+    that it knows (`Position`). If that is newer than the state, a worker has to wait for a shard server, and a shard
+    server is asked for its `Knowledge` before it is let in. The knowledge is written (`learned`), and the job goes on
+    from it, in a generation that no member has seen. Attempts under way are aborted, and no committed step is lost.
 
-    Only shard servers are believed: they hold the parameters, which the facts are about. What no member knows is lost:
-    values of the key-value store, and that a server was being drained.
+    Only shard servers are believed, since they hold the parameters that the facts are about. Facts that no member knows
+    are lost: values of the key-value store, and that a server was being drained.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from axon_ps.types import Decision, Member, Membership, ModelProgress, numbered
 from axon_ps.wire.events import FIRST_VALUES, JobState, Position, RestoreOrder
 
 MAX_GENERATIONS: Final = 1 << 32
-"""A generation that is so far beyond ours is nobody's."""
+"""Most generations by which a server's may be ahead of ours; a later one is refused."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +32,7 @@ class ModelKnowledge:
     """A shard server's knowledge of a model.
 
     Attributes:
-        state: with layout and optimizer, at the version of now.
+        state: with layout and optimizer, at the present version.
         step: the step attempt under way.
         decisions: the newest.
         restore: the newest order to restore it; None = there was none.
@@ -51,9 +51,9 @@ class Knowledge:
     Attributes:
         membership: the newest.
         models: those that are registered.
-        released: the numbers of those that were.
+        released: the numbers of those that were released.
         snapshot_id: of the newest order of a checkpoint.
-        revoked: what is revoked, and why.
+        revoked: the revoked names, with reasons.
     """
 
     membership: Membership
@@ -64,7 +64,7 @@ class Knowledge:
 
 
 def behind(ours: Position, theirs: Position) -> str:
-    """Say what a process knows that a state does not have; "" = nothing."""
+    """Return a text about the knowledge of a process that a state lacks; "" = none."""
     if theirs.generation > ours.generation:
         return f"generation {theirs.generation}, and the state ends with {ours.generation}"
     mine = {model.model: model for model in ours.models}
@@ -89,7 +89,7 @@ def behind(ours: Position, theirs: Position) -> str:
 
 
 def check_known(known: Knowledge, state_id: str, generation: int) -> None:
-    """Check that it can be knowledge of the job with a state of this id, which ends with this generation.
+    """Check that knowledge may belong to the job whose state has this id and ends with this generation.
 
     Raises:
         InvalidRequest: it cannot.
@@ -106,7 +106,7 @@ def check_known(known: Knowledge, state_id: str, generation: int) -> None:
 
 
 def learned(stored: Mapping[str, bytes], known: Knowledge) -> list[Record]:
-    """The records by which a state gets what a shard server knows; see Note: [An older state].
+    """Return the records that bring a state up to a shard server's knowledge; see Note: [An older state].
 
     Raises:
         ConfigurationError: the state is not a coordinator's.
@@ -140,7 +140,7 @@ def learned(stored: Mapping[str, bytes], known: Knowledge) -> list[Record]:
 
 
 def _membership(durable: records.Durable, known: Knowledge) -> Membership:
-    """A generation that no member has seen, with the members of both; of a rank the one that the shard server knows."""
+    """Return a generation that no member has seen, with the members of both; for a rank, the shard server's counts."""
     theirs, ours = known.membership, durable.membership
     workers, replicas = numbered(_union(theirs.workers, ours.workers), theirs.by_node)
     step, version = _progress(durable, 0)
@@ -163,7 +163,7 @@ def _progress(durable: records.Durable, number: int) -> tuple[int, int]:
 
 
 def _union(first: Iterable[Member], second: Iterable[Member]) -> list[Member]:
-    """Members by rank, those that come first before others of the same rank or incarnation."""
+    """Return members by rank; the earlier of two with the same rank or incarnation counts."""
     found: dict[int, Member] = {}
     for member in (*first, *second):
         if member.incarnation not in {m.incarnation for m in found.values()}:
@@ -192,9 +192,9 @@ def _merged(ours: records.DurableModel, theirs: ModelKnowledge, shards: Iterable
 def _parameters(
     ours: records.ParameterState, theirs: ModelKnowledge, shards: Iterable[Member]
 ) -> records.ParameterState:
-    """The holders of the parameters. Of a model whose values are complete, whoever is to hold some does.
+    """Return the holders of the parameters. If a model's values are complete, every server of its placement holds its.
 
-    What the state has changed since it is older, without those who know, does not count.
+    Changes that the older state has made without these servers do not count.
     """
     state = theirs.state
     assert state.placement is not None

@@ -3,18 +3,20 @@
 An attempt has an index: 0 where replicas step together, else the number of its replica.
 
 Note: [Clocks]
-    Where replicas step asynchronously (`sharding.policy`), a replica's *clock* counts its decided steps in this
-    generation, whatever their outcome; a new generation starts all clocks at 0. Its next attempt is named by its clock.
-    An attempt is *admitted* when the slowest clock is at most `most_behind` behind it (Ho et al. 2013); votes of one
-    that is not are held until it is. Workers do not even begin such an attempt, since each decision has the slowest
-    clock; so the parameters that they read are no staler than the bound, either. Here the bound is enforced.
+    With asynchronous replicas (`sharding.policy`), a replica's *clock* counts its decided steps in this generation,
+    with any outcome; a new generation starts all clocks at 0. A replica's next attempt is named by its clock. An
+    attempt is *admitted* when the slowest clock is at most `most_behind` behind it (Ho et al. 2013). The votes of
+    another attempt are held until it is admitted. Workers do not even begin such an attempt, since each decision has
+    the slowest clock. So the parameters that they read are not staler than the bound, either. Here the bound is
+    enforced.
 
-    Which of several complete attempts is decided first: that of the lowest clock, among equals that of the lowest
-    replica. So decisions are a function of the order of events, and the slowest never waits.
+    Of several complete attempts, that of the lowest clock is decided first, among equals that of the lowest replica.
+    So decisions are a function of the order of events, and the slowest replica never waits.
 
 Bound: between the moment a replica at clock c begins and the moment its step is decided, another replica's clock goes
-from c - s at least to c + s + 1 at most. So at most (n - 1)(2s + 1) steps of others are between what a gradient was
-computed from and what it is applied to, n being the number of replicas and s `most_behind`.
+from c - s at least to c + s + 1 at most. So at most (n - 1)(2s + 1) steps of others are between the version that a
+gradient was computed from and the version that it is applied to. Here n is the number of replicas and s is
+`most_behind`.
 """
 
 from __future__ import annotations
@@ -47,7 +49,7 @@ class Attempts:
         self._tallies = [Tally()]
 
     def begin(self, policy: Policy | None, membership: Membership) -> None:
-        """The attempts of a new generation, or of a job whose policy has just become known."""
+        """Begin the attempts of a new generation, or of a job whose policy has just become known."""
         policy = policy or Synchronous()
         self.asynchronous = policy.asynchronous
         self._most_behind = policy.most_behind
@@ -68,24 +70,24 @@ class Attempts:
 
     @property
     def has_waiters(self) -> bool:
-        """Whether a worker has finished its work in the step and waits for others."""
+        """True if a worker has finished its work in the step and waits for others."""
         if not self.asynchronous:
             return bool(self._tallies[0].votes or self._tallies[0].arrived)
         return self._most_behind is not None and self._fastest - self.slowest > self._most_behind
 
     def missing(self) -> tuple[int, ...]:
-        """The workers that the others wait for: those that take no part, or the slowest."""
+        """Return the workers that the others wait for: those that take no part, or the slowest."""
         slowest = [a for a in range(len(self._tallies)) if not self.asynchronous or self.clocks[a] == self.slowest]
         return tuple(rank for a in slowest for rank in self._tallies[a].missing(self._workers[a]))
 
     def workers(self, attempt: int) -> Sequence[int]:
-        """The workers that take part in an attempt."""
+        """Return the workers that take part in an attempt."""
         return self._workers[attempt]
 
     def blocked(self) -> Collection[int]:
-        """The workers that wait for others in the current step and do nothing else meanwhile; see `stepping`.
+        """Return the workers that wait for others in the current step and do nothing else meanwhile; see `stepping`.
 
-        None where all have voted, so that only shard servers are missing, or where replicas step asynchronously.
+        There are none if all workers have come, so that only shard servers are missing, or with asynchronous replicas.
         """
         tally = self._tallies[0]
         if self.asynchronous or all(map(tally.has_come, self._workers[0])):
@@ -93,7 +95,7 @@ class Attempts:
         return set(tally.blocked)
 
     def arrived(self, rank: int, name: int, step: int, *, blocked: bool = False) -> None:
-        """A worker has computed everything of an attempt; see `coordinator.core.steps.stragglers`."""
+        """Note that a worker has computed everything of an attempt; see `coordinator.core.steps.stragglers`."""
         attempt = self._replica_of.get(rank)
         if attempt is not None and name == self._name(attempt, step):
             self._tallies[attempt].arrived.add(rank)
@@ -101,7 +103,7 @@ class Attempts:
                 self._tallies[attempt].blocked.add(rank)
 
     def vote(self, rank: int, vote: Vote, step: int) -> bool:
-        """Count a worker's vote; False for one of another attempt, or a second.
+        """Count a worker's vote; return False for a vote of another attempt, or a second one.
 
         Args:
             rank: the worker.
@@ -114,17 +116,17 @@ class Attempts:
         )
 
     def voted(self) -> Collection[int]:
-        """The workers that have voted and wait for the others; none where replicas step asynchronously."""
+        """Return the workers that have voted and wait for the others; none with asynchronous replicas."""
         return () if self.asynchronous else self._tallies[0].votes
 
     def ready(self, rank: int, ready: Ready, step: int) -> bool:
-        """Count a shard server's sum; False for one of another attempt, or a second."""
+        """Count a shard server's sum; return False for a sum of another attempt, or a second one."""
         attempt = ready.replica if self.asynchronous else 0
         there = 0 <= attempt < len(self._tallies)
         return there and ready.step == self._name(attempt, step) and self._tallies[attempt].ready(rank, ready)
 
     def next_complete(self, owners: Sequence[int]) -> int | None:
-        """Index of the attempt to decide next; None when none is complete and admitted. See Note: [Clocks]."""
+        """Return the index of the attempt to decide next; None if none is complete and admitted. See Note: [Clocks]."""
         complete = [
             attempt
             for attempt, tally in enumerate(self._tallies)
@@ -133,11 +135,11 @@ class Attempts:
         return min(complete, key=lambda attempt: (self._clock(attempt), attempt), default=None)
 
     def tally(self, attempt: int) -> Tally:
-        """The votes and reports of an attempt."""
+        """Return the votes and reports of an attempt."""
         return self._tallies[attempt]
 
     def end(self, attempt: int) -> Turn | None:
-        """An attempt is decided; returns its replica and clock, None where all replicas step together."""
+        """End a decided attempt; return its replica and clock, None where all replicas step together."""
         self._tallies[attempt].clear()
         if not self.asynchronous:
             return None
@@ -152,7 +154,7 @@ class Attempts:
             tally.forget_reports()
 
     def difference(self, owners: Iterable[int]) -> Difference | None:
-        """The first difference between copies of a slice, once every owner has reported on an attempt; None = none."""
+        """Return the first difference between copies of a slice, after the reports of all owners; None = none."""
         owners = tuple(owners)
         complete = (tally for tally in self._tallies if all(o in tally.sums for o in owners))
         return next((found for tally in complete if (found := tally.difference) is not None), None)
@@ -169,11 +171,11 @@ class Attempts:
         return len(tally.votes) + sum(rank not in tally.votes for rank in tally.arrived)
 
     def has_come(self, rank: int) -> bool:
-        """Whether a worker has voted or arrived, where all replicas step together."""
+        """Return True if a worker has voted or arrived, where all replicas step together."""
         return self._tallies[0].has_come(rank)
 
     def pending(self, owners: Iterable[int]) -> list[str]:
-        """The reasons why the attempts wait, as text; nothing before the first vote or report."""
+        """Return the reasons why the attempts are not decided, as text; none before the first vote or report."""
         owners = tuple(owners)
         if not self.asynchronous:
             return self._tallies[0].pending(self._workers[0], owners)

@@ -1,9 +1,9 @@
 """The decision on a step: votes of workers and sums of shard servers in, one decision out. Pure.
 
 Note: [One decider]
-    A step commits if and only if the coordinator has written a decision that says so. Workers push nothing else when
-    they vote; shard servers hold everything of every replica when they are ready, however late it came; so when all
-    have reported nothing can be missing, and the decision is the same for all members. A non-finite gradient skips the
+    A step commits if and only if the coordinator has written a decision to commit it. A worker that votes pushes
+    nothing else in the step. A shard server that is ready holds the gradients of every replica, also late ones. So when
+    all have reported, nothing is missing, and the decision is the same for all members. A non-finite gradient skips the
     step, disagreeing votes abort it.
 """
 
@@ -28,12 +28,12 @@ _MAX_RANKS = 8
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """Copies of a slice that differ though each holds what was written to it: an update went wrong somewhere.
+    """Copies of a slice that differ although each holds the values written to it: an update has failed on a server.
 
     Attributes:
         slice: its number.
-        ranks: the servers with equal copies, together.
-        outvoted: those whose copies are wrong, by what most others have; empty when that does not say.
+        ranks: the servers, grouped by equal copies.
+        outvoted: the servers whose copies differ from the majority; empty without a majority.
     """
 
     slice: int
@@ -49,8 +49,8 @@ class Difference:
 class Tally:
     """The votes by worker rank, the sums by shard server rank, and the workers that arrived, of the current step.
 
-    `blocked` are those of the workers that voted or arrived and do nothing else meanwhile. `copies` is whether one of
-    them voted for a step that takes another model's values.
+    `blocked` are the workers that voted or arrived and do nothing else meanwhile. `copies` is True if a worker voted
+    for a step that takes another model's values.
     """
 
     def __init__(self) -> None:
@@ -70,12 +70,12 @@ class Tally:
         self.forget_reports()
 
     def forget_reports(self) -> None:
-        """Shard servers report anew: slices are elsewhere now."""
+        """Drop the reports of shard servers, which report anew after a change of placement."""
         self.sums.clear()
         self._digests.clear()
 
     def vote(self, rank: int, vote: Vote) -> bool:
-        """Count a vote; False for a repeated one, of which the first counts."""
+        """Count a vote; return False for a repeated vote, of which the first counts."""
         if vote.blocked:
             self.blocked.add(rank)
         is_first = self.votes.setdefault(rank, vote) is vote
@@ -83,7 +83,7 @@ class Tally:
         return is_first
 
     def ready(self, rank: int, ready: Ready) -> bool:
-        """Count a shard server's sum; False for a repeated one, of which the first counts."""
+        """Count a shard server's sum; return False for a repeated sum, of which the first counts."""
         if rank in self.sums:
             return False
         self.sums[rank] = ready.sums_of_squares
@@ -93,7 +93,7 @@ class Tally:
 
     @property
     def difference(self) -> Difference | None:
-        """The first difference between copies of a slice; None = none. All apply the same sums, in the same way."""
+        """The first difference between copies of a slice; None = none. All copies get the same updates."""
         for number, ranks_by_value in sorted(self._digests.items()):
             if len(ranks_by_value) > 1:
                 most, *others = sorted(ranks_by_value.values(), key=len, reverse=True)
@@ -102,7 +102,7 @@ class Tally:
         return None
 
     def is_complete(self, workers: Collection[int], owners: Iterable[int]) -> bool:
-        """Whether every worker has voted and every owner is ready.
+        """Return True if every worker has voted and every owner is ready.
 
         Owners do not report on a step that takes another model's values; it aborts if a worker pushes gradients.
         """
@@ -115,15 +115,15 @@ class Tally:
         return all(w in self.votes for w in workers) and all(o in self.sums for o in owners)
 
     def missing(self, workers: Iterable[int]) -> list[int]:
-        """The workers that have neither voted nor arrived."""
+        """Return the workers that have neither voted nor arrived."""
         return [w for w in workers if not self.has_come(w)]
 
     def has_come(self, worker: int) -> bool:
-        """Whether a worker has voted or arrived."""
+        """Return True if a worker has voted or arrived."""
         return worker in self.votes or worker in self.arrived
 
     def pending(self, workers: Sequence[int], owners: Iterable[int]) -> list[str]:
-        """The reasons why the step waits, as text; nothing before the first vote or report."""
+        """Return the reasons why the step is not decided, as text; none before the first vote or report."""
         if not self.votes and not self.sums and not self.arrived:
             return []
         silent = self.missing(workers) or [w for w in workers if w not in self.votes]
@@ -138,14 +138,14 @@ class Tally:
     def decide(
         self, *, step: int, generation: int, version: int, optimizer: OptimizerSpec | None, workers: Iterable[int] = ()
     ) -> Decision:
-        """The decision of a complete tally.
+        """Return the decision of a complete tally.
 
         Args:
             step: the attempt.
             generation: the generation it ran in.
             version: the version before it.
-            optimizer: the model's, whose hyperparameters votes may leave out; None when nothing is trainable.
-            workers: those that take part.
+            optimizer: the model's; votes may leave its hyperparameters out. None when nothing is trainable.
+            workers: the workers that take part.
         """
 
         def ended(outcome: Outcome, *, reason: str = "", norm: float = 0.0, refused: int = 0) -> Decision:
@@ -212,7 +212,7 @@ class Tally:
 
 
 def format_ranks(ranks: Iterable[int]) -> str:
-    """ "3" or "0, 1, 5"; a long list is cut."""
+    """Return ranks as text, "3" or "0, 1, 5"; a long list is cut."""
     ranks = sorted(ranks)
     listed = ", ".join(str(r) for r in ranks[:_MAX_RANKS])
     return listed if len(ranks) <= _MAX_RANKS else f"{listed} and {len(ranks) - _MAX_RANKS} more"
@@ -233,7 +233,7 @@ def _mixed(votes: Iterable[int], pushing: Iterable[int]) -> str:
 
 
 def _disagreement(votes: Mapping[int, Vote]) -> str:
-    """The first difference between the votes, as text; empty when they agree."""
+    """Return the first difference between the votes, as text; empty when they agree."""
     first = next(iter(votes.values()))
     if all(_agreed(vote) == _agreed(first) for vote in votes.values()):
         return ""
@@ -286,7 +286,7 @@ def _committed(name: str, vote: Vote) -> str:
 
 
 def _problem(vote: Vote, optimizer: OptimizerSpec | None) -> str:
-    """Why votes that agree cannot be carried out, as text; empty when they can."""
+    """Return the reason why votes that agree cannot be carried out, as text; empty when they can."""
     registered = optimizer.groups if optimizer is not None else ()
     if vote.hyper and len(vote.hyper) != len(registered):
         return f"the votes have {len(vote.hyper)} parameter groups; the registered optimizer has {len(registered)}"

@@ -1,9 +1,9 @@
-"""Steps of local steps that are due: enough workers have voted, and the others are asked to come with what they have.
+"""Deadlines of steps under `LocalSteps`: after a quorum of votes, the others are asked to vote with the work so far.
 
-Where replicas make local steps they need not have made all of them: a worker's progress has the weight of what it has
-trained. So no worker waits for a slow one longer than for one of its local steps, and none of its work is lost. The
-quorum and the grace window are those of Decoupled DiLoCo (https://arxiv.org/abs/2604.21428), which goes on without the
-others' progress. A worker that does not come although it is asked is a straggler (`stragglers`). Pure.
+A worker need not have made all its local steps before such a step: its progress is weighted by the amount that it has
+trained. So a slow worker delays the others by at most one of its local steps, and none of its work is lost. The quorum
+and the grace period are those of Decoupled DiLoCo (https://arxiv.org/abs/2604.21428), which goes on without the others'
+progress. A worker that does not vote after the request is a straggler (`stragglers`). Pure.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from axon_ps.wire.events import StepDue
 
 
 class _Wait:
-    """The present step of a model, and when it is due."""
+    """The present step of a model, and its deadline."""
 
     def __init__(self) -> None:
         self.attempt = (0, -1)  # generation and step
@@ -28,12 +28,12 @@ class _Wait:
 
 
 class DueSteps:
-    """When the present step of each model is due.
+    """The deadline of each model's present step.
 
     Args:
-        assembly: who the members are.
+        assembly: the members.
         models: the models of the job.
-        out: gets what is sent to workers.
+        out: gets the requests to workers.
     """
 
     def __init__(self, assembly: Assembly, models: Models, out: Outbox) -> None:
@@ -43,7 +43,7 @@ class DueSteps:
         self._waits: dict[int, _Wait] = {}
 
     def look(self, now: float) -> None:
-        """A vote or report has come in a step, or one was decided."""
+        """Update the deadlines, after a vote or report in a step, or a decision."""
         for model in self._models:
             policy = None if model.registration.spec is None else model.registration.spec.policy
             if policy is None or not policy.quorum:
@@ -56,7 +56,7 @@ class DueSteps:
                 wait.due_s = now + policy.grace_s
 
     def again(self, worker: RosterEntry) -> None:
-        """A worker has a new stream: what it was asked on the old one may be lost."""
+        """Repeat requests on a worker's new stream, since they may be lost with the old one."""
         for model in self._models:
             wait = self._waits.get(model.number)
             asked = wait is not None and wait.asked and wait.attempt == self._attempt(model)
@@ -64,7 +64,7 @@ class DueSteps:
                 self._out.push([worker.session], self._event(model))
 
     def tick(self, now: float) -> None:
-        """Ask those who have not voted in steps that are due."""
+        """Ask the workers that have not come to a step after its deadline."""
         for model in self._models:
             wait = self._present(model)
             if wait is None or now < wait.due_s:
@@ -75,12 +75,12 @@ class DueSteps:
             self._out.push(late, self._event(model))
 
     def next_deadline(self) -> float:
-        """When to call `tick`."""
+        """Return the time of the next call of `tick`."""
         waits = filter(None, map(self._present, self._models))
         return min((wait.due_s for wait in waits), default=math.inf)
 
     def _present(self, model: Model) -> _Wait | None:
-        """The wait in the present step of a model, unless the others were asked."""
+        """Return the wait in the present step of a model, unless the others were asked."""
         wait = self._waits.get(model.number)
         there = wait is not None and not wait.asked and wait.attempt == self._attempt(model)
         return wait if there else None

@@ -2,19 +2,19 @@
 
 Note: [Copies]
     A step may take another model's values instead of gradients (`CopyFrom`). Every worker votes for it as for any step,
-    so what changes is not read. Shard servers do not report on it: it is decided when all workers have voted, and
-    takes the version that the other model has at that moment. Servers apply decisions in this order, so all of them
-    copy the same version.
+    so no worker reads the parameters that change. Shard servers do not report on it: it is decided when all workers
+    have voted, and takes the version that the other model has at that moment. Servers apply decisions in this order, so
+    all of them copy the same version.
 
 Note: [Deadlocked steps]
-    Where models train in turns, a worker that waits in a step of one model cannot reach the step of another. After a
-    change of members workers may be at different places of the program: a joiner begins at its beginning, and of the
-    survivors one may have been in the step that was aborted and another just before it. When every worker waits, but
-    not all in a step of the same model, they are deadlocked. Then all attempts but one are aborted, as for a change of
-    members: the workers in them continue with their program until they reach the attempt that was left. That is the one
-    in which most workers wait, among equals the one of the lowest model number. Before the first change of members the
-    workers of a correct program cannot deadlock; and a worker that makes steps in several threads does not count as
-    waiting (`Vote.blocked`).
+    If a program alternates between models, a worker that waits in a step of one model cannot reach the step of another.
+    After a change of members, workers may be at different positions in the program. A joiner begins at the start; of
+    the survivors, one may have been in the aborted step and another just before it. When every worker waits, but not
+    all in a step of the same model, they are deadlocked. Then all attempts but one are aborted, as for a change of
+    members. Their workers continue with the program until they reach the attempt that was left. That is the attempt in
+    which most workers wait, among equals that of the lowest model number. Before the first change of members the
+    workers of a correct program cannot deadlock. A worker that makes steps in several threads does not count as waiting
+    (`Vote.blocked`).
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Stepping:
         membership: that of the current generation.
         ending: called before a decision on a step of all replicas is sent; returns the generation that is to begin with
             the next step, 0 for none. See `core.members`, Note: [Between two steps].
-        differing: the models whose copies differ, and where.
+        differing: the models whose copies differ, with the difference.
     """
 
     def __init__(self, models: Models, roster: Roster, out: Outbox, membership: Membership, *, disturbed: bool) -> None:
@@ -66,14 +66,14 @@ class Stepping:
             model.attempts.resume(model.decisions, membership.generation)
 
     def begin(self, membership: Membership) -> None:
-        """The attempts of a new generation begin."""
+        """Begin the attempts of a new generation."""
         self._disturbed = self._disturbed or self.membership.complete
         self.membership = membership
         for model in self._models:
             self.begin_model(model)
 
     def begin_model(self, model: Model) -> None:
-        """The attempts of a model begin, in a new generation or because it has just been registered."""
+        """Begin the attempts of a model, in a new generation or because it has just been registered."""
         spec = model.registration.spec
         membership = self.membership if spec is None else self.membership.numbered(spec.replica_is_node)
         model.attempts.begin(None if spec is None else spec.policy, membership)
@@ -102,7 +102,7 @@ class Stepping:
             )
 
     def arrived(self, rank: int, number: int, generation: int, step: int, *, blocked: bool) -> None:
-        """A worker has computed everything of an attempt and waits; ignored for another attempt."""
+        """Note that a worker has computed everything of an attempt and waits; ignore another attempt."""
         model = self._attempting(number, generation)
         if model is not None:
             model.attempts.arrived(rank, step, model.step, blocked=blocked)
@@ -110,14 +110,14 @@ class Stepping:
             self._break_deadlock()
 
     def vote(self, ranks: Sequence[int], vote: Vote) -> None:
-        """Workers have pushed everything of an attempt; votes of another attempt, and second ones, are ignored."""
+        """Count the votes of workers on an attempt; votes of another attempt, and second ones, are ignored."""
         model = self._attempting(vote.model, vote.generation)
         if model is not None and [rank for rank in ranks if model.attempts.vote(rank, vote, model.step)]:
             self._decide_complete(model)
             self._break_deadlock()
 
     def ready(self, rank: int, ready: Ready) -> None:
-        """A shard server has every gradient of an attempt; one of another attempt, or a second, is ignored."""
+        """Count a shard server's report on an attempt; one on another attempt, or a second one, is ignored."""
         model = self._attempting(ready.model, ready.generation)
         if model is None or ready.placement != model.registration.placement_number:
             return
@@ -128,17 +128,17 @@ class Stepping:
                 self._decide_complete(model)
 
     def recheck_copies(self) -> None:
-        """Slices are elsewhere: decide the copies that waited for that."""
+        """Decide the copies that a new placement makes possible."""
         for model in self._models:
             if model.open:
                 self._decide_complete(model)
 
     def voted(self) -> Collection[int]:
-        """The workers that have voted in a current step and wait for the others."""
+        """Return the workers that have voted in a current step and wait for the others."""
         return {rank for model in self._models if model.open for rank in model.attempts.voted()}
 
     def pending(self) -> list[str]:
-        """The reasons why steps wait, as text."""
+        """Return the reasons why steps are not decided, as text."""
         return [
             self._models.message_prefix(model) + text
             for model in self._models
@@ -193,16 +193,16 @@ class Stepping:
             self._decided(model, decision)
 
     def _together(self, model: Model, tally: Tally) -> bool:
-        """Whether every server that holds a slice of a model has the one that it is to copy; they will be, if not."""
+        """Return True if every holder of a slice also has the source's slice; if not, the placements will change so."""
         copy = next(vote.copy for vote in tally.votes.values() if vote.copy is not None)
         source = self._models.get(copy.source)
         if source is None or self._problem(model, source):
-            return True  # it cannot be decided otherwise later
+            return True  # the step can only be aborted
         pairs = set(zip(model.registration.placement.holders, source.registration.placement.holders, strict=True))
         return all(not h.copying and set(h.complete) <= set(theirs.complete) for h, theirs in pairs)
 
     def _copied(self, model: Model, decision: Decision) -> Decision:
-        """The decision on a copy that all voted for, with the source's version; an abort if it is impossible."""
+        """Return the decision on a copy that all voted for, with the source's version; an abort if it is impossible."""
         assert decision.copy is not None
         source = self._models.get(decision.copy.source)
         if problem := self._problem(model, source):
@@ -215,7 +215,7 @@ class Stepping:
         return dataclasses.replace(decision, copy=copy)
 
     def _problem(self, model: Model, source: Model | None) -> str:
-        """Why a model cannot take another's values, as text; empty when it can."""
+        """Return the reason why a model cannot take another's values, as text; empty when it can."""
         if source is None or source.registration.spec is None or model.registration.spec is None:
             return f"model {model.name!r} cannot take the values of a model that the job does not have"
         if source is model:
@@ -230,13 +230,13 @@ class Stepping:
         return "" if ours.is_cut_like(theirs) else ours.cut_difference(theirs)
 
     def _count_staleness(self, decision: Decision, read: int) -> None:
-        """The number of steps that were applied since the version that a gradient was computed from."""
+        """Count the steps that were applied since the version that a gradient was computed from."""
         stale = max(0, decision.version - 1 - read)
         self.counters["staleness_sum"] += stale
         self.counters["staleness_max"] = max(self.counters["staleness_max"], stale)
 
     def _break_deadlock(self) -> None:
-        """See Note: [Deadlocked steps]."""
+        """Abort attempts in which workers are deadlocked; see Note: [Deadlocked steps]."""
         if not self._disturbed or len(self._models) < 2:
             return
         workers = {m.rank for m in self.membership.workers}
@@ -264,7 +264,7 @@ class Stepping:
 
 
 def _impossible(model: Model, decision: Decision, why: str) -> Decision:
-    """An abort instead of a commit or a skip that all voted for."""
+    """Return an abort instead of a commit or a skip that all voted for."""
     return Decision(
         step=decision.step,
         generation=decision.generation,

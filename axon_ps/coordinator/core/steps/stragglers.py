@@ -1,10 +1,10 @@
 """Stragglers: the workers that the others wait for in a step, and since when. Pure.
 
-The time of a step begins with the first worker that waits in it. Where all replicas step together that is the first
-that has voted, or has reported that it *arrived*: it waits until the servers take the gradients that it has computed
-(they sum in replica order, so without memory for what is early a worker that comes after a straggler can neither push
-nor vote). Where replicas step asynchronously, it is the first that has to wait for the slowest. Each model has its
-own step.
+The time of a step begins with the first worker that waits in it. Where all replicas step together, that is the first
+worker that has voted or *arrived*: an arrived worker waits until the servers take the gradients that it has computed.
+(They sum in replica order. Without memory for early gradients, a worker that comes after a straggler in this order can
+neither push nor vote.) With asynchronous replicas it is the first worker that has to wait for the slowest. Each model
+has its own step.
 
 Invariants: a straggler is named only while at least as many others as the job needs take part; nothing is computed
 before the time is over.
@@ -20,14 +20,14 @@ from axon_ps.coordinator.core.models import Model, Models
 from axon_ps.coordinator.core.steps.decision import format_ranks
 
 RECHECK_S = 1.0
-"""How often to check whether enough others take part, once the time is over."""
+"""Seconds between two checks that enough others take part, after the time is over."""
 
 
 class _Wait:
     """The wait in the present step of one model."""
 
     def __init__(self) -> None:
-        self.name = (0, -1)  # generation, and step or lowest clock: what the wait is in
+        self.name = (0, -1)  # generation, and step or lowest clock
         self.since = math.inf
         self.recheck = -math.inf
 
@@ -36,9 +36,9 @@ class Stragglers:
     """The waits in the present steps.
 
     Args:
-        assembly: who the members are.
+        assembly: the members.
         models: the models of the job.
-        step_timeout_s: how long the others wait; inf = for ever.
+        step_timeout_s: seconds that the others wait; inf = for ever.
     """
 
     def __init__(self, assembly: Assembly, models: Models, step_timeout_s: float) -> None:
@@ -48,7 +48,7 @@ class Stragglers:
         self._waits: dict[int, _Wait] = {}
 
     def look(self, now: float) -> None:
-        """A vote or report has come in a step, or one was decided."""
+        """Update the waits, after a vote or report in a step, or a decision."""
         self._waits = {m.number: self._waits.get(m.number) or _Wait() for m in self._models}
         for model in self._models:
             wait, name = self._waits[model.number], self._present(model)
@@ -58,12 +58,12 @@ class Stragglers:
                 wait.since = now
 
     def what(self) -> str:
-        """The step of the longest wait, as text."""
+        """Return the step of the longest wait, as text."""
         longest = self._longest()
         return "" if longest is None else self._name(longest)
 
     def late(self, now: float) -> Sequence[int]:
-        """The workers to set aside; none before the time is over, or while too few others take part."""
+        """Return the workers to set aside; none before the time is over, or while too few others take part."""
         for model in self._waiting():
             if now < self._deadline(model):
                 continue
@@ -75,11 +75,11 @@ class Stragglers:
         return ()
 
     def next_deadline(self) -> float:
-        """When to call `late`."""
+        """Return the time of the next call of `late`."""
         return min((self._deadline(model) for model in self._waiting()), default=math.inf)
 
     def longest_wait(self, now: float) -> tuple[float, str]:
-        """The seconds that the others have waited, and for whom, as text; (0, "") when they do not."""
+        """Return the seconds that the others have waited, and a text that names the stragglers; (0, "") = no wait."""
         longest = self._longest()
         missing = () if longest is None else longest.attempts.missing()
         if longest is None or not missing:
@@ -102,7 +102,7 @@ class Stragglers:
         return max(wait.since + self._step_timeout_s, wait.recheck)
 
     def _waiting(self) -> list[Model]:
-        """The models in whose current step a worker waits."""
+        """Return the models in whose current step a worker waits."""
         found = []
         for model in self._models:
             wait = self._waits.get(model.number)

@@ -1,7 +1,7 @@
 """The page's requests to the coordinator over HTTP: its files, the feed, and the acts of an operator.
 
-Files need no token, for there is nothing of the job in them. The page sends the token it was given as a header, never
-as a cookie, so no other site's page can act for it; see `rpc.http`.
+Files need no token, since they have no data of the job. The page sends the token it was given as a header, never as a
+cookie, so no other site's page can act for it; see `rpc.http`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _HEADERS: Final = {
 
 
 def page_routes(switch: Switch) -> list[Route]:
-    """The routes of the page.
+    """Return the routes of the page.
 
     Args:
         switch: knows the servicer, if this coordinator leads.
@@ -44,7 +44,7 @@ def page_routes(switch: Switch) -> list[Route]:
         return switch.servicer
 
     async def feed(request: web.Request) -> web.StreamResponse:
-        """Server-sent events: those of `Feed.read`, as JSON."""
+        """Send the events of `Feed.read` as server-sent events, in JSON."""
         from aiohttp import web
 
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-store"})
@@ -63,7 +63,7 @@ def page_routes(switch: Switch) -> list[Route]:
         return response
 
     async def logs(request: web.Request) -> web.StreamResponse:
-        """A page of the job's log; see `CoordinatorServicer.logs_after`."""
+        """Return a page of the job's log; see `CoordinatorServicer.logs_after`."""
         from aiohttp import web
 
         try:
@@ -76,13 +76,13 @@ def page_routes(switch: Switch) -> list[Route]:
         return web.Response(text=as_json(reply), content_type="application/json")
 
     async def operator(_: web.Request) -> web.StreamResponse:
-        """Answers an operator; anybody else is refused."""
+        """Answer an operator; all other callers are refused."""
         from aiohttp import web
 
         return web.Response(status=204)
 
     async def drain(request: web.Request) -> web.StreamResponse:
-        """Have a shard server give up what it holds, and end; says how many slices it still has."""
+        """Have a shard server give up its slices, and end; reply with the number of slices that it still has."""
         from aiohttp import web
 
         servicer, rank = leading(), int(request.match_info["rank"])

@@ -1,4 +1,4 @@
-// What the page shows, and what its buttons do. Every element is made once and changed only where its value has.
+// The page's elements, and the actions of its buttons. Every element is made once, and changed only with its value.
 import { ask, follow, followLog, key, model, token } from "/feed.js";
 import { draw, recolour } from "/charts.js";
 import { ago, bytes, number, seconds } from "/words.js";
@@ -7,7 +7,7 @@ const $ = (id) => document.getElementById(id);
 const clock = new Intl.DateTimeFormat([], { hour: "2-digit", minute: "2-digit", second: "2-digit", hourCycle: "h23" });
 const SERVER = "ROLE_SHARD";
 const SHOWN_STEPS = 60;
-const SLOW = 0.1; // the last in so many more of the steps than by chance: it is marked
+const SLOW = 0.1; // a worker that is last in this many more of the steps than by chance is marked
 
 function put(element, text) {
   if (element.textContent !== text) element.textContent = text;
@@ -76,7 +76,7 @@ function job() {
     make("dd", pair);
     return pair;
   }, (pair, [, value]) => put(pair.lastElementChild, value));
-  const stuck = status.phase === "stalled"; // else a step waits for what every step waits for
+  const stuck = status.phase === "stalled"; // otherwise these waits are part of every step
   const waits = over() ? [] : (status.pending ?? []).filter((w) => stuck || !/^votes of|^gradients at|has waited/.test(w)).slice(0, 8);
   each($("pending"), waits, (w) => w, () => make("li", $("pending")), put);
 }
@@ -244,7 +244,7 @@ function steps() {
   for (const bar of $("steps").children) set(bar, "data-chosen", bar.dataset.key === chosen ? "yes" : "no");
 }
 
-// The step that is told about: that under the pointer, or that which arrow keys have come to; else the newest.
+// The step whose details are shown: under the pointer, or reached by arrow keys; else the newest.
 let chosen = "";
 const keyOfStep = (s) => `${s.model ?? 0}/${s.step}`;
 

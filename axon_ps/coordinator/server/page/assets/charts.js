@@ -1,4 +1,4 @@
-// The curves, drawn by uPlot: loss and rates first, then whatever the training script reports.
+// The curves, drawn by uPlot: loss and rates first, then the other values that the training script reports.
 import { bytes, number } from "/words.js";
 
 const FIRST = ["loss", "steps_per_s", "grad_norm", "sent_bytes_per_s"];

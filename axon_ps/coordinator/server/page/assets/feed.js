@@ -17,7 +17,7 @@ function merge(event) {
   model.steps = [...model.steps, ...(event.steps ?? [])].slice(-MAX.steps);
   const happened = new Map(model.events.map((e) => [e.number, e]));
   for (const e of event.events ?? []) {
-    happened.delete(e.number); // one that has happened again is the newest
+    happened.delete(e.number); // an event that has happened again is the newest
     happened.set(e.number, e);
   }
   model.events = [...happened.values()].slice(-MAX.events);
