@@ -1,4 +1,4 @@
-"""Compressors: numbers made smaller for the wire. The import of a compressor's module here registers it.
+"""Compressors for arrays that are sent between processes. Importing a compressor's module registers it.
 
 This package stays light on purpose: `cast` and `int8_block` need numba, so the modules that need them import them.
 """

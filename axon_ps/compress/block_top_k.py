@@ -5,10 +5,11 @@
         index, 12 bits of index, the sign, and `bits` - 1 bits of level; ceil(k (12 + bits) / 8) bytes
         (0.029 n in all for a fraction of 1/64 and 2 bits: 136 times less than f32)
 
-A magnitude becomes the middle of one of 2^(bits - 1) equal parts between the k-th largest and the largest of its block;
-what that loses goes to the residual too. Of equal magnitudes the first are taken. For the pseudo-gradients of DiLoCo:
-with error feedback, 1 to 3 % of them in 2 bits train as well as all of them (SparseLoCo, Sarfi et al., 2025,
-https://arxiv.org/abs/2508.15706, which takes 64 of every 4096).
+The range between the k-th largest and the largest magnitude of a block is cut into 2^(bits - 1) equal parts. Each
+magnitude sent is replaced by the middle of its part, and the error goes to the residual too. Of equal magnitudes the
+first are taken. The compressor is meant for the pseudo-gradients of DiLoCo: with error feedback, 1 to 3 % of them in 2
+bits train as well as all of them (SparseLoCo, Sarfi et al., 2025, https://arxiv.org/abs/2508.15706, which takes 64 of
+every 4096).
 
 A block with a number that is not finite decompresses to k NaNs, and its residual stays as it was.
 """
@@ -36,7 +37,7 @@ class BlockTopK(Compressor):
 
     Attributes:
         fraction: fraction of the numbers that is sent, above 0 and at most 1; k is rounded up.
-        bits: of each, 2 to 4, the sign included.
+        bits: bits of each magnitude sent, 2 to 4, the sign included.
 
     Raises:
         InvalidRequest: an option is out of range.
@@ -64,7 +65,7 @@ class BlockTopK(Compressor):
         return _SCALES_BYTES + -(-selected_numel(numel, self.fraction) * (_INDEX_BITS + self.bits) // 8)
 
     def _blocks(self, numel: int) -> Iterator[tuple[slice, slice, int]]:
-        """Of each block: its numbers, its bytes, and how many numbers are sent."""
+        """Yield, for each block, the range of its numbers, the range of its bytes, and the count of numbers sent."""
         size_bytes = self._block_bytes(_BLOCK_NUMEL)
         for index in range(blocks_of(numel, _BLOCK_NUMEL)):
             begin, first = index * _BLOCK_NUMEL, index * size_bytes

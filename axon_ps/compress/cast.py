@@ -6,7 +6,7 @@ Refuses: dtypes that gradients and parameters do not travel in (only F32, BF16 a
 length, because a compiled loop does not check where it writes. Importing this imports numba.
 
 Invariants:
-- Rounding is to nearest, ties to even, subnormals and overflow to infinity included; a NaN becomes a quiet NaN.
+- Rounding is to nearest, ties to even, also for subnormals and for overflow to infinity. A NaN becomes a quiet NaN.
   Everything else has the same bits as torch's `.to(torch.bfloat16)` and `.to(torch.float16)`.
 - A result depends neither on the machine's vector width nor on how a slice was cut into ranges; only
   `sum_of_squares` depends on where its array begins.
@@ -82,10 +82,10 @@ def accumulate(
     Args:
         acc: f32[n], updated in place.
         chunk: dtype.numpy[n]; may be read-only and unaligned, as cut from a received message.
-        dtype: what `chunk` holds: F32, BF16 or F16.
-        first: whether this is the first replica: then `acc` is overwritten, whatever it held.
-        digests: u64[2, blocks of acc]: to the first row is added what was read of `acc`, which is nothing for the first
-            replica, and to the second one what was written; see `kernels.digest`. None = they are not wanted.
+        dtype: element type of `chunk`: F32, BF16 or F16.
+        first: whether this is the first replica; if so, `acc` is overwritten.
+        digests: u64[2, blocks of acc]: the digests of what was read of `acc` are added to the first row, those of what
+            was written to the second. Nothing is read for the first replica. See `kernels.digest`. None = no digests.
         block_numel: elements of a block, a multiple of TILE_NUMEL; the last one may have fewer.
 
     Raises:
@@ -111,10 +111,10 @@ def accumulate_last(
     Args:
         acc: f32[n], updated in place.
         chunk: dtype.numpy[n]; may be read-only and unaligned, as cut from a received message.
-        dtype: what `chunk` holds: F32, BF16 or F16.
+        dtype: element type of `chunk`: F32, BF16 or F16.
         first: whether this is the first replica too, that is, the only one.
-        digests: u64[2, blocks of acc], as of `accumulate`.
-        block_numel: as of `accumulate`.
+        digests: u64[2, blocks of acc], as for `accumulate`.
+        block_numel: as for `accumulate`.
         rounds: whether `round_in_place(acc, dtype)` follows, in the same pass.
 
     Returns:
@@ -164,7 +164,7 @@ def round_in_place(acc: Array, dtype: DType) -> None:
 
 
 def warm_up(dtype: DType) -> None:
-    """Compiles (or loads from disk) what a server needs for gradients and parameters in `dtype`, on empty arrays.
+    """Compiles (or loads from disk) the loops for gradients and parameters in `dtype`, on empty arrays.
 
     Raises:
         InvalidRequest: `dtype` is not a wire dtype.
@@ -189,7 +189,7 @@ def examples(dtype: DType) -> tuple[Array, ...]:
 
 
 def _received(dtype: DType, offset: int) -> Array:
-    """An empty array as it is in a message: read-only, and aligned or not. Loops are compiled for each."""
+    """An empty array like one cut from a message: read-only, and aligned or not. Loops are compiled for each kind."""
     return np.frombuffer(bytes(offset + dtype.itemsize), dtype.numpy, count=1, offset=offset)[:0]
 
 

@@ -1,6 +1,6 @@
-"""The interface of compressors: f32 numbers in, fewer bytes out, and the error in a residual for the next call.
+"""The interface of compressors. They turn f32 numbers into fewer bytes and keep the error in a residual.
 
-Owns: the `Compressor` interface, and the checks of arrays before compiled loops, which check nothing.
+Owns: the `Compressor` interface, and the checks of arrays that the compiled loops do not make.
 Pure and light: importing this imports no numba; a compressor compiles its loops when it is first used.
 Refuses: state. One compressor object serves every array, from any number of threads; residuals are the caller's (see
 `compress.feedback`).
@@ -9,14 +9,14 @@ Refuses: state. One compressor object serves every array, from any number of thr
 
 Invariants:
 - The same numbers (and residual) give the same bytes on every machine and from every thread.
-- A NaN or an infinity never disappears: it decompresses to a NaN where the compressor says, so a sum over it is not
-  finite and the step is skipped.
+- A NaN or an infinity never disappears. It decompresses to NaNs at positions that each compressor documents, so the sum
+  is not finite and the step is skipped.
 
 Note: [Error feedback]
     `compress(values, out, residual)` compresses values + residual and leaves values + residual - decompressed in the
-    residual. The error of one call is sent by the next one: over many calls the sum of what was decompressed differs
-    from the sum of the values by the last residual alone, however coarse the compression (Seide et al., 2014;
-    Karimireddy et al., 2019). Numbers that are not finite never enter a residual: it stays as it was beside them.
+    residual. The error of one call is sent by the next one. Over many calls, the sum of the decompressed values differs
+    from the sum of the values by the last residual only, however coarse the compression (Seide et al., 2014;
+    Karimireddy et al., 2019). Numbers that are not finite never enter a residual: its elements stay as they were.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ _F32, _U8 = np.dtype(np.float32), np.dtype(np.uint8)
 class Compressor(ABC):
     """A way to make f32 arrays smaller. Thread-safe; the GIL is released in every loop.
 
-    A subclass is a frozen dataclass whose fields, all numbers, are its options (without options it need not be one). It
-    is registered by a name; name and options are what travels of it.
+    A subclass is a frozen dataclass whose fields, all numbers, are its options. A subclass without options need not be
+    a dataclass. It is registered under a name. Only the name and the options are sent to other processes.
 
     Attributes:
-        name: what it is registered as ("int8"); `registry.register` sets it.
-        gradients_only: what it does that only gradients can travel like this ("leaves elements out", to send them
-            later); empty: parameters can, too.
-        differences: whether parameters travel as differences against what their receiver has: it has too few levels for
-            a parameter itself. See `shard.core.differences`.
+        name: the name it is registered under ("int8"); set by `registry.register`.
+        gradients_only: the reason, in words, why it suits gradients only ("leaves elements out", to send them later);
+            empty = it suits parameters, too.
+        differences: whether parameters are sent as differences against the receiver's values, because it has too few
+            levels for a parameter itself. See `shard.core.differences`.
     """
 
     name: ClassVar[str]
@@ -65,7 +65,7 @@ class Compressor(ABC):
 
     @abstractmethod
     def compressed_bytes(self, numel: int) -> int:
-        """Bytes that `numel` numbers take, exactly."""
+        """The exact compressed size of `numel` numbers."""
 
     def compress(
         self, values: Array, out: Array, residual: Array | None = None, residual_out: Array | None = None
@@ -77,8 +77,8 @@ class Compressor(ABC):
             out: u8[compressed_bytes(n)], overwritten; must not overlap the others.
             residual: f32[n]; added to the values first, then set to the compression error. See Note: [Error feedback].
                 None = drop the error.
-            residual_out: f32[n]; gets the compression error instead of `residual`, which is then only read; must not
-                overlap the others. None = `residual` gets it.
+            residual_out: f32[n]; receives the compression error, and `residual` is only read; must not overlap the
+                others. None = `residual` receives it.
 
         Raises:
             InvalidRequest: an array has another element type, length or layout than stated. Nothing has been changed.
@@ -106,7 +106,7 @@ class Compressor(ABC):
         self._add(data, out, first=True)
 
     def accumulate(self, data: Array, acc: Array) -> None:
-        """Add what `data` decompresses to.
+        """Decompress `data` and add it to `acc`.
 
         Args:
             data: u8[compressed_bytes(n)]; may be read-only and unaligned, as cut from a received message.
@@ -119,14 +119,14 @@ class Compressor(ABC):
         self._add(data, acc, first=False)
 
     def check(self, data: Array, numel: int) -> None:
-        """Check what will be decompressed or accumulated later.
+        """Check data that will be decompressed or accumulated later.
 
         Args:
             data: u8[compressed_bytes(n)]; as for `decompress`.
             numel: n.
 
         Raises:
-            InvalidRequest: it is not what `compress` writes for so many numbers.
+            InvalidRequest: `data` is not a compressed form of `numel` numbers.
         """
         check_array("data", data, _U8, (self.compressed_bytes(numel),))
         self._check(readonly(data), numel)
@@ -156,27 +156,27 @@ class Compressor(ABC):
 
     @abstractmethod
     def _compress(self, values: Array, out: Array, residual: Array | None, residual_out: Array | None) -> None:
-        """`compress` after the checks; `values` is read-only, `residual_out` the residual itself or another array."""
+        """Compress after the checks; `values` is read-only, `residual_out` is the residual itself or another array."""
 
     @abstractmethod
     def _decompress(self, data: Array, acc: Array, first: bool) -> None:
-        """acc = data if `first`, else acc += data, after the checks; `data` is read-only."""
+        """Set acc = data if `first`, else acc += data, after the checks; `data` is read-only."""
 
     def _check(self, data: Array, numel: int) -> None:
-        """`check` after the checks; one in whose data nothing can be wrong need not decompress it."""
+        """Check the content after the size; compressors that accept any bytes override this to skip decompressing."""
         self._decompress(data, np.empty(numel, np.float32), True)
 
 
 def blocks_of(numel: int, block_numel: int) -> int:
-    """Blocks that `numel` elements are cut into; the last may be shorter."""
+    """The number of blocks that `numel` elements are cut into; the last may be shorter."""
     return -(-numel // block_numel)
 
 
 def check_fraction(fraction: float) -> None:
-    """Refuse a fraction that no top-k can be of.
+    """Check the fraction of a top-k.
 
     Raises:
-        InvalidRequest: it is not above 0, or above 1.
+        InvalidRequest: it is not above 0, or it is above 1.
     """
     if not 0.0 < fraction <= 1.0:
         raise InvalidRequest(f"fraction is {fraction}; it must be above 0 and at most 1")

@@ -1,21 +1,21 @@
-"""The residuals of a worker's compressed gradients, and which of them a step that is not decided would change. Pure.
+"""The residuals of a worker's compressed gradients, for committed steps and for the undecided step. Pure.
 
 Owns: two f32 arrays for each range of a unit that is pushed: `now`, the residual of committed steps, zero at first, and
-`next`, the residual if the current step commits. Refuses: to know when a step is decided; its user calls `settle`.
+`next`, the residual if the current step commits. Refuses: to know when a step is decided; the caller calls `settle`.
 
 Note: [Residuals and steps that do not commit]
     A push compresses gradient + now and writes the compression error to `next`. If the step commits, next becomes now.
-    If it does not, its gradient is gone as without compression, and `now` is as it was before it: the residual of
-    earlier steps is sent with the next step, once. A push that is sent again in the same step (after a broken
-    connection) compresses the same numbers to the same bytes.
+    If it does not commit, its gradient is lost, as it would be without compression, and `now` is unchanged. The
+    residual of earlier steps is then sent with the next step, once. A push that is sent again in the same step (after a
+    broken connection) compresses the same numbers to the same bytes.
 
 Note: [Residuals and clipping]
-    The servers multiply what arrived by the step's clip factor. So they lack that factor of the residual, and it is
-    multiplied too: else a step whose norm is a hundred times the largest allowed would hand its unclipped error, in
-    norm ten times a whole gradient, to the next one. *Measured*, int4 in a GPT of 0.9 million parameters, 600 steps of
-    which 44 were clipped, two seeds: the validation loss is 0.7 and 1.3 % above f32's without, +0.1 and -0.1 % with it.
+    The servers multiply the received gradient by the step's clip factor, so the residual is multiplied by it too.
+    Otherwise a step whose norm is a hundred times the limit would pass its unclipped error, in norm ten times a full
+    gradient, to the next step. *Measured*, int4 in a GPT of 0.9 million parameters, 600 steps of which 44 were clipped,
+    two seeds: the validation loss is 0.7 and 1.3 % above f32's without it, +0.1 and -0.1 % with it.
 
-A worker's residuals live and die with it: they are in no checkpoint, and start at zero when the job is restored.
+A worker's residuals are lost when it ends. They are not in checkpoints, and start at zero when the job is restored.
 
     memory: 8 bytes for every element that this worker pushes
 """
@@ -47,11 +47,11 @@ class Feedback:
         self._ranges: dict[int, list[_Range]] = {}
 
     def open(self, unit: int, begin: int, end: int, step: int) -> tuple[Array, Array]:
-        """(now, next) for the push of elements [begin, end) of a unit in a step: f32[end - begin] each.
+        """Return (now, next), f32[end - begin] each, to push elements [begin, end) of a unit in a step.
 
-        A step that was never settled counts as not committed. Where the range is another one than before (the workers
-        of a node divided units anew), the residual of its elements is carried over; that of elements outside it is left
-        to the workers that push those.
+        A step that was never settled counts as not committed. If the range changed (the workers of a node divided units
+        anew), the residual of its elements is carried over. The residual of the other elements is dropped, since
+        another worker pushes those.
         """
         with self._lock:
             ranges = self._ranges.setdefault(unit, [])
@@ -67,12 +67,12 @@ class Feedback:
             return found.now, found.next
 
     def settle(self, step: int, *, committed: bool, clip_factor: float = 1.0) -> None:
-        """A step is decided: its residual replaces the one before if it committed, and is dropped if not.
+        """Replace the residual by that of a step that committed, or drop that of a step that did not.
 
         Args:
-            step: which.
+            step: number of the step.
             committed: whether it committed.
-            clip_factor: what its gradients were multiplied by. See Note: [Residuals and clipping].
+            clip_factor: the factor that its gradients were multiplied by. See Note: [Residuals and clipping].
         """
         with self._lock:
             for r in [r for ranges in self._ranges.values() for r in ranges if r.step == step]:

@@ -2,7 +2,7 @@
 
     bytes: n numbers of two bytes, little-endian
 
-A number that is not finite, or too large for fp16, arrives as NaN or infinity; the residual beside it stays as it was.
+A number that is not finite, or is too large for fp16, arrives as NaN or infinity; its residual stays as it was.
 """
 
 from __future__ import annotations
@@ -53,13 +53,13 @@ class _Float(Compressor):
 
 @register("bf16")
 class BF16(_Float):
-    """The range of f32, and 8 bits of each number."""
+    """bf16: the range of f32, and 8 bits of each number."""
 
     dtype: ClassVar[DType] = DType.BF16
 
 
 @register("fp16")
 class FP16(_Float):
-    """Numbers up to 65504, and 11 bits of each."""
+    """fp16: numbers up to 65504, and 11 bits of each."""
 
     dtype: ClassVar[DType] = DType.F16

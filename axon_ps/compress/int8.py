@@ -4,11 +4,11 @@
     bytes: scales f32[k] little-endian, then quants i8[n]; 4 k + n in all (1.016 n for blocks of 256)
 
 A number x becomes q = x · 127 / max|block|, rounded to the nearest integer, ties to even, and decompresses to
-q · scale; the error is at most half a scale. Symmetric and without a zero point: zero stays zero. (Dettmers et al.,
-2022, "8-bit optimizers via block-wise quantization", has the blocks; ZeRO++ uses them for weights.)
+q · scale; the error is at most half a scale. The quantisation is symmetric, without a zero point: zero stays zero. The
+blocks are from Dettmers et al., 2022, "8-bit optimizers via block-wise quantization"; ZeRO++ uses them for weights.
 
-Edges, all tested: a block with a NaN or an infinity has the scale NaN and decompresses to NaN as a whole; a block whose
-largest magnitude is under 2^-100 travels as zeros (its scale would be subnormal); a finite block decompresses to finite
+Edges, all tested: a block with a NaN or an infinity has the scale NaN and decompresses to all NaN; a block whose
+largest magnitude is under 2^-100 is sent as zeros (its scale would be subnormal); a finite block decompresses to finite
 numbers.
 """
 
@@ -29,13 +29,13 @@ _SCALE_BYTES = 4
 @register("int8")
 @dataclass(frozen=True)
 class Int8(Compressor):
-    """Blocks of int8 with one f32 scale each: what a number loses is at most 1/254 of the largest in its block.
+    """Blocks of int8 with one f32 scale each: a number's error is at most 1/254 of the largest in its block.
 
     Attributes:
         block_numel: numbers that share a scale, 16 to 65536.
 
     Raises:
-        InvalidRequest: there are fewer or more.
+        InvalidRequest: `block_numel` is out of range.
     """
 
     block_numel: int = 256

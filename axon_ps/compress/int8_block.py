@@ -1,18 +1,19 @@
 """Arrays of `DType.INT8_BLOCK`: blocks of int8 as elements that collectives move and add up.
 
-Owns: f32 numbers → blocks and back, and sums of blocks. A block is what `compress.int8` makes of 256 numbers, with its
-scale beside it: 260 bytes. Zeros fill the last one. Importing this imports numba.
+Owns: f32 numbers → blocks and back, and sums of blocks. A block is the result of `compress.int8` for 256 numbers, with
+its scale beside it: 260 bytes. Zeros fill the last block. Importing this imports numba.
 
     shape legend: n = numbers, k = ceil(n / 256) blocks
 
 Note: [Sums are rounded at random]
-    A rank that makes blocks rounds to the nearest and adds the error to its next ones (error feedback). Whoever adds
-    blocks up has no state between calls, and rounding to the nearest would drop a small number beside a large one for
-    ever. So a sum is rounded up with the probability of its distance from the lower quant, which is right on
-    average (Alistarh et al., 2017, "QSGD", https://arxiv.org/abs/1610.02132). Chance comes from a hash of the block's
-    256 sums: the same contributions give the same bits, wherever and whenever they are added.
+    A rank that makes blocks rounds to the nearest and adds the error to its next ones (error feedback). The process
+    that adds blocks has no state between calls, and rounding to the nearest would always drop a small number beside a
+    large one. So a sum is rounded up with the probability of its distance from the lower quant, which is right on
+    average (Alistarh et al., 2017, "QSGD", https://arxiv.org/abs/1610.02132). The random bits come from a hash of the
+    block's 256 sums, so the same contributions give the same bits in any process at any time.
 
-Edges are those of `compress.int8`: a block with a NaN or an infinity becomes NaN as a whole, one under 2^-100 zeros.
+Edge cases are those of `compress.int8`: a block with a NaN or an infinity becomes all NaN, and a block under 2^-100
+becomes zeros.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ def decode(blocks: Array, values: Array) -> None:
 
 
 def accumulate(acc: Array, blocks: Array, *, first: bool) -> None:
-    """Add blocks up.
+    """Add blocks to a sum in f32.
 
     Args:
         acc: f32[k, 256], updated in place.
@@ -110,7 +111,7 @@ def warm_up() -> None:
 
 
 def _add(blocks: Array, acc: Array, *, first: bool) -> None:
-    scales = blocks["scale"].copy()  # of one block it would be received memory itself: read-only, another loop
+    scales = blocks["scale"].copy()  # without it, one block is read-only received memory: another loop
     int8.dequantise(scales, readonly(_quants(blocks)), acc, INT8_BLOCK_NUMEL, BLOCK.itemsize, first)
 
 

@@ -18,12 +18,12 @@ def compressor(name: str, **options: float) -> Compressor:
     """The compressor of that name.
 
     Args:
-        name: "int8" (option `block_numel`), "int4", "top_k" (option `fraction`), "block_top_k" (options
-            `fraction`, `bits`), "bf16", "fp16", or one of a plugin.
-        options: its dataclass's fields; what is not given has its default.
+        name: "int8" (option `block_numel`), "int4", "top_k" (option `fraction`), "block_top_k" (options `fraction`,
+            `bits`), "bf16", "fp16", or the name of a plugin's compressor.
+        options: fields of its dataclass; those not given have their defaults.
 
     Raises:
-        InvalidRequest: there is no such compressor, or it has no such option, or the value cannot be.
+        InvalidRequest: there is no such compressor, it has no such option, or a value is out of range.
     """
     kind = _REGISTRY.find(name)
     fields = {field.name: field for field in dataclasses.fields(kind)}
@@ -35,11 +35,11 @@ def compressor(name: str, **options: float) -> Compressor:
 
 
 def _number(name: str, field: dataclasses.Field[object], value: float) -> float:
-    """The value of an option; one of an integer comes as a float from the wire."""
+    """The value of an option; an integer's arrives from the wire as a float."""
     if not isinstance(value, (int, float)):
         raise InvalidRequest(f"option {field.name} of compressor {name!r} is {value!r}; it must be a number")
     if field.type not in (int, "int"):
         return float(value)
-    if not float(value).is_integer():  # nor inf, nor nan
+    if not float(value).is_integer():  # false for inf and nan, too
         raise InvalidRequest(f"option {field.name} of compressor {name!r} is {value}; it must be an integer")
     return int(value)

@@ -3,12 +3,12 @@
     shape legend: n = numbers, k = ceil(fraction · n)
     bytes: indices u32[k] ascending, then values f32[k], little-endian; 8 k in all (0.08 n for a fraction of 0.01)
 
-The k-th largest magnitude is found by counting, digit by digit over the bits of the magnitudes (a radix select), in a
-number of passes that does not depend on k. Of equal magnitudes the first are taken. What was sent is sent exactly, so
-the residual is zero there and the whole number elsewhere (Aji and Heafield, 2017; Stich et al., 2018).
+The k-th largest magnitude is found by counting, digit by digit over the bits of the magnitudes (a radix select). The
+number of passes does not depend on k. Of equal magnitudes the first are taken. The selected numbers are sent exactly,
+so the residual is zero there and the full number elsewhere (Aji and Heafield, 2017; Stich et al., 2018).
 
-If any number is not finite, the first k values are sent as NaN and the residual stays as it was: one NaN among the
-selected would be enough for the receiver, but the numbers are of no use then.
+If any number is not finite, the first k values are sent as NaN and the residual stays as it was. One NaN among the
+selected would be enough for the receiver, but the numbers are useless then.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _PAIR_BYTES = 8
 @register("top_k")
 @dataclass(frozen=True)
 class TopK(Compressor):
-    """The largest magnitudes of every array and where they are; gradients only, since the rest is sent later.
+    """The largest magnitudes of every array and their indices; gradients only, since the rest is sent later.
 
     Attributes:
         fraction: fraction of the numbers that is sent, above 0 and at most 1; k is rounded up.

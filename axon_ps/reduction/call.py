@@ -1,7 +1,7 @@
-"""The collective that the ranks of a group ask for, as a value that can be compared and printed.
+"""The collective that a rank asks for, as a value that can be compared and printed.
 
-Owns: `Operation`, `Call` and the error for ranks that disagree. Both ends need them: the backends that make the calls,
-and the shard servers that check whether all ranks make the same one.
+Owns: `Operation`, `Call` and the error for ranks that disagree. Both ends need them: the backends make the calls, and
+the shard servers check that all ranks make the same call.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from axon_ps.errors import Disagreement
 from axon_ps.types import DType, ReduceOp
 
 REASON_CHARS = 200
-"""Longest reason that is sent."""
+"""The most characters of a reason that are sent."""
 
 
 class Operation(enum.Enum):
@@ -41,15 +41,15 @@ class Call:
     small call takes 10).
 
     Attributes:
-        sequence: how many collectives this group did before.
-        operation: which one.
+        sequence: number of collectives that this group did before.
+        operation: the kind of collective.
         dtype: element type.
         counts: ALL_REDUCE, REDUCE, BROADCAST: (elements,). ALL_GATHER, REDUCE_SCATTER, GATHER, SCATTER: elements of
-            each rank's partition, by rank. ALL_TO_ALL and BARRIER: empty (in an all-to-all every rank has counts of its
-            own; those of sender and receiver are compared pair by pair).
+            each rank's partition, by rank. ALL_TO_ALL and BARRIER: empty (in an all-to-all every rank has its own
+            counts; those of sender and receiver are compared pair by pair).
         op: ALL_REDUCE, REDUCE, REDUCE_SCATTER: how to combine.
-        root: REDUCE, BROADCAST, GATHER, SCATTER: which rank (position in the group); else -1.
-        reason: REFUSAL: which call this rank refused, and why; at most `REASON_CHARS` characters.
+        root: REDUCE, BROADCAST, GATHER, SCATTER: the root's position in the group; else -1.
+        reason: REFUSAL: the call that this rank refused, and why; at most `REASON_CHARS` characters.
             Not compared: ranks that all refuse agree.
     """
 
@@ -62,12 +62,12 @@ class Call:
     reason: str = field(default="", compare=False)
 
     def refused(self, error: BaseException) -> Call:
-        """The call to make instead when this rank cannot make this one: it equals nobody's, so all get the reason."""
+        """Return the call to make if this rank cannot make this one; it equals no other, so all get the reason."""
         return Call.refusal(self.sequence, self.operation.value, str(error))
 
     @staticmethod
     def refusal(sequence: int, what: str, why: str) -> Call:
-        """As `refused`, for a call that could not even be described."""
+        """Return a refusal of a call that could not even be described."""
         return Call(sequence=sequence, operation=Operation.REFUSAL, reason=f"refused {what}: {why}"[:REASON_CHARS])
 
     def __str__(self) -> str:
@@ -97,8 +97,8 @@ def disagreement(calls: Mapping[int, str], what: str) -> Disagreement:
     """The error for ranks that asked for different things.
 
     Args:
-        calls: by world rank, what it asked for, as text (`str(call)`).
-        what: which call of which group: "call 17 of group 'default'".
+        calls: the call of each rank as text (`str(call)`), by world rank.
+        what: the call and its group: "call 17 of group 'default'".
     """
     ranks_by_call: dict[str, list[int]] = defaultdict(list)
     for rank in sorted(calls):

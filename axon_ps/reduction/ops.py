@@ -1,9 +1,9 @@
 """Reductions of flat arrays in any dtype, for every backend and the servers' collectives.
 
-Owns: what a `ReduceOp` means for a dtype. Refuses: to know who contributes; the caller decides the order.
+Owns: the meaning of a `ReduceOp` for a dtype. Refuses: to know the contributors; the caller decides the order.
 
 Invariants:
-- Contributions are combined in the order given, ((x0 + x1) + x2) + ..., so results do not depend on who computes them.
+- Contributions are combined in the order given, ((x0 + x1) + x2) + ..., so the result is the same in every process.
 - bf16 and f16 are combined in f32 and rounded once, at the end. Everything else is combined in its own type: integers
   wrap around, a bool's sum is "or" and its product "and".
 - Blocks of int8 have a sum and an average, in f32; see `compress.int8_block` for how those become blocks again.
@@ -23,7 +23,7 @@ from axon_ps.errors import InvalidRequest
 from axon_ps.types import INT8_BLOCK_NUMEL, Array, DType, ReduceOp
 
 BLOCK_BYTES = 256 << 10
-"""How much of each array `reduce_into` works on at a time, so that sums stay in a core's cache."""
+"""Bytes of each array that `reduce_into` works on at a time, so that sums stay in a core's cache."""
 
 _Ufunc = Callable[..., Any]
 _UFUNCS: dict[ReduceOp, _Ufunc] = {
@@ -69,7 +69,7 @@ def accumulator_dtype(dtype: DType) -> np.dtype[Any]:
 
 
 def warm_up(dtype: DType) -> None:
-    """Compile (or load from disk) what the reductions of `dtype` need."""
+    """Compile (or load from disk) the loops that reductions of `dtype` need."""
     if dtype in _HALVES:
         _cast().warm_up(dtype)
     elif dtype is DType.INT8_BLOCK:
@@ -77,7 +77,7 @@ def warm_up(dtype: DType) -> None:
 
 
 def start(acc: Array, data: Array, dtype: DType) -> None:
-    """acc: A[m] becomes the first contribution data: T[m], A = `accumulator_dtype(dtype)`."""
+    """Set acc: A[m] to the first contribution data: T[m]; A = `accumulator_dtype(dtype)`."""
     if dtype in _HALVES:
         _cast().decode(data, acc, dtype)
     elif dtype is DType.INT8_BLOCK:
@@ -87,7 +87,7 @@ def start(acc: Array, data: Array, dtype: DType) -> None:
 
 
 def accumulate(acc: Array, data: Array, op: ReduceOp, dtype: DType) -> None:
-    """acc: A[m] takes the next contribution data: T[m]."""
+    """Combine acc: A[m] with the next contribution data: T[m]."""
     if dtype in _HALVES:
         if op in _ADDING:
             _cast().accumulate(acc, data, dtype, False)
@@ -102,7 +102,7 @@ def accumulate(acc: Array, data: Array, op: ReduceOp, dtype: DType) -> None:
 
 
 def finish(out: Array, acc: Array, op: ReduceOp, dtype: DType, contributions: int) -> None:
-    """out: T[m] becomes the result of `contributions` contributions combined in acc: A[m]; they may be one array."""
+    """Set out: T[m] to the result of `contributions` contributions combined in acc: A[m]; `out` may be `acc`."""
     if op is ReduceOp.AVERAGE:
         np.divide(acc, contributions, out=acc)
     if dtype in _HALVES:
@@ -114,9 +114,9 @@ def finish(out: Array, acc: Array, op: ReduceOp, dtype: DType, contributions: in
 
 
 def reduce_into(out: Array, sources: Sequence[Array], op: ReduceOp, dtype: DType) -> None:
-    """out: T[m] becomes the reduction of the sources, T[m] each, in their order; `out` may be one of them.
+    """Set out: T[m] to the reduction of the sources, T[m] each, in their order; `out` may be one of them.
 
-    Works in blocks of `BLOCK_BYTES`, so each array passes memory once.
+    The work is done in blocks of `BLOCK_BYTES`, so each array is read from memory once.
     """
     if len(sources) == 1:
         if out is not sources[0]:
@@ -149,7 +149,7 @@ def _reduce_block(out: Array, sources: Sequence[Array], op: ReduceOp, dtype: DTy
 
 
 def _int8_block() -> Any:
-    """As `_cast`."""
+    """The compiled loops for blocks of int8, imported late as in `_cast`."""
     from axon_ps.compress import int8_block
 
     return int8_block

@@ -1,13 +1,13 @@
-"""Compiles every loop that a process of a job calls, for all element types and options: once on a machine.
+"""The program that compiles every loop of a job, for all element types and options, once per machine.
 
     python -m axon_ps.shard.loops
 
-Owns: which loops are called with which types, and the program that compiles them. `make setup` and the images run it,
-`axon-ps run` and `LocalCluster` do so where it was not run before they start what waits with a deadline. Refuses: loops
-of plugins, which their processes compile; and to be needed: a process that finds a loop missing compiles it.
+Owns: the list of loops with their types, and the program that compiles them. `make setup` and the images run it. If it
+was not run, `axon-ps run` and `LocalCluster` run it before they start processes that have deadlines. Refuses: loops of
+plugins, which their processes compile; and to be needed: a process compiles any loop that it finds missing.
 
-Invariant: a loop is found here by calling the functions that the product calls, on empty arrays, so there is no second
-list of types. The tests fail where one of them compiles a loop.
+Invariant: loops are found by calling the product's own functions on empty arrays, so there is not a second list of
+types. A test that has to compile a loop fails.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ if TYPE_CHECKING:
 
 COMMAND: Final = (sys.executable, "-P", "-m", "axon_ps.shard.loops")
 LIMIT_S: Final = 900.0
-"""Most seconds that others wait for it, on a machine that is busy: then they go on, and compile what they call."""
+"""Most seconds that other processes wait for it on a busy machine. Then they go on, and compile the loops they call."""
 NOTICE: Final = "compiling loops for this machine, once: about 120 s of one core"
 _HALVES: Final = (DType.BF16, DType.F16)
 _MAX_PROCESSES: Final = 8
-"""More of them do not help: the dearest loop takes as long as all others, shared by so many, together."""
+"""More processes do not help: the slowest loop takes as long as all others together, shared by so many processes."""
 
 
 def compile_missing(notify: Callable[[str], None]) -> None:
-    """Compile all loops where a record does not notify that they are; milliseconds where it does.
+    """Compile all loops unless a record says that they are compiled; then it takes milliseconds.
 
-    Any number of processes may do so at once. After an error or `LIMIT_S` they are compiled when they are called.
+    Any number of processes may do so at once. After an error or `LIMIT_S`, loops are compiled when they are called.
 
     Args:
         notify: called with a line before it begins.
@@ -64,7 +64,7 @@ def compile_missing(notify: Callable[[str], None]) -> None:
 
 
 def compilations() -> list[Callable[[], None]]:
-    """Functions that compile all loops together, in any order, each in any process; the dearest come first."""
+    """Functions that together compile all loops, in any order, each in any process; the slowest come first."""
     from axon_ps.compress import cast, int8_block, registry
     from axon_ps.kernels import digest, stream_copy
     from axon_ps.optim import registry as optimizers
@@ -86,13 +86,13 @@ def compilations() -> list[Callable[[], None]]:
 
 
 def main() -> None:
-    """The program: compile everything in as many processes as there are cores, and record that it is done."""
+    """Compile everything in as many processes as there are cores, and record that it is done."""
     from axon_ps.kernels.compiled import locked, sources_hash
 
     place = loop_cache.folder()
     if place is None:
         return
-    with locked(place / f"{loop_cache.record_name()}.lock"):  # who waits for it will find everything compiled
+    with locked(place / f"{loop_cache.record_name()}.lock"):  # a process that waits for it finds everything compiled
         if loop_cache.is_complete():
             return
         processes = min(len(os.sched_getaffinity(0)), _MAX_PROCESSES)
@@ -117,10 +117,10 @@ def _compile_optimizer(rule: UpdateRule, wire_dtype: DType | None) -> None:
 
 
 def _choices(rule: UpdateRule) -> Iterator[Hyper]:
-    """Hyperparameters in which each that is off by default is off, or on: a loop is compiled for what is on."""
+    """Yield hyperparameters for all choices of the options that are off by default, since each needs its own loop."""
     options = [name for name, default in rule.defaults.items() if default == 0.0]
     for chosen in itertools.product((0.0, 1.0), repeat=len(options)):
-        with contextlib.suppress(InvalidRequest):  # they do not go together
+        with contextlib.suppress(InvalidRequest):  # options that exclude each other
             yield rule.validate(dict(zip(options, chosen, strict=True)))
 
 

@@ -1,1 +1,1 @@
-"""Cutting of a model: layout (parameters into units), plan (units into slices on shard servers). Pure."""
+"""The layout of a model (parameters in units) and its plan (units cut into slices on shard servers). Pure."""

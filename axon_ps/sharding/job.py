@@ -1,4 +1,4 @@
-"""The registration of a model: the layout, its cut, and the forms in which it travels. Equal on every worker."""
+"""The registration of a model: the layout, its cut, and its forms on the wire. Equal on every worker."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ class JobSpec:
 
     Attributes:
         layout: units and parameters.
-        precision: dtypes on the wire, and how what travels is compressed.
+        precision: dtypes and compression on the wire.
         options: chunk and slice sizes.
         replica_is_node: HYBRID_SHARD: the workers of a node contribute one gradient together.
-        policy: who waits for whom between steps.
-        model: class of the module, for messages; empty = not known. Does not count when specs are compared.
+        policy: the replicas that wait for each other between steps.
+        model: class of the module, for messages; empty = not known. Ignored when specs are compared.
 
     Raises:
-        InvalidRequest: parameters travel as differences, and replicas step asynchronously.
+        InvalidRequest: parameters are sent as differences, and replicas step asynchronously.
     """
 
     layout: Layout
@@ -60,16 +60,16 @@ class JobSpec:
 
     @cached_property
     def sizes(self) -> dict[tuple[int, int], tuple[int, ...]]:
-        """Bytes of each slice, by those of a trainable element and the servers it is cut over; see `memory`."""
+        """A cache: bytes of each slice, by (bytes of a trainable element, number of servers cut over); see `memory`."""
         return {}
 
     @cached_property
     def encoded(self) -> list[bytes]:
-        """Its message, once it was made; see `wire.codec.job_spec_to_proto`."""
+        """A cache: the spec's message, once it has been made; see `wire.codec.job_spec_to_proto`."""
         return []
 
     def is_cut_like(self, other: JobSpec) -> bool:
-        """Whether `cut_difference` is empty (computed once for each other spec)."""
+        """True if `cut_difference` is empty (computed once for each other spec)."""
         if id(other) not in self._alike:
             self._alike[id(other)] = other, not self.cut_difference(other)
         return self._alike[id(other)][1]
@@ -79,9 +79,9 @@ class JobSpec:
         return {}
 
     def cut_difference(self, other: JobSpec) -> str:
-        """Why the values of another model cannot be copied to this one where they lie, in words; empty when they can.
+        """The reason, in words, why each server cannot copy another model's values to this one; empty when it can.
 
-        Each server then has the same elements of both: units hold the same parameters, and are cut alike.
+        It can if each server has the same elements of both models: units hold the same parameters and are cut alike.
         """
         ours, theirs = self.layout.units, other.layout.units
         if len(ours) != len(theirs):
@@ -100,7 +100,7 @@ class JobSpec:
         return ""
 
     def difference(self, job: JobSpec) -> str:
-        """The first difference of this spec from the one the job has, in words; empty when they are equal."""
+        """The first difference of this spec from the job's, in words; empty when they are equal."""
         if difference := first_difference(self.layout, job.layout):
             return difference
         for what, ours, theirs in (

@@ -1,9 +1,9 @@
-"""The layout of a job: which parameters there are, in which unit each lives, and at which flat offset.
+"""The layout of a job: its parameters, the unit of each, and the flat offset of each in its unit.
 
-A *unit* is gathered together; its parameters lie one behind the other in one 1-D array, without gaps, in the order
-given. A unit is all trainable or all frozen, so that gradients, moments and traffic are per unit questions. Tied
-parameters appear once, under their first name, with the other names as aliases. Padding is nowhere here: slices cut
-units where they like and nothing is ever rounded up, so nothing has to be stripped when a checkpoint is written.
+The parameters of a *unit* are gathered together. They lie one behind the other in one 1-D array, without gaps, in the
+order given. A unit is all trainable or all frozen, so gradients, moments and traffic are decided per unit. Tied
+parameters appear once, under their first name, with the other names as aliases. Units are never padded, so nothing has
+to be stripped when a checkpoint is written.
 
 Invariants of a `Layout`: unit and parameter names are unique (aliases included), offsets are the running sum of the
 numels, every parameter has at least one element.
@@ -29,7 +29,7 @@ class Parameter:
         name: its fully qualified name in the user's module.
         shape: its shape; () for a scalar.
         offset: index of its first element in its unit.
-        dtype: the dtype the user's model holds it in; masters are f32 whatever it is.
+        dtype: its dtype in the user's model; masters are always f32.
         aliases: further names of the same tensor (tied weights).
     """
 
@@ -97,7 +97,7 @@ class Layout:
                 raise InvalidRequest(f"unit {unit.name!r} has no parameters; leave it out of the layout")
 
     def name_of(self, unit: int) -> str:
-        """The name of a unit for people: its name, or its number; the root has no name."""
+        """The unit's name for messages, or its number if it has no name, as the root."""
         known = 0 <= unit < len(self.units)
         return (self.units[unit].name if known else "") or f"unit {unit}"
 
@@ -129,7 +129,7 @@ def build_unit(name: str, parameters: Sequence[tuple[str, tuple[int, ...], DType
     Args:
         name: the unit's name.
         parameters: (name, shape, dtype) of each.
-        trainable: whether the optimizer moves them.
+        trainable: whether the optimizer changes them.
     """
     packed: list[Parameter] = []
     offset = 0

@@ -1,7 +1,7 @@
-"""The memory of a model's slices on a shard server: counted before anything is allocated. Pure.
+"""The memory of a model's slices on a shard server, computed before anything is allocated. Pure.
 
-The formula is Note: [Memory of a slice] of `shard.core.slices`, with every copy counted as the primary's, since a
-backup must be able to take over. Chunks are counted, too: a layout may ask for very small ones.
+The formula is Note: [Memory of a slice] of `shard.core.slices`. Every copy is counted as a primary, since a backup must
+be able to take over. Chunks are counted, too, since they may be very small.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from axon_ps.sharding.placement import Holders, Placement
 from axon_ps.types import OptimizerSpec
 
 CHUNK_BYTES: Final = 256
-"""What a chunk takes beside its elements: its bounds, its counters and the header of its frame."""
+"""Bytes of a chunk beside its elements: its bounds, its counters and the header of its frame."""
 
 _F32_BYTES: Final = 4
 
@@ -26,9 +26,9 @@ def slice_bytes(spec: JobSpec, moments: int, num_cuts: int, *, replicas: int = 1
 
     Args:
         spec: layout, dtypes and policy.
-        moments: state arrays of its optimizer; 0 while there is none.
-        num_cuts: over how many servers units are cut.
-        replicas: of the job; counts only where they step asynchronously, since each then has an accumulator.
+        moments: number of state arrays of its optimizer; 0 without an optimizer.
+        num_cuts: number of servers that units are cut over.
+        replicas: number of replicas; counts only if they step asynchronously, since each then has an accumulator.
     """
     units, chunk_numel = spec.layout.units, spec.options.chunk_numel
     accumulators = max(1, replicas) if spec.policy.asynchronous else 1
@@ -52,11 +52,11 @@ def slice_sizes(spec: JobSpec, optimizer: OptimizerSpec | None, num_cuts: int, r
 
 
 def placed_bytes(placement: Placement, sizes: Sequence[int]) -> Counter[int]:
-    """Bytes of a model on each server that holds some of it, by rank.
+    """The bytes of a model on each server that holds some of it, by rank.
 
     Args:
-        placement: where its slices are.
-        sizes: of `slice_bytes`.
+        placement: the holders of its slices.
+        sizes: bytes of each slice, from `slice_bytes`.
     """
     total: Counter[Holders] = Counter()
     for holders, size in zip(placement.holders, sizes, strict=True):

@@ -1,7 +1,8 @@
-"""Division of a unit among the workers of a node: one contiguous partition each; and chunk sizes for that. Pure.
+"""The division of a unit among the workers of a node, one contiguous partition each, and chunk sizes for it. Pure.
 
-A worker that is its whole replica has one partition, the unit. A partition begins and ends where chunks do, because a
-server sums a chunk of a gradient at once. Partitions are as even as that allows; a unit of few chunks has empty ones.
+A worker that is a replica by itself has one partition, the full unit. A partition begins and ends at chunk boundaries,
+because a server sums a chunk of a gradient at once. Partitions are as even as that allows; a unit of few chunks has
+empty ones.
 
 Invariant: partitions are a function of plan and count only, so all workers of a node agree on them.
 """
@@ -21,12 +22,12 @@ _EXTRA_FRACTION = 8
 
 
 def partition_bounds(slices: Sequence[Slice], chunk_numel: int, count: int) -> tuple[int, ...]:
-    """The beginnings of the partitions of a unit, and at the end the end of the last one: count + 1 numbers.
+    """The boundaries of the partitions of a unit: count + 1 numbers.
 
     Args:
-        slices: of the unit, ascending.
+        slices: slices of the unit, ascending.
         chunk_numel: elements of a chunk.
-        count: how many partitions.
+        count: number of partitions.
     """
     numel = slices[-1].end
     cuts = [begin for s in slices for begin, _ in s.chunks(chunk_numel)] + [numel]
@@ -38,17 +39,17 @@ def partition_bounds(slices: Sequence[Slice], chunk_numel: int, count: int) -> t
 
 
 def even_options(layout: Layout, num_servers: int, count: int, options: PlanOptions) -> PlanOptions:
-    """Options that cut the slices of the largest units into equal chunks, as many for each of `count` workers.
+    """Return options that cut the largest slices into equal chunks, the same number for each of `count` workers.
 
-    Chunks become as large as they may for that, and not smaller than 16 Ki elements: each costs a message. *Measured*:
-    a layer of 2 x 1024^2 weights and a norm over four servers has slices of 2 x 2^18 elements and 512 more, three
+    Chunks are as large as that allows, and not smaller than 16 Ki elements, since each costs a message. *Measured*: a
+    layer of 2 x 1024^2 weights and a norm over four servers has slices of 2 x 2^18 elements and 512 more. That is three
     messages with chunks of 2^18 and two with these.
 
     Args:
-        layout: of the job.
-        num_servers: shard servers.
-        count: workers of a node that divide a unit.
-        options: the chunk size is at most an eighth more than theirs.
+        layout: layout of the job.
+        num_servers: number of shard servers.
+        count: number of workers of a node that divide a unit.
+        options: the sizes to start from; chunks grow by at most an eighth.
     """
     plan = make_plan(layout, num_servers, options)
     largest = max(s.numel for unit in plan.slices for s in unit)

@@ -1,18 +1,18 @@
 """The shard servers that hold each slice: one primary, and backups that hold the same values. Pure.
 
-The plan (`sharding.plan`) cuts units into slices, once; the placement says where each slice is, and changes while the
-job runs: a backup becomes primary when its primary dies, a copy is made on another server, a slice moves. Slices are
-numbered in plan order (`Plan.numbered`); servers are named by rank.
+The plan (`sharding.plan`) cuts units into slices, once. The placement names the holders of each slice and changes while
+the job runs: a backup becomes primary when its primary dies, a copy is made on another server, a slice moves. Slices
+are numbered in plan order (`Plan.numbered`); servers are named by rank.
 
 Note: [Declustered backups]
-    The backups of one server's slices are spread over all other servers, on other nodes wherever there are some, so
-    that a death spreads its work evenly (Muntz & Lui 1990, "Performance analysis of disk arrays under failure", called
-    it declustering).
+    The backups of one server's slices are spread over all other servers, on other nodes if there are any. So the work
+    of a server that dies is spread evenly (Muntz & Lui 1990, "Performance analysis of disk arrays under failure",
+    called it declustering).
 
 Note: [Many slices on few servers]
-    A job has many more slices than combinations of servers that hold them. Questions about all slices are answered by
-    these combinations (`Placement.counts`), and several slices change with one new placement, in which each combination
-    is changed once. So work a slice is a look-up in a dictionary, done once for each placement.
+    A job has many more slices than combinations of servers that hold them. Questions about all slices are answered from
+    these combinations (`Placement.counts`). Several slices change with one new placement, in which each combination is
+    changed once. So the work per slice is one look-up in a dictionary for each placement.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class Holders:
     """The shard servers that hold one slice, by rank.
 
     Attributes:
-        complete: those that have its values, the primary first; never empty.
-        copying: those that are getting them; they become backups.
+        complete: servers that have its values, the primary first; never empty.
+        copying: servers that are receiving its values; they become backups.
     """
 
     complete: tuple[int, ...]
@@ -45,24 +45,24 @@ class Holders:
 
     @property
     def followers(self) -> tuple[int, ...]:
-        """The servers that get every summed gradient from the primary: backups, and those that become backups."""
+        """The servers that receive every summed gradient from the primary: backups, and servers that become backups."""
         return self.complete[1:] + self.copying
 
     @property
     def servers(self) -> tuple[int, ...]:
-        """All of them, the primary first."""
+        """All holders, the primary first."""
         return self.complete + self.copying
 
     def with_copying(self, rank: int) -> Holders:
-        """A server begins to get the slice."""
+        """Return the holders after a server began to receive the slice."""
         return Holders(self.complete, (*self.copying, rank))
 
     def with_primary(self, rank: int) -> Holders:
-        """A backup becomes the primary, and the primary a backup."""
+        """Return the holders with a backup as the primary, and the primary as a backup."""
         return Holders((rank, *(r for r in self.complete if r != rank)), self.copying)
 
     def without(self, rank: int) -> Holders:
-        """A server has the slice no more, unless nobody else has it completely."""
+        """Return the holders without a server; the last complete copy stays."""
         complete = tuple(r for r in self.complete if r != rank) or self.complete
         return Holders(complete, tuple(r for r in self.copying if r != rank))
 
@@ -85,10 +85,10 @@ class Placement:
     """The holders of every slice of a model.
 
     Attributes:
-        holders: by the number of the slice.
-        num_cuts: over how many servers the plan cuts units.
-        number: one more than that of the placement before.
-        replication: how many servers are to hold each slice.
+        holders: the holders of each slice, by number.
+        num_cuts: number of servers that the plan cuts units over.
+        number: one more than the previous placement's.
+        replication: number of servers that are to hold each slice.
     """
 
     holders: tuple[Holders, ...]
@@ -97,10 +97,10 @@ class Placement:
     replication: int = 1
 
     def check(self, plan: Plan) -> None:
-        """Refuse to be the placement of another plan's slices.
+        """Check that this is a placement of a plan's slices.
 
         Raises:
-            InvalidRequest: the plan, over `num_cuts` servers, has not as many slices as are placed.
+            InvalidRequest: the plan, over `num_cuts` servers, has another number of slices.
         """
         if len(self.holders) != len(plan.numbered):
             raise InvalidRequest(
@@ -115,36 +115,36 @@ class Placement:
 
     @cached_property
     def servers(self) -> frozenset[int]:
-        """Every server that holds something."""
+        """Every server that holds a slice, or is receiving one."""
         return frozenset(rank for h in self.counts for rank in h.servers)
 
     @cached_property
     def is_copied(self) -> bool:
-        """True if a server is getting a slice."""
+        """True if a server is receiving a slice."""
         return any(h.copying for h in self.counts)
 
     def lacking(self, copies: int, unknown: Collection[int] = ()) -> int:
-        """The number of slices that too few servers have, without those of whom it is `unknown` whether they live."""
+        """Count the slices that fewer than `copies` servers have; servers that may be dead (`unknown`) do not count."""
         few = (h for h in self.counts if len([rank for rank in h.complete if rank not in unknown]) < copies)
         return sum(self.counts[h] for h in few)
 
     def slices_of(self, rank: int) -> tuple[int, ...]:
-        """The slices that a server holds, or is to hold."""
+        """The slices that a server holds or is receiving."""
         theirs = {h for h in self.counts if rank in h.servers}
         return tuple(i for i, h in enumerate(self.holders) if h in theirs)
 
     def without(self, rank: int) -> Placement:
-        """A server is lost: backups become primaries. It stays the only holder of what nobody else has completely."""
+        """Remove a lost server: backups become primaries. It remains the holder of slices that it alone has."""
         return self._map(range(len(self.holders)), lambda h: h.without(rank))
 
     def not_copying(self, rank: int) -> Placement:
-        """Copies that a server was getting are not made any more."""
+        """Cancel the copies that a server was receiving."""
         return self._map(range(len(self.holders)), lambda h: h.without(rank) if rank in h.copying else h)
 
     def copied(self, indexes: Iterable[int], rank: int, present: Container[int]) -> Placement:
-        """A server has got slices completely; those that it was not to get are ignored.
+        """Record that a server has received slices; slices that it was not receiving are ignored.
 
-        `present` are the holders that are there: one who is not was named as the only holder, and is none any more.
+        `present` are the servers in the job. Others, which were named only as the last holder, are removed.
         """
 
         def complete(h: Holders) -> Holders:
@@ -155,12 +155,12 @@ class Placement:
         return self._map([i for i in indexes if i < len(self.holders)], complete)
 
     def corrupted(self, index: int, rank: int) -> Placement:
-        """A server that has a slice, as others do, has lost it, and begins to get it again."""
+        """Record that a server has lost its copy of a slice and receives it again from another holder."""
         h = self.holders[index]
         return self.changed({index: Holders(tuple(r for r in h.complete if r != rank), (*h.copying, rank))})
 
     def taken_back(self, indexes: Iterable[int], rank: int, present: Container[int]) -> Placement:
-        """A server that was lost is back with slices that are still right; `present` are the holders that are there."""
+        """Record that a lost server is back with valid slices; `present` are the servers in the job."""
         return self._map(
             indexes,
             lambda h: Holders(
@@ -170,7 +170,7 @@ class Placement:
         )
 
     def changed(self, holders: Mapping[int, Holders]) -> Placement:
-        """Slices have other holders, by number."""
+        """Return the placement with other holders for some slices, by number."""
         if not holders:
             return self
         after, known = list(self.holders), {h: h for h in self.counts}
@@ -190,16 +190,16 @@ class Placement:
 
 
 def place(plan: Plan, servers: Sequence[Server], replication: int, number: int = 1) -> Placement:
-    """The placement of the slices of a new model, or of one that is restored.
+    """Place the slices of a new or restored model.
 
     Args:
-        plan: how its units are cut. What it calls server p is the p-th of `servers`, if there are as many.
-        servers: those that are there, by rank.
-        replication: how many servers hold each slice; as many as there are if there are fewer.
-        number: of the placement.
+        plan: the cut of its units. Server p of the plan is the p-th of `servers`, if there are as many.
+        servers: the servers in the job, by rank.
+        replication: number of servers that hold each slice; all of them if there are fewer.
+        number: number of the placement.
 
     Raises:
-        InvalidRequest: there is no server.
+        InvalidRequest: `servers` is empty.
     """
     if not servers:
         raise InvalidRequest("slices cannot be placed: the job has no shard server")
@@ -219,7 +219,7 @@ def _place(plan: Plan, servers: Sequence[Server], copies: int) -> Iterator[tuple
     for numel, (primary,) in slices:
         load[primary.rank] += numel
     between: Counter[tuple[int, int]] = Counter()
-    for numel, holders in sorted(slices, key=lambda s: -s[0]):  # small ones even out what large ones leave uneven
+    for numel, holders in sorted(slices, key=lambda s: -s[0]):  # small slices even out the loads
         while len(holders) < copies:
             backup = choose_backup(holders, servers, load, between)
             holders.append(backup)
@@ -237,10 +237,10 @@ def choose_backup(
     """The server for another copy of a slice. See Note: [Declustered backups].
 
     Args:
-        holders: those that hold it, the primary first; none if the copy is to become the primary.
-        servers: the candidates; one at least is no holder.
+        holders: servers that hold it, the primary first; empty if the copy is to become the primary.
+        servers: the candidates; at least one is not a holder.
         load: elements that each server holds, by rank.
-        between: elements whose (primary, backup) are these, by ranks.
+        between: elements by (rank of the primary, rank of the backup).
     """
     nodes, ranks = {h.node for h in holders}, {h.rank for h in holders}
     return min(

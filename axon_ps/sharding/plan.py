@@ -1,8 +1,8 @@
-"""The ranges of units that shard servers own, and their moves when that changes.
+"""The ranges of units that shard servers own, and the moves between two layouts.
 
 The plan is a pure function of (layout, number of servers, options), so coordinator, servers and workers each
-compute it and agree. A large unit is cut into one slice per server, of equal size to one alignment step; a small one
-goes to fewer servers, those with the fewest elements so far, so that all end with about the same number.
+compute it and agree. A large unit is cut into one slice per server; their sizes differ by at most one alignment step. A
+small unit goes to fewer servers, those with the fewest elements so far, so that all end with about the same number.
 
 A slice is cut into *chunks* of `chunk_numel` elements (the last may be shorter); chunk boundaries are part of the
 plan, so a chunk is named by its offset, and a server has a counter per chunk.
@@ -57,7 +57,7 @@ class PlanOptions:
 
     Attributes:
         chunk_numel: elements of a chunk.
-        min_slice_numel: no slice is shorter, except of a unit that is shorter itself.
+        min_slice_numel: smallest slice, except of a unit that is smaller itself.
     """
 
     chunk_numel: int = DEFAULT_CHUNK_NUMEL
@@ -71,12 +71,12 @@ class PlanOptions:
 
 
 def default_options(precision: WirePrecision) -> PlanOptions:
-    """The options of a job that names none: chunks of 512 KiB to 1 MiB, whatever travels.
+    """The options of a job that names none: chunks of 512 KiB to 1 MiB on the wire.
 
     `partitions.even_options` then fits them to the job's layout.
 
     *Measured* with int8 both ways, 17M parameters, four workers and servers on two cores: a step takes 1.20 CPU seconds
-    with chunks of 2^19 elements, 1.36 with 2^18.
+    with chunks of 2^19 elements, and 1.36 with 2^18.
     """
     compressed = precision.param_compression is not None and precision.grad_compression is not None
     return PlanOptions(chunk_numel=2 * DEFAULT_CHUNK_NUMEL if compressed else DEFAULT_CHUNK_NUMEL)
@@ -98,7 +98,7 @@ class Plan:
 
     @cached_property
     def by_server(self) -> tuple[tuple[Slice, ...], ...]:
-        """Per server, the slices it owns, in unit order."""
+        """The slices of each server, in unit order."""
         owned: list[list[Slice]] = [[] for _ in range(self.num_servers)]
         for unit in self.slices:
             for s in unit:
@@ -112,12 +112,12 @@ class Plan:
 
     @cached_property
     def placed(self) -> dict[tuple[object, ...], tuple[tuple[int, ...], ...]]:
-        """The ranks of the holders of all slices that `placement.place` has chosen last, by what it was given."""
+        """A cache: the last result of `placement.place`, the ranks of each slice's holders, by its arguments."""
         return {}
 
     @cached_property
     def first_of(self) -> tuple[int, ...]:
-        """Per unit, the number of its first slice."""
+        """The number of each unit's first slice."""
         return tuple(accumulate((len(unit) for unit in self.slices), initial=0))
 
     def number_of(self, s: Slice) -> int:
@@ -126,7 +126,7 @@ class Plan:
 
     @cached_property
     def ends_of(self) -> tuple[tuple[int, ...], ...]:
-        """Per unit, where each of its slices ends."""
+        """The ends of each unit's slices."""
         return tuple(tuple(s.end for s in unit) for unit in self.slices)
 
     def slice_of(self, unit: int, server: int) -> Slice | None:
@@ -160,7 +160,7 @@ def num_slices(layout: Layout, num_servers: int, options: PlanOptions) -> int:
 
 
 def _count(numel: int, num_servers: int, options: PlanOptions) -> int:
-    """Over how many servers a unit is cut."""
+    """The number of servers that a unit is cut over."""
     return max(1, min(num_servers, numel // options.min_slice_numel))
 
 
@@ -186,10 +186,9 @@ class Move:
 
 
 def moves_into(target: Slice, new: Layout, old: Layout) -> tuple[Move, ...]:
-    """The sources of `target`, a slice under the layout `new`, when the data lies in the layout `old`.
+    """The moves that fill `target`, a slice under the layout `new`, from data in the layout `old`.
 
-    Parameters are matched by name, so units may have been drawn differently and the model may have been wrapped
-    otherwise; neighbouring moves are joined.
+    Parameters are matched by name, so the model may have been wrapped into other units. Neighbouring moves are joined.
 
     Raises:
         InvalidRequest: `old` lacks a parameter, or has it in another shape.

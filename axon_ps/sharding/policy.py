@@ -1,14 +1,14 @@
-"""The policy of a job: the replicas that wait for each other between steps. Pure descriptions, equal on every worker.
+"""The policy of a job: the replicas that wait for each other between steps. Policies are equal on every worker. Pure.
 
 Owns the names and settings of the policies. Refuses to act: the coordinator admits and decides, the shard
 servers sum and apply, the wrappers in `parallel` train.
 
     policy               a step is made of           a worker goes on when
     Synchronous          every replica's gradient    its step is decided
-    BoundedStaleness(s)  one replica's gradient      its step is decided and nobody is more than s clocks behind it
+    BoundedStaleness(s)  one replica's gradient      its step is decided and no replica is more than s clocks behind
     Asynchronous         one replica's gradient      its step is decided
     LocalSteps(H)        every replica's progress    H local steps at once, then its step is decided; with a quorum the
-                                                     others come sooner, once so many have
+                                                     others vote sooner, after the grace period
 
 A *clock* counts the decided steps of one replica in a generation (Ho et al. 2013, stale synchronous parallel).
 """
@@ -27,30 +27,30 @@ MAX_INNER_STEPS = 1 << 31
 
 @dataclass(frozen=True, kw_only=True)
 class Policy:
-    """Base of the policies; see the module for what they mean.
+    """Base of the policies; the module describes them.
 
     Attributes:
-        asynchronous: whether each replica's gradient is a step of its own.
-        most_behind: how many clocks the slowest replica may be behind one that goes on; None = any number.
-        quorum: the fraction of the workers that make a step due; 0 = it is never due, all are waited for.
-        grace_s: seconds from their votes until it is due.
+        asynchronous: whether each replica's gradient is a separate step.
+        most_behind: the most clocks that the slowest replica may be behind a replica that goes on; None = any number.
+        quorum: the fraction of the workers whose votes start the grace period; 0 = all workers are waited for.
+        grace_s: length of the grace period, in seconds: then the other workers are asked to vote.
     """
 
     asynchronous: ClassVar[bool] = False
 
     @property
     def most_behind(self) -> int | None:
-        """The number of clocks that the slowest replica may be behind one that goes on; None = any number."""
+        """The most clocks that the slowest replica may be behind a replica that goes on; None = any number."""
         return None
 
     @property
     def quorum(self) -> float:
-        """The fraction of the workers that make a step due; 0 = it is never due."""
+        """The fraction of the workers whose votes start the grace period; 0 = all workers are waited for."""
         return 0.0
 
     @property
     def grace_s(self) -> float:
-        """Seconds from their votes until a step is due."""
+        """Seconds from the quorum's votes until the other workers are asked to come to the step."""
         return 0.0
 
     def __str__(self) -> str:
@@ -61,12 +61,12 @@ class Policy:
 
 @dataclass(frozen=True, kw_only=True)
 class Synchronous(Policy):
-    """Every step is the average over all replicas. The default, and the only policy that is repeatable bit by bit."""
+    """Every step is the average over all replicas. It is the default, and the only policy repeatable bit by bit."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Asynchronous(Policy):
-    """Each replica's gradient is a step of its own, applied when it has come; nobody waits for another replica.
+    """Each replica's gradient is a separate step, applied when it has arrived; replicas do not wait for each other.
 
     Source: Dean et al. 2012 (downpour SGD), with complete gradients in one order on all servers.
     """
@@ -78,10 +78,10 @@ class Asynchronous(Policy):
 class BoundedStaleness(Policy):
     """As `Asynchronous`, but a replica at clock c goes on only when the slowest is at c - max_staleness or later.
 
-    With 0 no replica begins its next step before all have ended theirs. Source: Ho et al. 2013.
+    With 0, no replica begins its next step before all have ended theirs. Source: Ho et al. 2013.
 
     Attributes:
-        max_staleness: how many clocks the slowest may be behind.
+        max_staleness: the most clocks that the slowest may be behind.
 
     Raises:
         InvalidRequest: it is negative, or too large for a message.
@@ -104,15 +104,15 @@ class BoundedStaleness(Policy):
 
 @dataclass(frozen=True, kw_only=True)
 class LocalSteps(Policy):
-    """Replicas train on copies of their own and push how far they came: local SGD (Stich 2019), DiLoCo.
+    """Replicas train on their own copies and push the change of their parameters: local SGD (Stich 2019), DiLoCo.
 
     Steps are synchronous. The outer optimizer is the job's optimizer.
 
     Attributes:
         inner_steps: local steps between two steps of the job.
-        quorum: the fraction of the workers that make a step due when they have voted: the others are asked to come to
-            it with what they have. 0 = it is never due, all are waited for.
-        grace_s: seconds from their votes until it is due.
+        quorum: the fraction of the workers whose votes start the grace period. After it, the others are asked to vote
+            with the inner steps they have done. 0 = all workers are waited for.
+        grace_s: length of the grace period, in seconds.
 
     Raises:
         InvalidRequest: one of them is out of range.

@@ -1,4 +1,4 @@
-"""In what form parameters and gradients travel between workers and servers."""
+"""The forms of parameters and gradients on the wire between workers and servers."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from axon_ps.types import WIRE_DTYPES, DType
 
 @dataclass(frozen=True, kw_only=True)
 class WirePrecision:
-    """The dtypes between workers and servers: `param` outwards, `grad` inwards.
+    """The dtypes between workers and servers: `param` from servers, `grad` to servers.
 
     Attributes:
         param: dtype of parameters; F32 when they are compressed.
         grad: dtype of gradients; F32 when they are compressed.
-        param_compression: how parameters are compressed; None = they are not.
-        grad_compression: how gradients are compressed; None = they are not.
+        param_compression: compressor of parameters; None = they are not compressed.
+        grad_compression: compressor of gradients; None = they are not compressed.
 
     Raises:
-        InvalidRequest: a dtype is none that travels or is given beside a compression, or the compression of parameters
+        InvalidRequest: a dtype is not a wire dtype or is given beside a compression, or the compression of parameters
             is for gradients only.
     """
 
@@ -31,7 +31,7 @@ class WirePrecision:
 
     @property
     def differs(self) -> bool:
-        """Whether parameters travel as differences; see `Compressor.differences`."""
+        """True if parameters are sent as differences; see `Compressor.differences`."""
         return self.param_compression is not None and self.param_compression.differences
 
     def __post_init__(self) -> None:

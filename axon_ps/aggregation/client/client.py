@@ -1,11 +1,11 @@
 """A worker's side of the collectives: a stream for each stripe of an operation, read and written at the same time.
 
-Payloads are copied once, between the caller's arrays and messages. Nothing is retried: a collective that broke off may
-have been done for some ranks and not for others.
+Payloads are copied once, between the caller's arrays and messages. Collectives are not retried, since a broken
+collective may have been done for some ranks and not for others.
 
-Everything here runs on one event loop; every method must be called on its thread. While an operation is under way,
-nobody else may touch its arrays. It may send from and receive into the same array: a segment comes back only after the
-same segment was sent.
+Everything here runs on one event loop; every method must be called on its thread. While an operation is under way, the
+caller must not touch its arrays. An operation may send from and receive into the same array, since a segment comes back
+only after the same segment was sent.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ from axon_ps.wire.frames import Target, elements
 from axon_ps.wire.v1.collective_pb2 import CollectiveBegin, CollectiveChunk, Envelope
 
 SERVER_REPORT_S = 1.0
-"""How long after a deadline a server may still report who did not come; it has the same deadline."""
+"""Seconds after a deadline in which a server, which has the same deadline, may still report the missing ranks."""
 
 FOREVER_S = 1e9
-"""An infinite time-out, on the wire."""
+"""An infinite time-out on the wire, in seconds."""
 
 CLOSE_TIMEOUT_S = 2.0
-"""How long a server may take to confirm that a group was closed."""
+"""Seconds that a server may take to confirm that a group was closed."""
 
 MAX_IDLE_STREAMS = 8
 """Most idle streams to one server in the pool: as many operations as are usually under way at once."""
@@ -64,7 +64,7 @@ class GroupHandle:
 
     Attributes:
         name: name of the group.
-        rank: our position.
+        rank: this rank's position.
         ranks: the members' world ranks, by position.
         members: the members' ids, by position.
     """
@@ -82,8 +82,8 @@ class Buffers:
     Attributes:
         source: the array to send from.
         target: the array to receive into.
-        source_starts: by partition, where it begins in `source`.
-        target_starts: by the rank that data is from, where it goes in `target`; reduced data counts as from rank 0.
+        source_starts: start of each partition in `source`.
+        target_starts: start in `target` of the data from each rank; reduced data counts as from rank 0.
         input_counts: ALL_TO_ALL: elements for each rank.
         output_counts: ALL_TO_ALL: elements from each rank.
     """
@@ -99,7 +99,7 @@ class Buffers:
 class CollectiveClient:
     """One worker's client for collectives on the shard servers of its job; all groups of the worker share it.
 
-    It has connections of its own: parameters and gradients never queue behind collectives, nor collectives behind them.
+    It has its own connections: parameters and gradients never queue behind collectives, nor collectives behind them.
 
     Args:
         security: TLS and token.
@@ -117,7 +117,7 @@ class CollectiveClient:
         self.counters: Counter[str] = Counter(dict.fromkeys(COUNTERS, 0))
 
     def probe(self, report: ConnectivityReport) -> None:
-        """Have servers that are waited for asked whether they answer, and reported if they do not."""
+        """Probe the servers that calls wait for, and report those that do not answer."""
         self._peers.probe(report, self._context)
 
     def set_members(self, membership: Membership) -> None:
@@ -127,7 +127,7 @@ class CollectiveClient:
         self._peers.set_members(membership)
 
     async def close(self) -> None:
-        """Close every connection; calls under way fail. Harmless when repeated."""
+        """Close every connection; calls under way fail. May be repeated."""
         await self._peers.close()
         for task in self._giving_up:
             task.cancel()
@@ -140,7 +140,7 @@ class CollectiveClient:
 
         Raises:
             Disagreement: the ranks' calls differ.
-            Timeout: some ranks did not come; the message names them.
+            Timeout: some ranks did not join; the message names them.
             MemberLost: a member has left the job.
             Broken: a rank broke off, or a connection broke.
         """
@@ -157,14 +157,14 @@ class CollectiveClient:
     async def _run_stripes(self, group: GroupHandle, call: Call, buffers: Buffers, deadline: Deadline) -> None:
         plans, servers = await self._plans(group, call, buffers, deadline)
         flow_control = _FlowControl(plans)
-        first = group.rank + 1  # ranks begin with different servers: no network card gets the first segments of all
+        first = group.rank + 1  # ranks begin with different servers, to spread the first segments over network cards
         order = sorted(range(len(plans)), key=lambda stripe: (servers[stripe] - first) % len(servers))
         await together([self._run_stripe(group, plans[s], servers[s], buffers, flow_control, deadline) for s in order])
 
     async def _plans(
         self, group: GroupHandle, call: Call, buffers: Buffers, deadline: Deadline
     ) -> tuple[list[StripePlan], list[int]]:
-        """By stripe, our part in it, and the rank of the server that performs it."""
+        """Return this rank's plan for each stripe, and the rank of each stripe's server."""
         ranks = await self._peers.ranks(deadline)
         num_servers = len(ranks)
         home, stripes = home_of(group.name, call.sequence, num_servers), stripes_of(call, num_servers)
@@ -187,9 +187,9 @@ class CollectiveClient:
         return plans, [ranks[(home + stripe) % num_servers] for stripe in range(stripes)]
 
     async def _give_up(self, group: GroupHandle, call: Call, buffers: Buffers, deadline: Deadline) -> None:
-        """Tell all stripes that we broke off: other ranks may wait where no stream of ours has come to.
+        """Tell all stripes that this rank broke off: other ranks may wait at a stripe that it has not joined.
 
-        Until it is done or no caller waits any more; no caller waits for us.
+        It is retried until it is done or the deadline has passed. It runs in the background.
         """
 
         async def report(plan: StripePlan, server: int) -> None:
@@ -231,7 +231,7 @@ class CollectiveClient:
                 await together([upload, download])
             else:
                 await download
-            if numel and plan.call.operation is Operation.ALL_REDUCE:  # with the result, all that we sent is used
+            if numel and plan.call.operation is Operation.ALL_REDUCE:  # with the result, all its data is used
                 stream.will_end()
             else:
                 await stream.ended()
@@ -239,7 +239,7 @@ class CollectiveClient:
     # ------------------------------------------------------------------ messages between two ranks
 
     async def send(self, group: GroupHandle, data: Array, dtype: DType, to: int, tag: int, timeout_s: float) -> None:
-        """Send data: T[any] to position `to`; returns when it was received, or the server has stored it.
+        """Send data: T[any] to position `to`; returns once it was received, or the server has stored it.
 
         Raises:
             Disagreement: the receiver expects another size or dtype.
@@ -260,16 +260,16 @@ class CollectiveClient:
                 await self._write(stream, CollectiveChunk(begin=begin, source=group.rank), data)
             else:
                 await self._write(stream, CollectiveChunk(begin=begin, source=group.rank), None)
-                await stream.data()  # the receiver is there
+                await stream.data()  # the receiver is ready
                 await self._upload(stream, group.rank, segments_of(data.size, data.itemsize), data, (0,), None)
             await stream.ended()
 
     async def recv(self, group: GroupHandle, data: Array, dtype: DType, source: int, tag: int, timeout_s: float) -> int:
-        """Fill data: T[any] with the next message of position `source` (-1 = any); returns who sent it.
+        """Fill data: T[any] with the next message of position `source` (-1 = any); returns the sender's position.
 
         Raises:
             Disagreement: the message has another size or dtype; it is dropped.
-            Timeout: none came.
+            Timeout: no message arrived.
             MemberLost: a member has left the job.
             Broken: the sender broke off, or a connection broke.
         """
@@ -296,7 +296,7 @@ class CollectiveClient:
             return int(header.source)
 
     async def close_group(self, group: GroupHandle) -> None:
-        """Tell the server that we will receive nothing more in a group; messages that wait for us are dropped."""
+        """Tell the server that this rank receives no more messages in a group; waiting messages to it are dropped."""
         deadline = Deadline(CLOSE_TIMEOUT_S)
         begin = self._begin(group, deadline)
         begin.envelope.CopyFrom(Envelope(receive=True, closes=True, peer=-1, dtype=dtype_to_proto(DType.U8)))
@@ -309,7 +309,7 @@ class CollectiveClient:
         await self._in_time(send_close(), deadline, f"closing group {group.name!r}")
 
     async def _in_time(self, call: Coroutine[Any, Any, T], deadline: Deadline, what: str) -> T:
-        """Return what `call` returns, or raise an error that names `what`; a refusal is our mistake, not the user's."""
+        """Return the result of `call`, or raise an error that names `what`; a refusal is an internal error."""
         try:
             limit_s = deadline.remaining()
             async with asyncio.timeout(None if math.isinf(limit_s) else limit_s + SERVER_REPORT_S):
@@ -366,7 +366,7 @@ class CollectiveClient:
 
     @contextlib.asynccontextmanager
     async def _waiting(self, server: int, acquired: Acquired[OperationStream]) -> AsyncIterator[OperationStream]:
-        """A server's stream, which is waited for."""
+        """The stream to a server; the call counts as waiting for the server."""
         with self._peers.waiting() as waiting:
             waiting.on(server)
             async with acquired as stream:
@@ -404,7 +404,7 @@ class CollectiveClient:
         on_received: Callable[[int], None] | None = None,
     ) -> None:
         def memory(header: CollectiveChunk, nbytes: int) -> memoryview | None:
-            """In `target`, if it fits and need not be looked at before."""
+            """The destination in `target`, if the payload fits and need not be checked first."""
             if target is None or header.source >= len(starts) or dtype is DType.BOOL:
                 return None
             begin = (starts[header.source] + header.offset) * target.itemsize
@@ -440,7 +440,7 @@ async def _open_collective(stub: Stub) -> OperationStream:
 
 
 class _FlowControl:
-    """Delays a call's uploads until its `SendWindow` has room."""
+    """The delays of a call's uploads until its `SendWindow` permits them."""
 
     def __init__(self, plans: Sequence[StripePlan]) -> None:
         self._window = SendWindow(plans)
@@ -454,12 +454,12 @@ class _FlowControl:
         self._window.sent(stripe, nbytes)
 
     def received(self, stripe: int, nbytes: int) -> None:
-        """`nbytes` of the result have come."""
+        """Record that `nbytes` of the result have arrived."""
         self._window.received(stripe, nbytes)
         self._changed.set()
 
 
 def _check_source(header: CollectiveChunk, ranks: int) -> None:
-    """Refuse data of a rank that there is not."""
+    """Check that the source rank of data exists."""
     if header.source >= ranks:
         raise Broken(f"a shard server sent data of rank {header.source}; it may come from {ranks} ranks here")

@@ -30,11 +30,11 @@ class OperationStream:
         await self._stream.write(encode_buffers(header, data))
 
     async def data(self, target: Target[CollectiveChunk] | None = None) -> tuple[CollectiveChunk, memoryview, bool]:
-        """The operation's next message: header, payload, and whether that is where `target` says.
+        """Return the operation's next message: header, payload, and whether the payload is in `target`'s memory.
 
         Raises:
-            AxonError: what ended the operation.
-            Broken: the server ended it before all data had come.
+            AxonError: the operation ended with it.
+            Broken: the server ended it before all data had arrived.
         """
         header, payload, copied = await self._read(target)
         if header.ended:
@@ -45,7 +45,7 @@ class OperationStream:
         """Wait for the server's end of the operation; it must be the next message.
 
         Raises:
-            AxonError: what ended it.
+            AxonError: the operation ended with it.
             Broken: the server sent more.
         """
         header, _, _ = await self._read()
@@ -53,18 +53,18 @@ class OperationStream:
             raise Broken("a shard server sent more than was asked for")
 
     def will_end(self) -> None:
-        """The operation is over for us; its `ended` message is read in the background, before the next one begins."""
+        """Read the operation's `ended` message in the background, before the next operation begins."""
         self._ending = asyncio.ensure_future(self._await_end())
 
     async def is_free(self) -> bool:
-        """Whether another operation may begin."""
+        """True if another operation may begin."""
         if self._ending is not None:
             await self._ending
             self._ending = None
         return await self._stream.is_free()
 
     def cancel(self) -> None:
-        """End the stream, and what is under way on it."""
+        """End the stream, and the operation under way on it."""
         self._stream.cancel()
 
     @property

@@ -1,6 +1,6 @@
-"""The shard servers of a job as a member knows them: ranks, addresses and connections.
+"""A member's view of the shard servers of its job: ranks, addresses and connections.
 
-All of it runs on one event loop. Calls wait for what is not known yet: the members, a server that was lost.
+All of it runs on one event loop. Calls wait until the members are known, or a lost server is back.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from axon_ps.types import Member, Membership
 from axon_ps.wire.v1 import common_pb2, shard_pb2
 
 MakeContext = Callable[[], common_pb2.CallContext]
-"""Returns who calls: job, generation and incarnation."""
+"""Returns the caller: job, generation and incarnation."""
 
 _SERVICE = shard_pb2.DESCRIPTOR.services_by_name["Shard"]
 
@@ -33,7 +33,7 @@ class Peers:
 
     Args:
         security: TLS and token.
-        connections: how many per server.
+        connections: number of connections per server.
     """
 
     def __init__(self, security: Security, connections: int) -> None:
@@ -49,22 +49,22 @@ class Peers:
         self._probes: Probes | None = None
 
     def probe(self, report: ConnectivityReport, context: MakeContext, *, everybody: bool = False) -> None:
-        """Have servers asked whether they answer, and reported if they do not; before there are members.
+        """Begin to probe servers, and report those that do not answer; call it before the first `set_members`.
 
         Args:
-            report: gets what is found.
-            context: returns who calls.
-            everybody: whether each server is asked once, also if no call waits for it.
+            report: receives the results.
+            context: returns the caller.
+            everybody: whether each server is probed once, also if no call waits for it.
         """
         me = context().incarnation
         self._probes = Probes(report, self._waits, partial(self._echo, context), me, everybody=everybody)
 
     def waiting(self) -> Wait:
-        """A call that is about to wait for servers; use it as a context."""
+        """The context of a call that will wait for servers."""
         return self._waits.begin()
 
     def set_members(self, membership: Membership) -> None:
-        """Set the current shard servers; a server that has left, or has a new address, loses its connections."""
+        """Set the current shard servers; connections to servers that left, or have a new address, are closed."""
         self._members = {m.rank: m for m in membership.shards}
         if membership.complete:
             self._ranks = tuple(sorted(self._members))
@@ -80,10 +80,10 @@ class Peers:
         self.wake()
 
     async def ranks(self, deadline: Deadline) -> tuple[int, ...]:
-        """The ranks of the job's shard servers, ascending; waits until it is complete.
+        """The ranks of the job's shard servers, ascending; waits until the membership is complete.
 
         Raises:
-            Timeout: it was not at the deadline.
+            Timeout: it was not complete at the deadline.
             Closed: the connections were closed.
         """
         while not self._ranks:
@@ -95,18 +95,18 @@ class Peers:
 
     @property
     def closed(self) -> bool:
-        """Whether the connections were closed, not only those to a server that is none any more."""
+        """True if all connections were closed by `close`."""
         return self._closed
 
     def has(self, server: int) -> bool:
-        """Whether a shard server is a member."""
+        """True if a shard server is a member."""
         return server in self._members
 
     async def stub(self, server: int, connection: int, deadline: Deadline) -> Stub:
-        """The client of a shard server, once that is a member.
+        """The client of a shard server, once the server is a member.
 
         Raises:
-            Timeout: it was not in time.
+            Timeout: it did not become a member in time.
             Closed: the connections were closed.
         """
         key = (server, connection % self._connections)
@@ -125,7 +125,7 @@ class Peers:
         return self._stubs[key][2]
 
     def rtt_s(self, server: int) -> float:
-        """The shortest round trip to a shard server that was seen, in seconds; 0 while none was."""
+        """The shortest round trip to a shard server measured so far, in seconds; 0 before the first."""
         bulks = (stub.bulk for (rank, _), (_, _, stub) in list(self._stubs.items()) if rank == server)
         return min((bulk.rtt_s for bulk in bulks if bulk is not None and bulk.rtt_s), default=0.0)
 
@@ -162,10 +162,10 @@ class Peers:
         await asyncio.gather(*self._closing)
 
     async def _echo(self, context: MakeContext, server: int) -> None:
-        """Have a shard server send something back.
+        """Have a shard server send `ECHO_BYTES` back.
 
         Raises:
-            Broken: it did not.
+            Broken: it did not send them.
             AxonError: it refuses.
         """
         stub = await self.stub(server, 0, Deadline(None))
@@ -180,7 +180,7 @@ class Peers:
             raise Closed("the connections to the shard servers were closed")
 
     def wake(self) -> None:
-        """Wake all who wait for a change."""
+        """Wake all calls that wait for a change."""
         waiting, self._waiting = self._waiting, []
         for future in waiting:
             if not future.done():

@@ -1,10 +1,10 @@
-"""Probes of shard servers that a member waits for: each is asked to send some data back.
+"""Probes of shard servers that a member waits for: the server is asked to send data back.
 
-A wait may last long for good reasons: others are slow, or a unit is large. Nothing about a call says whether the
-network still carries it, and a connection on which small packets pass looks well. So a server that something has waited
-for as long as `PATIENCE` of a lease is sent `ECHO_BYTES`, more than any packet holds, over a new connection of the kind
-that carries bulk data. If they do not come back, it is reported (`ConnectivityReport`), and asked again until it
-does. A server that refuses has answered.
+A wait may be long for good reasons: other members are slow, or a unit is large. A call itself does not show that the
+network has failed, and small packets may still pass on a broken connection. So if a call has waited for a server for
+`PATIENCE` of a lease, the server is sent `ECHO_BYTES`, more than a packet holds, over a new bulk connection. If they do
+not come back, the server is reported (`ConnectivityReport`), and asked again until it answers. A refusal counts as an
+answer.
 """
 
 from __future__ import annotations
@@ -20,33 +20,33 @@ from axon_ps.errors import AxonError, Broken, Closed
 from axon_ps.types import Membership
 
 ECHO_BYTES: Final = 64 << 10
-"""Bytes that a server is asked to send back."""
+"""The bytes that a server is asked to send back."""
 
 PATIENCE: Final = 1 / 6
-"""For so much of a lease a call is under way before its server is asked, and so often it is looked for such calls."""
+"""The fraction of a lease that a call waits before its server is asked, and between two checks for such calls."""
 
 AGAIN: Final = 1 / 3
-"""A server that has answered is asked again after so much of a lease; one that has not for so long is reported."""
+"""The fraction of a lease after which a server is asked again, or reported if it has not answered."""
 
 LEAST_S: Final = 1.0
-"""However short leases are, a server has so long to answer: it takes several turns of two event loops."""
+"""Least seconds for an answer, however short leases are: it takes several turns of two event loops."""
 
 TURNS: Final = 4
-"""In so many parts that time passes: a process that was stopped meanwhile reads what has come before it complains."""
+"""The wait is cut into this many parts, so that a process that was stopped reads arrived data before it reports."""
 
 
 class Waits:
-    """The calls that are under way, by the rank of the shard server that they wait for, and since when."""
+    """The calls under way and the times when they began to wait, by the rank of the shard server waited for."""
 
     def __init__(self) -> None:
         self._since: defaultdict[int, dict[Wait, float]] = defaultdict(dict)
 
     def begin(self) -> Wait:
-        """A call, which does not wait for a server yet; use it as a context."""
+        """The context of a call, which does not wait for a server yet."""
         return Wait(self._since)
 
     def longest_s(self, rank: int) -> float:
-        """For how long something has waited for a server; 0 = nothing does."""
+        """Seconds of the longest present wait for a server; 0 = there is none."""
         since = self._since.get(rank)
         return time.monotonic() - next(iter(since.values())) if since else 0.0
 
@@ -67,27 +67,27 @@ class Wait:
         self.end()
 
     def on(self, rank: int) -> None:
-        """It waits for this server now. If it did before, it goes on to."""
+        """Record that the call waits for this server, since now or since it began before."""
         if rank != self._rank:
             self.end()
             self._rank = rank
             self._since[rank][self] = time.monotonic()
 
     def end(self) -> None:
-        """It waits for no server."""
+        """Record that the call does not wait for a server."""
         if self._rank >= 0:
             del self._since[self._rank][self]
             self._rank = -1
 
 
 class Probes:
-    """Asks shard servers, and reports those that do not answer. One event loop.
+    """The probes of one member, and the reports of servers that do not answer. One event loop.
 
     Args:
-        report: gets what is found.
-        waits: what waits for whom.
-        echo: has the shard server of a rank send `ECHO_BYTES` back.
-        me: our incarnation: we do not ask ourselves.
+        report: receives the results.
+        waits: the calls that wait, by server.
+        echo: has the shard server with a rank send `ECHO_BYTES` back.
+        me: this process's incarnation, which is not probed.
         everybody: whether every server is asked when it becomes a member, also if no call waits for it.
     """
 
@@ -111,7 +111,7 @@ class Probes:
         self._watching: asyncio.Task[None] | None = None
 
     def set_members(self, membership: Membership) -> None:
-        """Set the shard servers. What was found of those that are none any more is forgotten."""
+        """Set the shard servers. Results about former servers are dropped."""
         before, self._members = self._members, {m.rank: m.incarnation for m in membership.shards}
         for rank, incarnation in before.items():
             if self._members.get(rank) != incarnation:
@@ -126,7 +126,7 @@ class Probes:
             self._watching = asyncio.get_running_loop().create_task(self._watch())
 
     async def close(self) -> None:
-        """Ask no server any more."""
+        """End all probes."""
         tasks = [*self._asking.values(), *filter(None, [self._watching])]
         for task in tasks:
             task.cancel()
@@ -135,7 +135,7 @@ class Probes:
     # ------------------------------------------------------------------ inside
 
     async def _watch(self) -> None:
-        """Ask the servers that something has waited for for a while, until cancelled."""
+        """Ask the servers that calls have waited for too long, until cancelled."""
         while True:
             lease_s = self._report.lease_s()
             await asyncio.sleep(PATIENCE * lease_s)
@@ -149,7 +149,7 @@ class Probes:
             self._asking[rank] = asyncio.get_running_loop().create_task(self._probe(rank, self._members[rank]))
 
     async def _probe(self, rank: int, incarnation: str) -> None:
-        """Ask one server until it answers, and report it once it has not for long."""
+        """Ask one server until it answers, and report it if that takes too long."""
         asked = asyncio.ensure_future(self._until_answered(rank))
         try:
             patience_s = max(AGAIN * self._report.lease_s(), LEAST_S)

@@ -1,19 +1,24 @@
-"""The window of a rank: its uploads may be so far ahead of its downloads. Pure arithmetic; the client does the waiting.
+"""The window of a rank, by which its uploads may be ahead of its downloads. Pure arithmetic; the client waits.
 
 Note: [Send window]
-    The streams of several ranks into one server do not share its network card evenly, nor are servers served evenly. A
-    segment of an all-reduce goes back when the last rank's has come. So what a fast stream sends early is of no use,
-    and takes the card from the slow ones. And when one stripe is done early, the card of its server's host is idle
-    while the others run. So an upload may be only so far ahead of the slowest stripe's download, that is, of the
-    slowest rank and the slowest server. *Measured*, 64 MiB at 500 Mbit/s: on 4 + 4 hosts 1.28 s without a window, 1.15
-    with it; the card alone takes 1.08. With servers on the workers' hosts, where all cards are full in both directions,
-    1.74 and 1.69; the card alone takes 1.68. An all-gather there goes up on one stripe and comes down on the others:
-    the window stops a rank whose data is read fast from sending more (0.91 s and 0.87; the card alone takes 0.84).
+    The streams of several ranks to one server do not share its network card evenly, nor are servers served evenly. A
+    segment of an all-reduce goes back once the last rank's has arrived. So segments that a fast stream sends early are
+    useless, and take the card's capacity from the slow streams. When one stripe is done early, the card of its server's
+    host is idle while the others run. So an upload may be only so far ahead of the slowest stripe's download, that is,
+    of the slowest rank and the slowest server. *Measured*, 64 MiB at 500 Mbit/s, in seconds:
+
+        operation, hosts                              without a window    with it    limit of the card
+        all-reduce, 4 + 4                             1.28                1.15       1.08
+        all-reduce, servers on the workers' hosts     1.74                1.69       1.68
+        all-gather, servers on the workers' hosts     0.91                0.87       0.84
+
+    With servers on the workers' hosts, all cards are full in both directions. An all-gather there is uploaded on one
+    stripe and downloaded on the others: the window stops a rank whose data is read fast from sending more.
 
 Invariants:
-- No wait is without end. Take the upload that is furthest behind, of all ranks and stripes: once everything under way
-  has come, its rank's downloads are at least as far, so this upload may go on. Progress is counted in fractions of
-  a stripe, so that this holds for ranks with less to send, too.
+- Every wait ends. Take the upload that is furthest behind, of all ranks and stripes. Once everything in flight has
+  arrived, its rank's downloads are at least as far, so this upload may go on. Progress is counted in fractions of a
+  stripe, so that this holds for ranks with less to send, too.
 """
 
 from __future__ import annotations
@@ -25,15 +30,17 @@ from axon_ps.aggregation.core.stripes import StripePlan
 from axon_ps.reduction.call import Operation
 
 WINDOW_SEGMENTS = {Operation.ALL_REDUCE: 3, Operation.ALL_GATHER: 2}
-"""How many segments a stripe's upload may be ahead of the slowest stripe's download. Other operations have no window:
-what a rank sends does not come back there, or not evenly."""
+"""Segments that a stripe's upload may be ahead of the slowest stripe's download.
+
+Other operations have no window, since their data does not come back, or not evenly.
+"""
 
 
 class SendWindow:
     """The bytes that one rank has sent and received on every stripe.
 
     Args:
-        plans: by stripe, what it sends and receives.
+        plans: the data that it sends and receives, by stripe.
     """
 
     def __init__(self, plans: Sequence[StripePlan]) -> None:
@@ -45,19 +52,19 @@ class SendWindow:
         self._received = [0] * len(plans)
 
     def may_send(self, stripe: int, nbytes: int) -> bool:
-        """Whether the next `nbytes` of a stripe may be sent; never False when nothing is under way."""
+        """True if the next `nbytes` of a stripe may be sent; never False if nothing is in flight."""
         slowest = min(self._progress(other) for other in range(len(self._received)))
         lead_bytes = self._sent[stripe] - slowest * self._uploads[stripe]
         return lead_bytes <= 0 or lead_bytes + nbytes <= self._limit_bytes
 
     def sent(self, stripe: int, nbytes: int) -> None:
-        """`nbytes` of a stripe were sent."""
+        """Record that `nbytes` of a stripe were sent."""
         self._sent[stripe] += nbytes
 
     def received(self, stripe: int, nbytes: int) -> None:
-        """`nbytes` of a stripe have come."""
+        """Record that `nbytes` of a stripe have arrived."""
         self._received[stripe] += nbytes
 
     def _progress(self, stripe: int) -> float:
-        """The fraction of a stripe that has come."""
+        """The fraction of a stripe that has arrived."""
         return self._received[stripe] / self._downloads[stripe] if self._downloads[stripe] else 1.0

@@ -1,1 +1,1 @@
-"""Operations on one server as a deterministic state machine, and how an operation is cut into stripes. No I/O."""
+"""Operations on one server as a deterministic state machine, and the cut of operations into stripes. No I/O."""

@@ -1,13 +1,13 @@
 """The flow of data between the participants of an operation that all ranks agreed on.
 
-`Reduction` combines what ranks send; `Forwarding` and `PointToPoint` send it on as it is. All use a rank's message as
+`Reduction` combines the ranks' data; `Forwarding` and `PointToPoint` send it on unchanged. All use a rank's message as
 soon as they can. Until then it is pending, and the rank's stream is not read further. Memory is bounded: one pending
-message for each rank, `MAX_PARTIAL_SUMS` unfinished results, `MAX_QUEUED_SEGMENTS` for each rank to get.
+message for each rank, `MAX_PARTIAL_SUMS` unfinished results, and `MAX_QUEUED_SEGMENTS` queued for each rank.
 
 Invariants:
 - Contributions to a segment are combined in rank order, whatever the order of arrival.
-- A result is encoded once and sent to everybody as the same bytes; a message that is forwarded is not encoded again.
-- A slow reader stops those that send to it, and no stream is read further than its window.
+- A result is encoded once and sent to all ranks as the same bytes; a forwarded message is not encoded again.
+- A slow reader blocks the ranks that send to it, and no stream is read further than its window.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from axon_ps.wire.frames import encode_chunk
 from axon_ps.wire.v1.collective_pb2 import CollectiveChunk
 
 MAX_PARTIAL_SUMS = 8
-"""Unfinished results of one operation at once: so many segments may rank 0 be ahead of the last rank."""
+"""The most unfinished results of one operation: rank 0 may be this many segments ahead of the last rank."""
 
 Wake = Callable[[Participant], None]
 
 
 class Reduction:
-    """Combine what all ranks send, segment by segment.
+    """The reduction of all ranks' data, segment by segment.
 
     Args:
         call: the collective.
@@ -69,7 +69,7 @@ class Reduction:
         self._advance(len(self._participants) - 1)
 
     def _advance(self, rank: int) -> None:
-        """Use the pending message of `rank` if its turn has come, and then those that waited for it."""
+        """Use the pending message of `rank` if it is next in order, and then the messages that waited for it."""
         last = len(self._participants) - 1
         while rank <= last:
             participant = self._participants[rank]
@@ -121,10 +121,10 @@ class Reduction:
 
 
 class Forwarding:
-    """Send on what ranks send, segment by segment.
+    """The forwarding of ranks' data, segment by segment.
 
     Args:
-        plans: by position; they say who gets what.
+        plans: by position; they name the recipients.
         participants: all ranks, by position.
         wake: called with a participant whose state changed.
     """
@@ -133,7 +133,7 @@ class Forwarding:
         self._plans = plans
         self._participants = participants
         self._wake = wake
-        self._blocked: dict[int, None] = {}  # ranks whose message waits for room in a queue, in order
+        self._blocked: dict[int, None] = {}  # ranks whose message waits for a full queue, in order
         for participant in participants:
             participant.on_message, participant.on_room = self._forward, self._on_room
         for participant in participants:
@@ -159,11 +159,11 @@ class Forwarding:
             self._forward(self._participants[rank])
 
     def clear(self) -> None:
-        """There is nothing to drop."""
+        """Do nothing: there are no partial sums."""
 
 
 class PointToPoint:
-    """Send on what one rank sends to one other.
+    """The forwarding of one rank's data to another.
 
     Args:
         sender: the rank that sends.
@@ -187,7 +187,7 @@ class PointToPoint:
 
 
 def forwarded(pending: PendingMessage) -> tuple[bytes, int]:
-    """A received message as others get it, and its number of elements: as it is, but without `begin`."""
+    """Return a received message for other ranks, unchanged but for `begin`, and its number of elements."""
     header = pending.header
     if not header.HasField("begin"):
         return pending.encoded, pending.data.size

@@ -1,17 +1,17 @@
 """The collectives that this server performs: a deterministic state machine without threads, sockets or clocks.
 
-Events in: the job's workers, a rank that joins, its messages, a message that left the queue, a stream that ended, time.
-Out: what to send to each participant, what ended its operation, and which participants changed (`woken`). The shell
-around it (`aggregation.server.shell`) reads, writes and waits.
+Its inputs are the job's workers, a rank that joins, its messages, a message that left the queue, a stream that ended,
+and time. Its outputs are the messages to each participant, the error that ended its operation, and the participants
+that changed (`woken`). The shell around it (`aggregation.server.shell`) reads, writes and waits.
 
 Invariants:
 - An operation is named by group and sequence; its state lives until every member has its result or has left.
-- A group is the ids of its members. When one of them is no longer a worker, everything of the group ends with
-  `MemberLost`, later requests too, except operations that it had left already. Workers outside the group come and go
-  without any effect on it.
-- A member that has *finished* ends the group's collectives likewise, but not its messages: what it sent can still be
-  received. Only a rank that waits for another message from it, or sends it one, gets `MemberLost`.
-- No memory is allocated for data before all ranks of an operation are there and agree.
+- A group is the ids of its members. When one of them is no longer a worker, all operations of the group end with
+  `MemberLost`, later requests too, except operations that the member had left already. Workers outside the group have
+  no effect on it.
+- A member that has *finished* ends the group's collectives in the same way, but its sent messages can still be
+  received. Only a rank that waits for another message from it, or sends to it, gets `MemberLost`.
+- No memory is allocated for data before all ranks of an operation have joined and agree.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ MAX_TIMEOUT_S = 1e9
 
 @dataclass(frozen=True, kw_only=True)
 class OperationRequest:
-    """A rank's first message, decoded: what it asks for.
+    """A rank's request: its first message, decoded.
 
     Attributes:
         group: name of the group.
@@ -45,11 +45,11 @@ class OperationRequest:
         ranks: the members' world ranks, by position.
         members: the members' ids, by position.
         timeout_s: seconds until the caller gives up.
-        stripe: which stripe of the operation this is.
-        stripes: how many stripes there are.
-        owners: by partition, the stripe that has all of it; empty: each stripe has a range of every partition.
+        stripe: number of this stripe.
+        stripes: number of stripes.
+        owners: by partition, the stripe that has all of it; empty = each stripe has a range of every partition.
         what: a collective, or a message between two ranks.
-        gives_up: the rank had to break the collective off, and says so; it sends and receives nothing.
+        gives_up: whether the rank reports that it broke the collective off; it sends and receives no data.
         input_counts: ALL_TO_ALL: elements for each rank.
         output_counts: ALL_TO_ALL: elements from each rank.
     """
@@ -112,26 +112,26 @@ class CollectiveEngine:
                     group.mailbox.finish(lost, error)
                 else:
                     group.mailbox.fail(error)
-                # `open` raises for who comes later
+                # `open` raises for ranks that join later
                 group.operations = {n: operation for n, operation in group.operations.items() if not operation.failed}
                 self._tidy(group)
 
     def open(
         self, request: OperationRequest, message: bytes, header: CollectiveChunk, payload: memoryview, now_s: float
     ) -> Participant:
-        """A rank joins an operation; the data in its first message is used or pending.
+        """Let a rank join an operation; the data in its first message is used or pending.
 
         Args:
-            request: what it asks for.
+            request: the rank's request.
             message: its first message, encoded.
             header: that message's header.
-            payload: and its payload.
+            payload: that message's payload.
             now_s: the present, on the clock of `tick`.
 
         Raises:
             MemberLost: a member of the group is no longer a worker.
             InvalidRequest: the request is not valid.
-            AxonError: the operation ended before with this error.
+            AxonError: the operation has ended with this error.
         """
         self._check(request)
         error = self._loss_error(request.group, request.ranks, request.members)
@@ -161,7 +161,7 @@ class CollectiveEngine:
         return participant
 
     def receive(self, participant: Participant, message: bytes, header: CollectiveChunk, payload: memoryview) -> None:
-        """The next message of a stream has come; the one after it may be read when `participant.pending` is None.
+        """Take the next message of a stream; the following one may be read once `participant.pending` is None.
 
         Raises:
             InvalidRequest: it is not the next segment.
@@ -176,14 +176,14 @@ class CollectiveEngine:
         return message
 
     def leave(self, participant: Participant, now_s: float) -> None:
-        """A stream has left its operation, with or without an error."""
+        """Record that a stream has left its operation, with or without an error."""
         participant.left = True
         group, operation = self._participants.pop(participant)
         operation.leave(participant, now_s)
         self._tidy(group)
 
     def tick(self, now_s: float) -> None:
-        """Time has passed."""
+        """End operations whose time is up."""
         for group in list(self._groups.values()):
             for operation in group.operations.values():
                 operation.tick(now_s)
@@ -193,7 +193,7 @@ class CollectiveEngine:
     # ------------------------------------------------------------------ results
 
     def next_s(self) -> float:
-        """When `tick` has something to do; infinity when never."""
+        """The time at which `tick` is needed; infinity = never."""
         moments_s = [m.next_s() for group in self._groups.values() for m in group.operations.values()]
         moments_s += [moment_s for group in self._groups.values() for moment_s in group.mailbox.next_s()]
         return min(moments_s, default=math.inf)
@@ -205,7 +205,7 @@ class CollectiveEngine:
         return woken
 
     def statistics(self) -> dict[str, float]:
-        """Counts of operations, memory in use, groups with anything under way, and streams in operations."""
+        """Counts of operations, memory in use, groups with operations under way, and streams in operations."""
         counters = {f"collective_{name}": float(value) for name, value in self._counters.items()}
         purposes = ("pending", "sums", "queued", "mailbox")
         memory = {f"collective_{name}_bytes": float(self.memory.bytes[name]) for name in purposes}
@@ -278,7 +278,7 @@ class CollectiveEngine:
             del self._groups[group.name]
 
     def _may_be_received(self, request: OperationRequest, lost: Sequence[int]) -> bool:
-        """Whether this is about a message in a group whose missing members have all finished."""
+        """True if the request is about a message in a group whose missing members have all finished."""
         envelope = request.what
         receives = isinstance(envelope, Envelope) and (envelope.receive or envelope.peer not in lost)
         return receives and self._have_finished(request.members, lost)

@@ -1,15 +1,15 @@
 """Messages between two ranks of a group: sends and receives are matched here, in order.
 
-An *envelope* describes a message; a message that has not been received waits in its receiver's mailbox. A small one
+An *envelope* describes a message. A message that has not been received waits in its receiver's mailbox. A small message
 (`EAGER_BYTES`) comes with its data, and its sender need not wait while the receiver's mailbox has less than
-`MAX_MAILBOX_BYTES`. Of a large message only the envelope waits, and its sender with it; the data goes from rank to rank
-once both are there.
+`MAX_MAILBOX_BYTES`. Of a large message only the envelope is stored, and its sender waits; the data goes from rank to
+rank once both sides have joined.
 
 Invariants:
-- Messages of one sender, receiver and tag are received in the order they were sent; "from any rank" takes the one that
-  has waited longest.
-- A message whose size or dtype is not what its receiver expects is dropped, and both sides get an error if they are
-  still there.
+- Messages of one sender, receiver and tag are received in the order they were sent; "from any rank" takes the oldest
+  message.
+- A message whose size or dtype is not the one its receiver expects is dropped, and both sides get an error if they are
+  still connected.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from axon_ps.wire.frames import encode_chunk
 from axon_ps.wire.v1.collective_pb2 import CollectiveChunk
 
 EAGER_BYTES = 1 << 16
-"""Longest message whose data comes with its envelope."""
+"""The longest message, in bytes, whose data comes with its envelope."""
 
 MAX_MAILBOX_BYTES = 1 << 22
-"""How much a rank's mailbox may hold before senders wait."""
+"""The most bytes that a rank's mailbox holds before senders wait."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +45,7 @@ class Envelope:
         tag: distinguishes sequences of messages.
         dtype: element type.
         numel: elements.
-        closes: of a receiver that closes its group: it will receive nothing more, and its mailbox is emptied.
+        closes: whether a receiver closes its group: it receives no more, and its mailbox is emptied.
     """
 
     receive: bool
@@ -61,7 +61,7 @@ class Envelope:
 
 
 class _Unmatched:
-    """A send or a receive that waits for its other side; a send with its data if that came with it."""
+    """A send or a receive that waits for its other side; a send has its data if they came with the envelope."""
 
     def __init__(self, envelope: Envelope, participant: Participant, data: Array | None = None) -> None:
         self.envelope = envelope
@@ -89,23 +89,23 @@ class Mailbox:
         self._receives: list[_Unmatched] = []
         self._participants: dict[Participant, Envelope] = {}
         self._partners: dict[Participant, Participant] = {}
-        # those whose partner broke off: when that is an error, and the partner's rank
+        # participants whose partner broke off: the time when that is an error, and the partner's rank
         self._suspects: dict[Participant, tuple[float, int]] = {}
         self._stored_bytes: Counter[int] = Counter()
 
     @property
     def over(self) -> bool:
-        """Whether no message waits, and no receiver waits for one."""
+        """True if no message waits, and no receiver waits for one."""
         return not self._sends and not self._participants and not self._suspects
 
     def enqueue(self, envelope: Envelope, data: Array | None, timeout_s: float, now_s: float) -> Participant:
-        """Queue a send or a receive, or match it with its other side if that is there.
+        """Queue a send or a receive, or match it with its other side if that is waiting.
 
         Args:
             envelope: the message.
             data: T[numel] of a send whose data came with its envelope.
             timeout_s: seconds until the caller gives up.
-            now_s: the present.
+            now_s: the present time.
         """
         dtype, numel = envelope.dtype, envelope.numel
         uploads = segments_of(numel, dtype.itemsize) if not envelope.receive and data is None else []
@@ -129,7 +129,7 @@ class Mailbox:
         return participant
 
     def leave(self, participant: Participant, now_s: float) -> None:
-        """A stream has left its operation."""
+        """Record that a stream has left its operation."""
         del self._participants[participant]
         self._receives = [r for r in self._receives if r.participant is not participant]
         self._sends = [s for s in self._sends if s.participant is not participant or s.stored]
@@ -143,7 +143,7 @@ class Mailbox:
         participant.clear()
 
     def tick(self, now_s: float) -> None:
-        """Time has passed."""
+        """End sends and receives whose time is up."""
         for participant in self._awaited():
             envelope = self._participants[participant]
             who = "any rank" if envelope.peer < 0 else f"rank {self._ranks[envelope.peer]}"
@@ -157,17 +157,17 @@ class Mailbox:
                 self._end(participant, Timeout(f"a message of {envelope} {verb} {who}{begun} before the deadline"))
 
     def next_s(self) -> list[float]:
-        """When `tick` has something to do."""
+        """The times at which `tick` is needed."""
         return [
             min(p.deadline_s, self._suspects[p][0]) if p in self._suspects else p.deadline_s for p in self._awaited()
         ]
 
     def _awaited(self) -> list[Participant]:
-        """Those whom time can end."""
+        """The participants whose time can run out."""
         return [p for p in self._participants if not (p.error is not None or p.left or p.done)]
 
     def finish(self, positions: Collection[int], error: AxonError) -> None:
-        """Members have finished: what they sent can still be received; who waits for one of them gets `error`."""
+        """End the waits for members that have finished with `error`; their stored messages can still be received."""
         others = set(range(len(self._ranks))) - set(positions)
         for rank in positions:
             self._discard(rank)

@@ -1,21 +1,21 @@
-"""One stripe of one collective on this server: who has joined, whether all ask for the same, how it ended.
+"""One stripe of one collective on this server: its participants, their agreement, and its outcome.
 
-Owns: agreement, and what happens to an operation when a rank is late, breaks off or is lost. Refuses: to know how data
-flows; that is `aggregation.core.dataflow`.
+Owns: agreement, and the end of an operation when a rank is late, breaks off or is lost. Refuses: to know the flow of
+data; that is `aggregation.core.dataflow`.
 
 Note: [Stripe 0 decides]
-    Every rank joins stripe 0 of every collective, on a server that depends on nothing they could disagree about. Stripe
-    0 finds out who has not come, who asks for something else, and who broke off before all agreed. Ranks that disagree
-    may never all meet at another stripe. So another stripe sends no error before all ranks are there and agree: who
-    waits there gets the error from stripe 0. A rank gives the same call to all of its stripes. So one stripe that sees
-    all ranks agree may begin, on any server.
+    Every rank joins stripe 0 of every collective, on a server chosen independently of anything they could disagree
+    about. Stripe 0 detects ranks that have not joined, that ask for something else, or that broke off before all
+    agreed. Ranks that disagree may never all meet at another stripe. So another stripe sends no error before all ranks
+    have joined and agree: a rank that waits there gets the error from stripe 0. A rank gives the same call to all of
+    its stripes. So any stripe that sees all ranks agree may begin, on any server.
 
-    But a rank whose connection broke may not have come to stripe 0, nor ever come to it. It says so to every stripe
-    (`give_up`), each of which then ends with `Broken`: ranks that disagree may get that instead.
+    But a rank whose connection broke may never join stripe 0. It tells every stripe (`give_up`), and each then ends
+    with `Broken`. Ranks that disagree may get that error instead.
 
 Note: [Broken off, or lost]
-    A rank that dies breaks its streams, and a moment later the coordinator announces that it is gone. The announcement
-    says more, so an operation with a broken stream waits `GRACE_S` for it before it fails with `Broken`.
+    When a rank dies, its streams break, and a moment later the coordinator announces the loss. The announcement is more
+    precise, so an operation with a broken stream waits `GRACE_S` for it before it fails with `Broken`.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from axon_ps.errors import AxonError, Broken, Disagreement, InvalidRequest, Time
 from axon_ps.reduction.call import Operation, disagreement
 
 GRACE_S = 0.5
-"""How long an operation with a broken stream waits for the announcement that the rank is lost."""
+"""Seconds that an operation with a broken stream waits for the announcement that the rank is lost."""
 
 TOMBSTONE_S = 300.0
-"""How long a failed operation is remembered, for ranks that have not come yet."""
+"""Seconds that a failed operation is remembered, for ranks that have not joined yet."""
 
 
 class PendingOperation:
@@ -42,7 +42,7 @@ class PendingOperation:
     Args:
         group: the group's name.
         ranks: the members' world ranks, by position.
-        sequence: which call of the group.
+        sequence: number of the call in the group.
         memory: counts the memory it uses.
         wake: called with a participant whose state changed.
     """
@@ -55,30 +55,30 @@ class PendingOperation:
         self._wake = wake
         self._participants: dict[int, Participant] = {}
         self._plans: dict[int, StripePlan] = {}
-        self._left: set[int] = set()  # ranks that need nothing of it any more
-        self._suspects: dict[int, float] = {}  # ranks whose stream broke, and when that is an error
+        self._left: set[int] = set()  # ranks that do not need it any more
+        self._suspects: dict[int, float] = {}  # ranks whose stream broke, and the time when that is an error
         self._dataflow: Reduction | Forwarding | None = None
         self._error: AxonError | None = None
         self._expires_s = math.inf
 
     @property
     def over(self) -> bool:
-        """Whether it is not needed any more."""
+        """True if it is not needed any more."""
         if self._dataflow is None and self._error is None:
             return not self._participants and not self._suspects
         return len(self._left) == len(self._ranks)
 
     @property
     def failed(self) -> bool:
-        """Whether it ended with an error."""
+        """True if it ended with an error."""
         return self._error is not None
 
     def join(self, plan: StripePlan, timeout_s: float, now_s: float) -> Participant:
-        """A rank joins.
+        """Let a rank join.
 
         Raises:
-            AxonError: the operation ended before with this error.
-            InvalidRequest: it has joined already.
+            AxonError: the operation has ended with this error.
+            InvalidRequest: the rank has joined already.
         """
         rank = plan.rank
         if self._error is not None:
@@ -95,13 +95,13 @@ class PendingOperation:
         return participant
 
     def give_up(self, plan: StripePlan, now_s: float) -> Participant:
-        """A rank broke off, before or after it had joined here, and does not come any more; unless it is done here.
+        """Record that a rank broke off, before or after it joined here, unless it is done here.
 
         Returns:
-            Somebody who has nothing to do.
+            A participant that sends and receives nothing.
 
         Raises:
-            AxonError: the operation ended before with this error.
+            AxonError: the operation has ended with this error.
         """
         rank = plan.rank
         if self._error is not None:
@@ -116,10 +116,10 @@ class PendingOperation:
         return nobody
 
     def leave(self, participant: Participant, now_s: float) -> None:
-        """A stream has left: its rank is done or got the error, or the stream broke."""
+        """Record that a stream has left: its rank is done or got the error, or the stream broke."""
         rank = participant.rank
         if self._participants.get(rank) is not participant:
-            return  # it said that it gives up
+            return  # the stream that reported `give_up`
         if self._error is not None or participant.done:
             self._left.add(rank)
         elif self._dataflow is not None or self._decides(rank):
@@ -131,7 +131,7 @@ class PendingOperation:
         participant.clear()
 
     def tick(self, now_s: float) -> None:
-        """Time has passed."""
+        """Fail the operation if its time is up."""
         if self._error is not None:
             if now_s >= self._expires_s:
                 self._left.update(range(len(self._ranks)))
@@ -148,18 +148,18 @@ class PendingOperation:
                 return
 
     def next_s(self) -> float:
-        """When `tick` has something to do."""
+        """The time at which `tick` is needed."""
         if self._error is not None:
             return self._expires_s
         return min([*self._suspects.values(), *(p.deadline_s for p in self._awaited())], default=math.inf)
 
     def lose_members(self, positions: Sequence[int], error: AxonError) -> None:
-        """Members are lost: it fails, unless all of them had left it already; then the others finish it."""
+        """Fail after members are lost, unless all of them had left already; then the others finish."""
         if not self._left.issuperset(positions):
             self.fail(error)
 
     def fail(self, error: AxonError, now_s: float = 0.0) -> None:
-        """End it with `error` for all ranks that are not done, those that have not come included."""
+        """End it with `error` for all ranks that are not done, including those that have not joined."""
         if self._error is not None:
             return
         self._error = again(error)
@@ -177,7 +177,7 @@ class PendingOperation:
             self._dataflow.clear()
 
     def _awaited(self) -> Iterator[Participant]:
-        """The participants whose deadlines end it; elsewhere, see Note: [Stripe 0 decides], those of stripe 0 do."""
+        """Yield the participants whose deadlines end it: all once it has begun, before that only those of stripe 0."""
         for rank, participant in self._participants.items():
             if not participant.left and (self._dataflow is not None or self._decides(rank)):
                 yield participant
@@ -223,7 +223,7 @@ class PendingOperation:
         return None
 
     def _decides(self, rank: int) -> bool:
-        """Whether `rank` takes this for stripe 0. See Note: [Stripe 0 decides]."""
+        """True if this is stripe 0 according to `rank`. See Note: [Stripe 0 decides]."""
         return self._plans[rank].stripe == 0
 
     # ------------------------------------------------------------------ descriptions

@@ -1,8 +1,8 @@
 """A rank's part in one operation on this server, and the memory that operations use. Pure data, no I/O.
 
-A *participant* is one rank in one operation. Of what it sends, at most one message is `pending`: it has come and cannot
-be used yet. What the server is going to send it is `outgoing`, at most `MAX_QUEUED_SEGMENTS` segments. Everything else
-waits in gRPC's flow-control window, or has not left its sender.
+A *participant* is one rank in one operation. At most one of its messages is `pending`: it has arrived and cannot be
+used yet. The messages to it are `outgoing`, at most `MAX_QUEUED_SEGMENTS` segments. All other data waits in gRPC's
+flow-control window, or has not left its sender.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from axon_ps.wire.frames import elements
 from axon_ps.wire.v1.collective_pb2 import CollectiveChunk
 
 MAX_QUEUED_SEGMENTS = 16
-"""How many segments may wait to be sent to one rank. Segments of a result are the same bytes for all ranks."""
+"""The most segments that wait to be sent to one rank. Segments of a result are the same bytes for all ranks."""
 
 
 class MemoryAccounting:
-    """Counts the bytes of memory that operations use, by purpose, and their peak.
+    """The bytes of memory that operations use, by purpose, and their peak.
 
     Attributes:
-        bytes: what is in use now. "pending": messages that cannot be used yet; "sums": partial results; "queued":
-            messages to send, counted for every rank that gets them though they are the same bytes; "mailbox": messages
-            between two ranks that were not received yet.
-        peak_bytes: the most that was in use at once.
+        bytes: bytes in use now. "pending": messages that cannot be used yet; "sums": partial results; "queued":
+            messages to send, counted for every recipient although they are the same bytes; "mailbox": messages between
+            two ranks that were not received yet.
+        peak_bytes: the most bytes in use at once.
     """
 
     def __init__(self) -> None:
@@ -36,7 +36,7 @@ class MemoryAccounting:
         self._total = 0
 
     def add(self, what: str, nbytes: int) -> None:
-        """Count bytes that are in use from now on; a negative number for bytes that are freed."""
+        """Count bytes that are allocated; a negative number for bytes that are freed."""
         self.bytes[what] += nbytes
         self._total += nbytes
         self.peak_bytes = max(self.peak_bytes, self._total)
@@ -58,20 +58,20 @@ class Participant:
 
     Args:
         rank: its position in the group.
-        deadline_s: when it gives up, on the engine's clock.
+        deadline_s: the time at which it gives up, on the engine's clock.
         memory: counts the memory it uses.
-        dtype: of the operation.
-        uploads: the segments it is to send, in order.
+        dtype: element type of the operation.
+        uploads: the segments that it sends, in order.
         remaining_numel: elements that the server has to send it.
 
     Attributes:
-        consumed: how many of its segments were used so far.
-        pending: the next segment, if it has come and cannot be used yet.
+        consumed: number of its segments used so far.
+        pending: the next segment, if it has arrived and cannot be used yet.
         outgoing: encoded messages for the rank.
         agreed: whether the operation has begun: every rank has joined, and all ask for the same.
-        error: what ended it.
+        error: the error that ended the operation.
         left: whether the stream has left the operation.
-        on_message: called when a segment has come.
+        on_message: called when a segment has arrived.
         on_room: called when `outgoing` got shorter.
     """
 
@@ -101,26 +101,26 @@ class Participant:
 
     @property
     def expects(self) -> bool:
-        """Whether another message is to come from the rank."""
+        """True if another message is expected from the rank."""
         return self.consumed + (self.pending is not None) < len(self.uploads) and self.error is None
 
     @property
     def done(self) -> bool:
-        """Whether everything it sent is used, and everything it is to get is sent."""
+        """True if all its data is used, and all data for it is sent."""
         return self.agreed and self.consumed == len(self.uploads) and self._remaining_numel == 0 and not self.outgoing
 
     @property
     def contributed(self) -> bool:
-        """Whether everything that it has to send has come."""
+        """True if all its data has arrived."""
         return self.consumed + (self.pending is not None) == len(self.uploads)
 
     @property
     def full(self) -> bool:
-        """Whether nothing more may be queued for it."""
+        """True if no more messages may be queued for it."""
         return len(self.outgoing) >= MAX_QUEUED_SEGMENTS
 
     def receive(self, message: bytes, header: CollectiveChunk, payload: memoryview) -> None:
-        """The next message of its stream has come.
+        """Take the next message of its stream.
 
         Raises:
             InvalidRequest: it is not the next segment.
@@ -145,12 +145,12 @@ class Participant:
         self._memory.add("pending", data.nbytes)
 
     def consume(self) -> PendingMessage:
-        """Remove the pending message, to use it."""
+        """Remove and return the pending message."""
         self.consumed += 1
         return self._take()
 
     def enqueue(self, message: bytes, numel: int) -> None:
-        """Queue a message for the rank, with `numel` of the elements that it still has to get."""
+        """Queue a message for the rank, with `numel` of its remaining elements."""
         self.outgoing.append(message)
         self._remaining_numel -= numel
         self._memory.add("queued", len(message))

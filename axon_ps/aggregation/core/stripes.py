@@ -3,20 +3,20 @@
     shape legend: n = ranks of the group, k = shard servers of the job, m = stripes of the operation, m <= k
 
 An operation has m stripes. Stripe j runs on server (home + j) mod k. `home` depends only on the group's name and the
-number of the call: ranks that disagree about anything else still meet there, and stripe 0 decides.
+number of the call, so ranks that disagree about anything else still meet there, and stripe 0 decides.
 
 The array of an all-reduce, reduce or broadcast is one partition; elsewhere partition r belongs to rank r. Stripe j has
-the j-th of m nearly equal ranges of every partition. So every rank talks to all m servers from beginning to end, in
-both directions, and no network card waits for another. Where every rank has a server on its own host, one stripe has
-all of an all-gather's partition (`owners_of`): it reaches that server without a network card, and goes from there to
-everybody. What a rank *uploads* on a stripe is cut into segments. The first and last segments are smaller: the way back
-starts when the first segment is complete, and ends one segment after the way there. A rank that sends several
-partitions alternates between them, so that no receiver gets all of its data at the end.
+the j-th of m nearly equal ranges of every partition. So every rank exchanges data with all m servers from beginning to
+end, in both directions, and no network card waits for another. If every rank has a server on its own host, one stripe
+has all of an all-gather's partition (`owners_of`). The partition then reaches that server without a network card, and
+goes from there to all ranks. A rank's *uploads* on a stripe are cut into segments. The first and last segments are
+smaller, because downloads start when the first segment is complete, and end one segment after the uploads. A rank that
+sends several partitions alternates between them, so that no receiver gets all of its data at the end.
 
 Invariants:
 - Reductions: all ranks upload the same segments in the same order.
 - No segment crosses the border of a partition.
-- An all-to-all has a stripe on every server, since no rank knows how large it is for the others.
+- An all-to-all has a stripe on every server, since a rank does not know its size for the others.
 """
 
 from __future__ import annotations
@@ -30,38 +30,44 @@ from functools import lru_cache
 from axon_ps.reduction.call import Call, Operation
 
 TSO_BYTES = 127 << 9
-"""What the kernel hands to a network card at once (TCP segmentation offload): on ordinary Ethernet 45 packets of 1,448
-bytes, less what a message adds.
+"""Payload bytes that the kernel hands to a network card at once (TCP segmentation offload).
 
-Anything a little longer takes one packet more. *Measured*, an all-reduce of 64 MiB with segments of 128 KiB: 75 KB more
-through a card of 96 MiB than gloo, which has no messages; with segments of three times `TSO_BYTES`, 15 KB more.
+On ordinary Ethernet that is 45 packets of 1,448 bytes, less the overhead of a message. Slightly more bytes take one
+packet more. *Measured*, an all-reduce of 64 MiB, which sends 96 MiB through a card, compared with gloo, which has no
+messages: 75 KB more with segments of 128 KiB, 15 KB more with segments of three times `TSO_BYTES`.
 """
 
 SEGMENT_BYTES = 6 * TSO_BYTES
 """Size of a segment in the middle of a long all-reduce, where it is combined with those of the other ranks.
 
-A message costs processor time, however long it is. *Measured*, 64 MiB on four hosts at 500 Mbit/s: 1.15 s with half as
-much and with this, for 1.2 to 1.6 and for 0.9 to 1.3 CPU seconds a GB; 1.18 s with twice as much.
+A message costs processor time, independent of its length. *Measured*, 64 MiB on four hosts at 500 Mbit/s:
+
+    segment         seconds    CPU seconds a GB
+    half of this    1.15       1.2 to 1.6
+    this            1.15       0.9 to 1.3
+    twice this      1.18
 """
 
 LARGE_SEGMENT_BYTES = 8 * TSO_BYTES
-"""Size of a segment of any other operation, whose results do not come back to all that wait for them."""
+"""Size of a segment of any other operation, whose results do not come back to all waiting ranks."""
 
 MIN_SEGMENTS = 24
-"""So many segments a rank sends on a stripe before those that are combined are longer than half of `SEGMENT_BYTES`: in
-a short stream they would be waited for at its ends (*measured*, 16 MiB: 0.308 s in place of 0.293)."""
+"""Segments of a rank on a stripe from which on combined segments become longer than half of `SEGMENT_BYTES`.
+
+In a short stream, ranks would wait for long segments at its ends (*measured*, 16 MiB: 0.308 s instead of 0.293).
+"""
 
 SMALL_SEGMENT_BYTES = TSO_BYTES
 """Size of the first and last segments of a stream. Sizes double from the first on, and halve towards the last."""
 
 STRIPE_BYTES = 1 << 17
-"""An operation gets one more stripe for every so many bytes: a message on another stream costs as much as these."""
+"""An operation gets one more stripe per this many bytes, which cost as much as a message on another stream."""
 
 CACHED_UPLOADS = 32
-"""For how many uploads the segments are cached: those of a training step are the same every time."""
+"""Number of uploads whose segments are cached, since those of a training step are the same every time."""
 
 MAX_IMBALANCE = 1.25
-"""Partitions count as equal when the largest is at most so many times the mean."""
+"""Partitions count as equal if the largest is at most this many times the mean."""
 
 REDUCING = frozenset((Operation.ALL_REDUCE, Operation.REDUCE, Operation.REDUCE_SCATTER))
 """Operations in which every rank contributes to every element."""
@@ -81,12 +87,12 @@ class StripePlan:
     """The elements that one rank sends and receives on one stripe of a collective.
 
     Attributes:
-        call: what all ranks agree on.
-        rank: which rank.
+        call: the call that all ranks agree on.
+        rank: the rank's position.
         world_size: n.
-        stripe: which stripe.
+        stripe: number of the stripe.
         stripes: m.
-        owners: by partition, the stripe that has all of it; empty: every stripe has a range of every partition.
+        owners: by partition, the stripe that has all of it; empty = every stripe has a range of every partition.
         input_counts: ALL_TO_ALL: elements for each rank.
         output_counts: ALL_TO_ALL: elements from each rank.
     """
@@ -105,7 +111,7 @@ class StripePlan:
         return _segments(tuple(self._ranges()), self.call.dtype.itemsize, self.segment_bytes())
 
     def segment_bytes(self) -> int:
-        """Size of the segments in the middle of what the rank sends."""
+        """Size of the segments in the middle of the rank's uploads."""
         operation = self.call.operation
         largest = SEGMENT_BYTES if operation is Operation.ALL_REDUCE else LARGE_SEGMENT_BYTES
         if operation not in REDUCING:
@@ -118,7 +124,7 @@ class StripePlan:
         return sum(end - begin for _, begin, end in self._ranges())
 
     def download_numel(self) -> int:
-        """Elements that the rank gets back: never its own data, except reduced."""
+        """Elements that the rank receives: never its own data, except reduced."""
         call, rank = self.call, self.rank
         match call.operation:
             case Operation.ALL_REDUCE:
@@ -153,7 +159,7 @@ class StripePlan:
                 return (segment.partition,)
 
     def _ranges(self) -> Iterator[tuple[int, int, int]]:
-        """Partition, begin and end of what the rank sends, in order."""
+        """Yield partition, begin and end of the ranges that the rank sends, in order."""
         call, rank = self.call, self.rank
         match call.operation:
             case Operation.ALL_REDUCE | Operation.REDUCE:
@@ -172,7 +178,7 @@ class StripePlan:
                     if partition != rank:
                         yield (partition, *self._range(count))
             case Operation.ALL_TO_ALL:
-                for distance in range(1, self.world_size):  # each rank begins with another one
+                for distance in range(1, self.world_size):  # each rank begins with another partition
                     partition = (rank + distance) % self.world_size
                     yield (partition, *self._range(self.input_counts[partition]))
 
@@ -188,7 +194,7 @@ class StripePlan:
 
 
 def stripes_of(call: Call, num_servers: int) -> int:
-    """Over how many of `num_servers` servers a collective is spread."""
+    """The number of servers, of `num_servers`, that a collective is spread over."""
     if call.operation is Operation.ALL_TO_ALL:
         return num_servers
     total_bytes = sum(call.counts) * call.dtype.itemsize
@@ -196,17 +202,17 @@ def stripes_of(call: Call, num_servers: int) -> int:
 
 
 def owners_of(call: Call, home: int, stripes: int, nodes: Sequence[str], servers: Sequence[str]) -> tuple[int, ...]:
-    """By partition of an all-gather, the stripe whose server is on the host of that rank.
+    """The stripe for each partition of an all-gather: one whose server is on the host of the partition's rank.
 
     Args:
         call: the collective.
         home: the server of stripe 0.
         stripes: m.
-        nodes: by rank, its host; "" if it is not known.
-        servers: by server, its host.
+        nodes: host of each rank; "" if it is not known.
+        servers: host of each server.
 
     Returns:
-        Nothing where it would not help: another operation, a rank without a server on its host, fewer stripes than
+        Empty if owners would not help: another operation, a rank without a server on its host, fewer stripes than
         servers, or partitions so unequal that all would wait for the network card of the largest.
     """
     even = sum(call.counts) * MAX_IMBALANCE >= max(call.counts, default=0) * len(call.counts)
@@ -219,7 +225,7 @@ def owners_of(call: Call, home: int, stripes: int, nodes: Sequence[str], servers
         return ()
     before: Counter[str] = Counter()
     owners = []
-    for node in nodes:  # the servers of a host take turns
+    for node in nodes:  # the servers of a host alternate
         owners.append(here[node][before[node] % len(here[node])])
         before[node] += 1
     return tuple(owners)
@@ -231,7 +237,7 @@ def home_of(group: str, number: int, num_servers: int) -> int:
 
 
 def segments_of(numel: int, itemsize: int) -> Sequence[StripeSegment]:
-    """An array in segments, as it travels between two ranks."""
+    """The segments of an array that is sent between two ranks."""
     return _segments(((0, 0, numel),), itemsize, LARGE_SEGMENT_BYTES)
 
 
@@ -241,7 +247,7 @@ def _segments(ranges: tuple[tuple[int, int, int], ...], itemsize: int, largest_b
 
 
 def _cut(ranges: Iterable[tuple[int, int, int]], itemsize: int, largest_bytes: int) -> Iterator[StripeSegment]:
-    """Segments that alternate between partitions: each partition travels from the operation's beginning to its end."""
+    """Yield segments that alternate between partitions, so that each is sent from beginning to end of the operation."""
     left = deque(s for s in ranges if s[1] < s[2])
     small, large = SMALL_SEGMENT_BYTES // itemsize, largest_bytes // itemsize
     total, done = sum(end - begin for _, begin, end in left), 0

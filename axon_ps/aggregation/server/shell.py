@@ -1,6 +1,7 @@
-"""Around the collective engine: the clock, the waits, and the decoding of first messages. Decides nothing.
+"""The shell around the collective engine: the clock, the waits, and the decoding of first messages.
 
-One event loop. The reader and the writer of a `CollectiveStream` wait for changes of its participant.
+All decisions are the engine's. The reader and the writer of a `CollectiveStream` wait for changes of its participant.
+One event loop.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class CollectiveShell:
         job: name of the job; calls for another one are refused.
 
     Attributes:
-        engine: decides.
+        engine: the state and the decisions.
     """
 
     def __init__(self, job: str) -> None:
@@ -84,7 +85,7 @@ class CollectiveShell:
     # ------------------------------------------------------------------ for streams
 
     def ended(self, participant: Participant) -> None:
-        """A stream has left an operation."""
+        """Take a participant out, whose stream has left the operation."""
         done = participant.done
         del self._streams[participant]
         self.engine.leave(participant, self._loop.time())
@@ -100,9 +101,9 @@ class CollectiveShell:
     # ------------------------------------------------------------------ inside
 
     async def _fence(self, begin: CollectiveBegin) -> None:
-        """Wait until we know the generation of the caller, and check that it is a worker and the member that it names.
+        """Wait until the caller's generation is known, and check that it is a worker and the member that it names.
 
-        A caller may know an older membership than we do: a group does not depend on who else joins the job.
+        A caller may know an older membership than this server, since a group does not depend on other workers.
         """
         context = begin.context
         check_job(context, self._job, self._state_id)
@@ -122,11 +123,11 @@ class CollectiveShell:
             raise PermissionDenied(f"the caller is not the member at position {begin.position} of {begin.group[:80]!r}")
 
     async def _catch_up(self, generation: int) -> None:
-        """Wait until we know a generation; see `rpc.limits.FENCE_S`.
+        """Wait until this server knows a generation; see `rpc.limits.FENCE_S`.
 
         Raises:
-            InvalidRequest: this job will not have it soon.
-            Broken: we have not heard of it in time.
+            InvalidRequest: it is too far ahead of the job's.
+            Broken: this server has not learned of it in time.
         """
         if generation > self._generation + MAX_NEWER:
             known = self._generation
@@ -159,7 +160,7 @@ class CollectiveShell:
         await asyncio.shield(self._warm[dtype])
 
     def _set_timer(self, moment_s: float) -> None:
-        """Tell the engine the time at this moment or before."""
+        """Set the timer to call the engine's `tick` at this moment or earlier."""
         if moment_s >= self._timer_s:
             return
         if self._timer is not None:
@@ -175,7 +176,7 @@ class CollectiveShell:
 
 
 class CollectiveStream:
-    """One operation of a stream that is being served; close it at the end.
+    """One operation of a stream that is being served; `close` must follow.
 
     Args:
         shell: the shell that admitted it.
@@ -190,11 +191,11 @@ class CollectiveStream:
 
     @property
     def expects(self) -> bool:
-        """Whether another message is to come."""
+        """True if another message is expected."""
         return self._participant.expects
 
     async def receive(self, message: bytes) -> None:
-        """The next message has come; returns when the one after it may be read.
+        """Take the next message; returns once the following one may be read.
 
         Raises:
             InvalidRequest: it is not the next segment.
@@ -210,10 +211,10 @@ class CollectiveStream:
             await self._change()
 
     async def next(self) -> bytes | None:
-        """The next message for the rank; None when it has all.
+        """The next message for the rank; None once it has all.
 
         Raises:
-            AxonError: what ended the operation.
+            AxonError: the operation ended with it.
         """
         participant = self._participant
         while not participant.outgoing:
@@ -227,16 +228,16 @@ class CollectiveStream:
         return message
 
     def refuse(self, error: AxonError) -> None:
-        """The rank sent an invalid message: `next` raises this."""
+        """End the operation because of the rank's invalid message: `next` raises `error`."""
         self._refused = again(error)
         self.notify()
 
     def notify(self) -> None:
-        """The participant changed."""
+        """Wake the reader and the writer after a change of the participant."""
         _wake_all(self._waiting)
 
     def close(self) -> None:
-        """The operation is over for the rank, with or without an error."""
+        """End the operation for the rank, with or without an error."""
         self._shell.ended(self._participant)
 
     async def _change(self) -> None:
@@ -246,10 +247,10 @@ class CollectiveStream:
 
 
 def check_job(context: CallContext, job: str, state_id: str = "") -> None:
-    """Refuse a caller of another job than ours, and, for the present, one of another durable state of it.
+    """Check that a caller is of this job, and of the same durable state of it.
 
-    The coordinator has lost that state, and numbers its generations anew: one of the two is about to learn that it has
-    to end.
+    If the states differ, the coordinator has lost its state and numbers its generations anew. One of the two processes
+    will soon learn that it has to end, so the error is temporary.
 
     Raises:
         PermissionDenied: another job.
@@ -265,7 +266,7 @@ def check_job(context: CallContext, job: str, state_id: str = "") -> None:
 
 
 def _request_from_proto(begin: CollectiveBegin) -> OperationRequest:
-    """A first message, checked."""
+    """Check and decode a first message."""
     ranks, members = tuple(begin.ranks), tuple(begin.members)
     if len(ranks) > MAX_RANKS:
         raise InvalidRequest(f"a group of {len(ranks)} ranks is larger than {MAX_RANKS}")
@@ -305,7 +306,7 @@ def _request_from_proto(begin: CollectiveBegin) -> OperationRequest:
 
 
 def _wake_all(waiting: list[asyncio.Future[None]]) -> None:
-    """Wake all waiters; they check again what they wait for."""
+    """Wake all waiters; they check their conditions again."""
     for future in waiting:
         if not future.done():
             future.set_result(None)

@@ -1,7 +1,7 @@
-"""One version of a model as it arrives from several servers: all of it, or nothing. Pure.
+"""One version of a model, assembled from several servers: all of it or nothing. Pure.
 
-Values are immutable: what did not change is the array of the version before, what did is a new one. So who has a
-version has it for as long as it likes, whatever arrives later.
+Values are immutable. Unchanged units are the arrays of the previous version, changed units are new arrays. So later
+versions do not affect a version that the caller keeps.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class Values:
 
     Attributes:
         spec: the model's layout.
-        epoch: how often it had been restored.
-        version: of the model.
+        epoch: number of restores of the model before it.
+        version: version of the model.
         dtype: of the elements.
         units: wire[unit_numel] of every unit, read-only; bf16 as uint16.
     """
@@ -51,10 +51,10 @@ class Assembly:
 
     Args:
         spec: the model's layout.
-        num_cuts: over how many servers its plan cuts units.
+        num_cuts: number of servers that its plan cuts units over.
         dtype: of the elements.
-        epoch, version: what is arriving.
-        base: an older version of the same epoch, layout and dtype, of which what has not changed is taken; None = none.
+        epoch, version: the version that is arriving.
+        base: an older version of the same epoch, layout and dtype, for the unchanged values; None = none.
 
     Attributes:
         spec, num_cuts, epoch, version, base: as given.
@@ -69,27 +69,27 @@ class Assembly:
         self.missing = set(range(len(self._plan.numbered)))
         self._dtype = dtype
         self._arrays: dict[int, Array] = {}
-        self._position: dict[int, int] = {}  # by slice of which something has come, where the next chunk begins
+        self._position: dict[int, int] = {}  # by slice that has begun to arrive, the first element of the next chunk
 
     @property
     def _plan(self) -> Plan:
         return self.spec.plan(self.num_cuts)
 
     def begin(self, numbers: Iterable[int]) -> None:
-        """Slices are about to arrive, from their start."""
+        """Expect slices from their start."""
         for number in numbers:
             self._position.pop(number, None)
 
     def put(self, header: common_pb2.Chunk, payload: memoryview, expected: Collection[int]) -> int:
-        """Take a chunk; returns how many elements of it there are in the payload.
+        """Take a chunk; returns the number of its elements in the payload.
 
         Args:
             header: of the chunk.
-            payload: its elements, or what changed of them.
+            payload: its elements, or their changes.
             expected: the slices that may arrive.
 
         Raises:
-            InvalidRequest: it is not of them, or not the next one, or malformed.
+            InvalidRequest: it is not of these slices, or not the next one, or malformed.
         """
         unit, begin, end = header.unit, header.offset, header.offset + header.numel
         number = self._number(unit, begin)
@@ -112,10 +112,10 @@ class Assembly:
         return payload.nbytes // self._dtype.itemsize
 
     def arrived(self, numbers: Iterable[int]) -> None:
-        """A server has sent all that it was asked for: of each of these slices everything, or, unchanged, nothing.
+        """Record that a server has sent all of each of these slices, or nothing of an unchanged one.
 
         Raises:
-            InvalidRequest: a slice is incomplete, or nothing came and there is nothing to take it from.
+            InvalidRequest: a slice is incomplete, or nothing arrived and there is no base.
         """
         numbers = tuple(numbers)
         for number in numbers:
@@ -126,7 +126,7 @@ class Assembly:
         self.missing.difference_update(numbers)
 
     def finish(self) -> Values:
-        """All of the version, once nothing is missing."""
+        """Return all of the version, once nothing is missing."""
         assert not self.missing
         units: list[Array] = []
         for unit, slices in enumerate(self._plan.slices):

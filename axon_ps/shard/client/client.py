@@ -1,9 +1,9 @@
 """A worker's end of the shard servers: gather units, push gradients, upload first values.
 
-`ShardGroup` talks to all owners of a unit at once and copies payloads between messages and the caller's arrays, once.
+`ShardGroup` calls all owners of a unit at once. It copies payloads between messages and the caller's arrays once.
 Everything here runs on one event loop; every method must be called on its thread.
 
-What is retried and what is not: see `shard.client.retries`.
+The rules for retries are in `shard.client.retries`.
 
     shape legend: unit_numel = elements of the unit, n = end - begin, wire[...] = an array in a wire dtype
 """
@@ -45,27 +45,35 @@ from axon_ps.wire.v1 import common_pb2, shard_pb2
 
 T = TypeVar("T")
 _GATHERS, _PUSHES = 0, 1  # connections
-_NOW = -1  # before what is speculative, which goes by unit
+_NOW = -1  # before speculative gathers, which are ordered by unit
 
 CONNECTION_BYTES = 4 << 20
-"""What fills a line is divided among bulk connections of so much each, and one more.
+"""The bytes that fill a line are divided among bulk connections of this size each, and one more.
 
-TCP has so much under way as the kernels' buffers hold (Linux: 4 MiB to send, of which a good half is data), and sends
-little at first, after every pause: *measured* at 500 Mbit/s, 64 MiB over one connection take 1.00, 1.17 and 2.1 times
-what line and round trip allow at 10, 50 and 100 ms (`benchmarks/distance.py`).
+TCP has as many bytes in flight as the kernels' buffers hold (Linux: 4 MiB to send, of which a good half is data), and
+sends little at first, after every pause. *Measured* at 500 Mbit/s, 64 MiB over one connection, as a multiple of the
+time that line and round trip allow (`benchmarks/distance.py`):
+
+    round trip    10 ms    50 ms    100 ms
+    time          1.00     1.17     2.1
 """
-
 MAX_CONNECTIONS = 8
 
 IN_ORDER_BYTES = 1 << 20
-"""Speculative gathers between two hosts that have the servers, too, go one at a time, the first units first: the next
-begins when so much is left of the one before.
+"""Bytes left of a speculative gather when the next one begins, if the workers and servers are on the same two hosts.
 
-What a host sends them goes through the card that its own pushes wait for, and a step ends with its pushes; of what
-comes after them the next forward wants the first units, which were pushed last. *Measured*, two hosts at 500 Mbit/s:
-HYBRID_SHARD 1.20 s a step instead of 1.32 (f32) and 0.63 instead of 0.66 (bf16), SHARD_GRAD_OP 1.15 instead of 1.20 and
-0.57 instead of 0.61. With four hosts a unit waits for three others' pushes, and those behind it: 1.97 instead of 1.92.
-Servers that have cards of their own send meanwhile: 1.90 instead of 1.47.
+Such gathers go one at a time, the first units first. Data that a host's servers send goes through the network card that
+the host's own pushes wait for, and a step ends with its pushes. The next forward needs the first units first, which
+were pushed last. *Measured* at 500 Mbit/s, seconds a step:
+
+    two hosts                 in order    at once
+    HYBRID_SHARD, f32         1.20        1.32
+    HYBRID_SHARD, bf16        0.63        0.66
+    SHARD_GRAD_OP, f32        1.15        1.20
+    SHARD_GRAD_OP, bf16       0.57        0.61
+
+With four hosts a unit waits for three others' pushes, and so do the units behind it: 1.97 instead of 1.92. Servers with
+their own network cards send meanwhile: 1.90 instead of 1.47.
 """
 
 
@@ -74,8 +82,8 @@ class ShardGroup:
 
     Args:
         security: TLS and token.
-        connections: how many per server: gathers on the first, pushes and uploads on the second.
-        node: name of this host: memory is shared with servers on it, where the kernel allows it, and less is sent. "" =
+        connections: number of connections per server: gathers on the first, pushes and uploads on the second.
+        node: name of this host. Memory is shared with servers on it if the kernel allows it, so that less is sent. "" =
             everything is sent.
     """
 
@@ -84,38 +92,38 @@ class ShardGroup:
         self._peers = Peers(security, connections)
         self._same_host = SameHostServers(node)
         self._gather_turns = Turns()
-        self._two_hosts = False  # which have all workers, and all servers
+        self._two_hosts = False  # True if all workers and all servers are on the same two hosts
         self._begin(Transfers())
 
     def _begin(self, transfers: Transfers) -> None:
-        """Begin with the state of one model."""
+        """Initialize the state of one model."""
         self._transfers = transfers
-        self._push_turns = Turns()  # a push may wait for those of others, who may make another model's first
+        self._push_turns = Turns()  # a push may wait for other workers' pushes, and they may push another model first
         self._spec: JobSpec | None = None
         self._placement: Placement | None = None
-        self._held: dict[tuple[Slice, int], Slice] = {}  # by slice of the plan and holder's index
+        self._held: dict[tuple[Slice, int], Slice] = {}  # by (slice of the plan, index of the holder)
         self._feedback = Feedback()
         self._received = Received()
         self._mapped: dict[int, tuple[Array, MappedCopy]] = {}
         self._retries = Retries(self._peers, self._same_host, self._holder)
 
     def probe(self, report: ConnectivityReport, context: MakeContext) -> None:
-        """Have servers that are waited for asked whether they answer, and reported if they do not."""
+        """Probe the servers that calls wait for, and report those that do not answer."""
         self._peers.probe(report, context)
 
     def for_another_model(self) -> ShardGroup:
-        """The same servers for another model, over the same connections and streams; only the first is to be closed."""
+        """Return a client for another model over the same connections; only the first client is to be closed."""
         other = copy.copy(self)
         other._begin(self._transfers.sharing())
         return other
 
     def release(self) -> None:
-        """The model is released: drop its mappings, residuals and what was gathered."""
+        """Drop the mappings, residuals and received values of a released model."""
         self._mapped.clear()
         self.forget_residuals()
 
     def set_members(self, membership: Membership, me: str = "") -> None:
-        """Set the current shard servers and our own id; calls under way go on, and retries use the new addresses."""
+        """Set the current shard servers and this worker's id; only later calls and retries use the new addresses."""
         self._peers.set_members(membership)
         self._same_host.set_members(membership, me)
         hosts = {m.node for m in membership.workers}
@@ -128,7 +136,7 @@ class ShardGroup:
         self._peers.wake()
 
     def set_placement(self, placement: Placement) -> None:
-        """Set where the model's slices are; what is attempted again goes to their present holders."""
+        """Set the holders of the model's slices; retries go to the present holders."""
         if self._placement is not None and self._placement.num_cuts != placement.num_cuts:
             self._received = self._received.renewed()
         self._placement = placement
@@ -156,11 +164,11 @@ class ShardGroup:
         timeout_s: float | None,
         span: Span | None = None,
     ) -> tuple[JobSpec, list[Slice], partial[Transfer]]:
-        """The model's spec, the slices that a range lies in, and its transfer, once layout and members are known.
+        """Return the model's spec, the slices of a range, and its transfer, once layout and placement are known.
 
         Raises:
             InvalidRequest: there is no such unit or range, or `array` does not fit.
-            Timeout: something did not become known in time.
+            Timeout: the layout or the placement did not become known in time.
             Closed: the connections were closed.
         """
         deadline = Deadline(timeout_s)
@@ -185,7 +193,7 @@ class ShardGroup:
         return spec, [s for s in plan.slices[unit] if s.begin < end and s.end > begin], transfer
 
     def _context(self, context: MakeContext, span: Span | None) -> common_pb2.CallContext:
-        """The context of a call: caller, span, and placement; a server that is behind catches up before it answers."""
+        """The context of a call: caller, span, and placement. A server with an older placement first waits for it."""
         made = context()
         if span is not None:
             made.traceparent = span.context.traceparent
@@ -195,7 +203,7 @@ class ShardGroup:
 
     @staticmethod
     def warm_up(spec: JobSpec) -> None:
-        """Compile what this worker needs for the job's compressions. Any thread but the loop's: it may take seconds."""
+        """Compile the loops for the job's compressions. Not in the event loop's thread: it may take seconds."""
         p = spec.precision
         for how in (p.param_compression, p.grad_compression):
             if how is not None:
@@ -204,13 +212,13 @@ class ShardGroup:
             transfers.warm_up()
 
     def settle(self, step: int, decision: Decision) -> None:
-        """A step is decided: if it committed, the residuals of its compressed gradients replace those before.
+        """Take the decision on a step; if it committed, the residuals of its gradients replace the previous ones.
 
-        Residuals are of weighted gradients. If it committed as they expected, speculative gathers were right.
+        Residuals are of weighted gradients. If the step committed as expected, its speculative gathers are valid.
 
         Args:
-            step: by its name in tickets.
-            decision: how it ended.
+            step: its number in tickets.
+            decision: the decision.
         """
         committed = decision.outcome is Outcome.COMMIT
         self._feedback.settle(step, committed=committed, clip_factor=decision.clip_factor * (decision.weight or 1.0))
@@ -218,7 +226,7 @@ class ShardGroup:
         self._received.settle(step, decision.hyper if as_expected else None)
 
     def forget_residuals(self) -> None:
-        """The parameters were replaced: drop the residuals, and what differences would be added to."""
+        """Drop the residuals and the base of differences, after the parameters were replaced."""
         self._feedback.clear()
         self._received = self._received.renewed()
 
@@ -238,29 +246,29 @@ class ShardGroup:
     ) -> int:
         """Fill `out` with elements [begin, end) of a unit, all at one version, `min_version` or later.
 
-        Where replicas step asynchronously, others commit all the time: each element is at `min_version` or later then.
+        If replicas step asynchronously, commits go on meanwhile: then each element is at `min_version` or later.
 
         Args:
-            unit: its number.
-            out: wire[n], contiguous; float32, uint16 (bf16) or float16 decides what travels.
-            min_version: the oldest version that will do; owners that are behind are waited for.
-            context: gives the present job, generation and incarnation.
+            unit: number of the unit.
+            out: wire[n], contiguous; its type, float32, uint16 (bf16) or float16, is that on the wire.
+            min_version: the oldest version accepted; the call waits for owners that are behind.
+            context: returns the present job, generation and incarnation.
             timeout_s: seconds it may take in all; None = no deadline.
             begin: first element.
             end: one past the last; None = the unit's end.
-            compressed: if the job compresses parameters, they travel so, and `out` is what they are widened to.
-            epoch: how often the job had been restored when it was at `min_version`; owners wait until they know of it.
-            span: what it is traced as; counts its bytes.
+            compressed: if the job compresses parameters, they are sent compressed and decompressed to `out`.
+            epoch: number of restores of the job at `min_version`; owners wait until they know of it.
+            span: the span of the call; counts its bytes.
 
         Returns:
-            The (oldest) version of what was gathered: at least `min_version`.
+            The (oldest) version gathered: at least `min_version`.
 
         Raises:
             InvalidRequest: there is no such unit, or `out` does not fit.
-            Timeout: an owner did not answer, or was not there, or did not reach the version in time.
+            Timeout: an owner was absent, did not answer, or did not reach the version in time.
             StepAborted: the job was restored meanwhile: an owner holds values of a later epoch.
 
-        After an error: `out` holds anything; nothing changed on the servers.
+        After an error: the content of `out` is arbitrary; nothing changed on the servers.
         """
         spec, slices, transfer = await self._transfer(unit, begin, end, out, context, timeout_s, span)
         if out.dtype not in transfers.DTYPE_OF:
@@ -283,18 +291,19 @@ class ShardGroup:
                 versions = await together([self._retries.call(pull, _GATHERS, s, one) for s, one in calls])
             if min(versions) == max(versions) or spec.policy.asynchronous:
                 return max(min(versions), min_version)
-            min_version = max(versions)  # some owners committed in between: ask all of them for the later one
+            min_version = max(versions)  # some owners committed in between: ask all of them for the latest version
             self._retries.count += 1
 
     @property
     def in_flight_bytes(self) -> int:
-        """The bytes that should be under way beyond what is needed now, so that a long line is busy; see `line`."""
+        """The bytes that should be in flight beyond those needed now, to keep a long line busy; see `line`."""
         return self._transfers.rate.in_flight_bytes(self._peers.longest_rtt_s)
 
     def _turn(self, direction: int, size_bytes: int) -> AbstractAsyncContextManager[Turn]:
-        """The turn of a gather or push; at once where the servers are near.
+        """The permit of a gather or push; granted at once if the servers are near.
 
-        A push counts until its reply has come, a round trip after it has left: so one more is under way.
+        A push counts until its reply has arrived, a round trip after it was sent, so one more push is allowed in
+        flight.
         """
         most_bytes = math.inf
         if self._peers.longest_rtt_s > SHORT_RTT_S:
@@ -303,7 +312,7 @@ class ShardGroup:
         return turns.turn(size_bytes, most_bytes, _NOW)
 
     def _calls(self, slices: Sequence[Slice], t: Transfer) -> list[tuple[Slice, Transfer]]:
-        """The calls of a transfer: one a slice, or as many as fill a long line."""
+        """The calls of a transfer: one per slice, or as many as fill a long line."""
         calls: list[tuple[Slice, Transfer]] = []
         for s in slices:
             in_flight = self._transfers.rate.in_flight_bytes(self._peers.rtt_s(self._holder(s).server))
@@ -312,7 +321,7 @@ class ShardGroup:
         return calls
 
     def _opened(self, spec: JobSpec, unit: int) -> Received | None:
-        """The received state of a unit whose parameters travel as differences; else None."""
+        """The received state of a unit whose parameters are sent as differences; else None."""
         if not spec.precision.differs:
             return None
         self._received.open(unit, spec.layout.units[unit].numel)
@@ -329,25 +338,25 @@ class ShardGroup:
         epoch: int = 0,
         span: Span | None = None,
     ) -> MappedCopy | None:
-        """The memory of this host in which a unit lies, once it is at `min_version` or later.
+        """Map the memory of this host that holds a unit, once it is at `min_version` or later.
 
         Args:
-            unit: its number.
-            dtype: what it is wanted as.
-            min_version: the oldest version that will do.
-            context: gives the present job, generation and incarnation.
+            unit: number of the unit.
+            dtype: the wanted element type.
+            min_version: the oldest version accepted.
+            context: returns the present job, generation and incarnation.
             timeout_s: seconds it may take in all; None = no deadline.
             epoch: as for `gather`.
-            span: what it is traced as.
+            span: the span of the call.
 
         Returns:
-            None where it must be gathered: it lies on another host or on several servers, travels compressed or as
-            another dtype, or replicas step asynchronously. See `same_host.shared_copy`, Note: [When a mapped unit may
-            change].
+            The mapping; None if the unit must be gathered: it is on another host or on several servers, is sent
+            compressed or as another dtype, or replicas step asynchronously. See `same_host.shared_copy`, Note: [When a
+            mapped unit may change].
 
         Raises:
             InvalidRequest: there is no such unit.
-            Timeout: its owner did not answer, or was not there, or did not reach the version in time.
+            Timeout: its owner was absent, did not answer, or did not reach the version in time.
             StepAborted: the job was restored meanwhile: an owner holds values of a later epoch.
         """
         spec, slices, transfer = await self._transfer(unit, 0, None, None, context, timeout_s, span)
@@ -364,11 +373,7 @@ class ShardGroup:
         return known[1]
 
     def is_near(self, unit: int, begin: int = 0, end: int | None = None) -> bool:
-        """Whether elements [begin, end) of a unit are on servers of this host that memory is shared with, as far as
-        this is known.
-
-        Any thread.
-        """
+        """True if elements [begin, end) of a unit are known to be on servers that memory is shared with. Any thread."""
         spec, placement = self._spec, self._placement
         if spec is None or placement is None or spec.precision.param_compression is not None:
             return False
@@ -379,7 +384,7 @@ class ShardGroup:
         )
 
     def buffer(self, size_bytes: int) -> Array:
-        """u8[size_bytes] for gradients; servers of this host map it."""
+        """Return u8[size_bytes] for gradients, in memory that servers of this host can map."""
         return shared_arrays.buffer(size_bytes) if self._same_host.has_servers else np.empty(size_bytes, np.uint8)
 
     async def gather_speculative(
@@ -395,32 +400,33 @@ class ShardGroup:
         end: int | None = None,
         span: Span | None = None,
     ) -> int:
-        """Fill `out` with a unit as it will be if `step` commits unclipped with `hyper`. Nothing is retried.
+        """Fill `out` with a unit as it will be if `step` commits unclipped with `hyper`. Failures are not retried.
 
         See `shard.core.speculative`, Note: [Speculative update].
 
         Args:
-            unit: its number.
-            out: wire[end - begin] in the job's parameter dtype, contiguous; any wire dtype when they are compressed.
+            unit: number of the unit.
+            out: wire[end - begin] in the job's parameter dtype, contiguous; any wire dtype if parameters are
+                compressed.
             step: the undecided step attempt.
             hyper: per parameter group, the hyperparameters that the step is expected to have.
-            context: gives job, generation and incarnation.
+            context: returns job, generation and incarnation.
             timeout_s: seconds it may take in all; None = no deadline.
             begin: first element wanted, counted from the unit's start.
             end: one past the last element wanted; None = the unit's end.
-            span: what it is traced as; counts its bytes.
+            span: the span of the call; counts its bytes.
 
         Returns:
-            The version this would be.
+            The version after the step.
 
         Raises:
-            StepAborted: the step ended otherwise, or its result cannot be known before the decision.
+            StepAborted: the step ended in another way, or its result cannot be known before the decision.
             GenerationChanged: the step is lost.
             InvalidRequest: `out` does not fit, or another worker expects other hyperparameters.
             Timeout: a replica did not push in time.
             Broken: a connection broke.
 
-        After an error: `out` holds anything; nothing changed on the servers.
+        After an error: the content of `out` is arbitrary; nothing changed on the servers.
         """
         spec, slices, transfer = await self._transfer(unit, begin, end, out, context, timeout_s, span)
         how = spec.precision.param_compression
@@ -439,7 +445,7 @@ class ShardGroup:
                 return await self._transfers.pull(await self._peers.stub(s.server, _GATHERS, t.deadline), s, one)
 
         in_order = self._two_hosts and self._peers.longest_rtt_s <= SHORT_RTT_S
-        # else it has no turn: it may wait for another worker, who must not wait for what waits for it
+        # otherwise without a permit: it may wait for another worker, which must not wait for calls behind it
         turns = self._gather_turns.turn(_travels_bytes(t), IN_ORDER_BYTES, unit) if in_order else nullcontext()
         async with turns as turn:
             calls = self._calls(slices, dataclasses.replace(t, turn=turn))
@@ -461,25 +467,25 @@ class ShardGroup:
         """Add this replica's gradient of elements [begin, end) of a unit to the step's sum, on every owner.
 
         Args:
-            unit: its number.
-            grad: wire[n] in the job's gradient dtype (f32 when they are compressed, which happens here, with the
-                residual of earlier steps), contiguous; None when this replica has none for the unit.
+            unit: number of the unit.
+            grad: wire[n] in the job's gradient dtype, contiguous; None if this replica has no gradient for the unit. If
+                gradients are compressed it is f32, and is compressed here with the residual of earlier steps.
             step: the step attempt.
             replica: this worker's replica.
-            context: gives job, generation and incarnation.
+            context: returns job, generation and incarnation.
             timeout_s: seconds it may take in all; None = no deadline.
             begin: first element; must begin a chunk of its owner.
             end: one past the last; must end a chunk of its owner; None = the unit's end.
-            span: what it is traced as; counts its bytes.
+            span: the span of the call; counts its bytes.
 
         Raises:
             InvalidRequest: unit, replica, range or `grad` do not fit the job.
-            GenerationChanged: the step is lost, and with it what was pushed.
+            GenerationChanged: the step is lost, and with it all that was pushed.
             StepAborted: the step ended without a commit.
             Timeout: an owner was not reached, or a replica before this one did not push in time.
 
         After an error: the servers may have some or all of it. Pushing the same gradient again in the same step and
-        generation is harmless; pushing another one is not noticed.
+        generation is harmless; pushing another one is not detected.
         """
         spec, slices, transfer = await self._transfer(unit, begin, end, grad, context, timeout_s, span)
         if grad is not None and grad.dtype != spec.precision.grad.numpy:
@@ -501,11 +507,11 @@ class ShardGroup:
         """Store the first values of a unit on its owners.
 
         Args:
-            unit: its number.
+            unit: number of the unit.
             values: f32[unit_numel], contiguous.
-            context: gives the present job, generation and incarnation.
+            context: returns the present job, generation and incarnation.
             timeout_s: seconds it may take in all; None = no deadline.
-            epoch: how often the job has been restored; owners wait until they know of it, and drop values of an older.
+            epoch: number of restores of the job; owners wait until they know of it, and drop values of an older epoch.
 
         Raises:
             InvalidRequest: there is no such unit, or `values` does not fit.
@@ -531,7 +537,7 @@ class ShardGroup:
         """The counters of one shard server, as its `statistics()` returns them.
 
         Raises:
-            Unreachable: nobody answers.
+            Unreachable: the server does not answer.
             Timeout: it did not answer in time.
         """
         deadline = Deadline(timeout_s)
@@ -540,9 +546,9 @@ class ShardGroup:
         return dict(reply.values)
 
     def statistics(self) -> dict[str, float]:
-        """Counters: payload bytes and chunks in each direction, retries, digests that did not fit, and memory.
+        """Counters: payload bytes and chunks in each direction, retries, digests that did not match, and memory.
 
-        Memory is that of residuals, and of what differences are added to.
+        Memory is that of residuals, and of the values that differences are added to.
         """
         counters = {
             **self._transfers.counters,
@@ -554,20 +560,20 @@ class ShardGroup:
         return {name: float(value) for name, value in sorted(counters.items())}
 
     async def close(self) -> None:
-        """Close every connection; calls under way fail. Harmless when repeated."""
+        """Close every connection; calls under way fail. May be repeated."""
         self._same_host.close()
         await self._peers.close()
 
 
 def _travels_bytes(t: Transfer) -> int:
-    """Bytes of a transfer's payloads; nothing where there is no gradient."""
+    """Bytes of a transfer's payloads; 0 without a gradient."""
     if t.array is None:
         return 0
     return t.compressor.compressed_bytes(t.end - t.begin) if t.compressor is not None else t.array.nbytes
 
 
 def _range(spec: JobSpec, unit: int, begin: int, end: int | None, array: Array | None) -> tuple[int, int]:
-    """The range asked for, once it lies in a unit and `array` has its length."""
+    """Return the range asked for, after checking that it is in the unit and that `array` has its length."""
     units = len(spec.layout.units)
     if not 0 <= unit < units:
         raise InvalidRequest(f"there is no unit {unit}; the layout has {units}")

@@ -1,18 +1,18 @@
-"""Parameters of this worker that travel as differences: the values that the next differences are added to. Pure.
+"""This worker's values of parameters that are sent as differences; the next differences are added to them. Pure.
 
     shape legend: unit_numel = elements of a unit, c = numel of one chunk
 
 See `shard.core.differences`, Note: [Parameters as differences].
 
-Owns: a copy of each unit in host memory, f32[unit_numel], of which only the chunks that were gathered take any; of
-which version each chunk is; and differences of a step that is not decided. Refuses: to send or to wait.
+Owns: a copy of each unit, f32[unit_numel], of which only gathered chunks take host memory; the version of each chunk;
+and differences of an undecided step. Refuses: to send or to wait.
 
-Invariant: a chunk that is known holds the bits that the servers had at its version, as far as its digest can tell; one
-that is being overwritten is not known. One event loop, except `settle` and `nbytes`.
+Invariant: a known chunk holds the bits that the servers had at its version, as far as its digest can tell. A chunk that
+is being overwritten is not known. One event loop, except `settle` and `nbytes`.
 
 Note: [Differences of an undecided step]
-    A speculative gather leaves the copy as it is, since the step may end otherwise. Its payloads are retained, and
-    added to the copy in the next gather of the unit, once `settle` has said that the step committed as expected.
+    A speculative gather does not change the copy, since the step may end in another way. Its payloads are retained, and
+    added to the copy in the next gather of the unit, if the step committed as expected (`settle`).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _REMEMBERED_STEPS = 16
 
 @dataclass(slots=True)
 class _Chunk:
-    """Elements up to `end`: of a version of an epoch, which is that of the job's version `current`, too."""
+    """A chunk up to element `end`, at a version of an epoch. It is unchanged up to the job's version `current`."""
 
     end: int
     epoch: int
@@ -62,10 +62,10 @@ class Received:
     """The copies of one model's units.
 
     Args:
-        mismatches: to begin with.
+        mismatches: initial count.
 
     Attributes:
-        mismatches: digests that did not fit.
+        mismatches: number of digests that did not match.
     """
 
     def __init__(self, mismatches: int = 0) -> None:
@@ -77,22 +77,22 @@ class Received:
 
     @property
     def nbytes(self) -> int:
-        """Memory of what was gathered."""
+        """Memory of gathered chunks and retained differences."""
         chunks = [item for unit in list(self._chunks.values()) for item in list(unit.items())]
         retained = [r for unit in list(self._retained.values()) for r in list(unit.values())]
         return sum(4 * (chunk.end - begin) for begin, chunk in chunks) + sum(r.payload.nbytes for r in retained)
 
     def renewed(self) -> Received:
-        """Nothing, in place of this: the parameters were replaced. Gathers under way go on with what they have."""
+        """Return an empty replacement, after parameters were replaced; gathers under way go on with this one."""
         return Received(self.mismatches)
 
     def settle(self, step: int, hyper: tuple[Hyper, ...] | None) -> None:
-        """A step is decided: with these hyperparameters and unclipped, or otherwise (None)."""
+        """Take a step's decision: committed unclipped with these hyperparameters, or ended in another way (None)."""
         latest = sorted({*self._decided, step})[-_REMEMBERED_STEPS:]
         self._decided = {s: hyper if s == step else self._decided[s] for s in latest}
 
     def open(self, unit: int, numel: int) -> None:
-        """A unit of so many elements is about to be gathered: add what was retained of it."""
+        """Prepare a gather of a unit of `numel` elements: add its retained differences."""
         if unit not in self._arrays:
             self._arrays[unit] = np.empty(numel, np.float32)
             self._chunks[unit] = {}
@@ -109,13 +109,13 @@ class Received:
                     self.add(unit, header, retained.payload, retained.compressor, chunk.epoch, header.version)
 
     def version(self, unit: int, begin: int, end: int, epoch: int | None) -> int | None:
-        """The oldest version that elements [begin, end) are of; None if some are not known, or of another epoch.
+        """The oldest version of elements [begin, end); None if some are not known, or of another epoch.
 
         Args:
-            unit: of an open one.
+            unit: number of an open unit.
             begin: first element; the first of a chunk.
             end: one past the last; the end of a chunk.
-            epoch: the wanted one; None = any, the same of all.
+            epoch: the wanted epoch; None = any, the same for all.
         """
         chunks = self._within(unit, begin, end)
         if not chunks or {c.epoch for c in chunks} != {chunks[0].epoch if epoch is None else epoch}:
@@ -123,14 +123,14 @@ class Received:
         return min(c.version for c in chunks)
 
     def current(self, unit: int, begin: int, end: int, epoch: int, min_version: int) -> int | None:
-        """The version that elements [begin, end) are of, if that will do for a gather; None if they must be asked for.
+        """The version of elements [begin, end), if a gather can use it; None if they must be requested.
 
-        They are looked at before they are used again.
+        They are checked before they are used again.
 
         Args:
             unit, begin, end: as for `version`.
-            epoch: the wanted one.
-            min_version: the oldest version of the job that will do.
+            epoch: the wanted epoch.
+            min_version: the oldest version of the job accepted.
         """
         version, chunks = self.version(unit, begin, end, epoch), self._within(unit, begin, end)
         if version is None or any(c.version != version or c.current < min_version for c in chunks):
@@ -142,14 +142,14 @@ class Received:
         return version if fits else None
 
     def _is_intact(self, unit: int, begin: int, chunk: _Chunk) -> bool:
-        """Whether a chunk still holds what was written to it; if not, it is not known any more."""
+        """Return True if a chunk is intact; else forget it."""
         if self._has_digest(unit, begin, self.values(unit, begin, chunk.end), chunk.version, chunk.digest):
             return True
         self.forget(unit, begin, chunk.end)
         return False
 
     def values(self, unit: int, begin: int, end: int) -> Array:
-        """f32[end - begin]: elements of an open unit; those of chunks that are not known may be anything."""
+        """f32[end - begin]: elements of an open unit; those of unknown chunks are arbitrary."""
         return self._arrays[unit][begin:end]
 
     def find(self, unit: int, begin: int, end: int) -> _Chunk | None:
@@ -158,7 +158,7 @@ class Received:
         return chunk if chunk is not None and chunk.end == end else None
 
     def put(self, unit: int, header: common_pb2.Chunk, values: Array, epoch: int, current: int) -> bool:
-        """Take a chunk's values, f32[c]; False, and it is not known, if they are not what was sent."""
+        """Take a chunk's values, f32[c]; returns False, and forgets the chunk, if they are not those sent."""
         begin, end = header.offset, header.offset + header.numel
         self._chunks[unit].pop(begin, None)
         np.copyto(self.values(unit, begin, end), values)
@@ -167,10 +167,10 @@ class Received:
     def add(
         self, unit: int, header: common_pb2.Chunk, payload: Array, compressor: Compressor, epoch: int, current: int
     ) -> bool:
-        """Add a difference to a chunk that is of its base; False, and it is not known, if the sum is not as it must be.
+        """Add a difference to a chunk at its base; returns False, and forgets the chunk, if the sum does not match.
 
         Raises:
-            InvalidRequest: it is no difference; nothing is changed.
+            InvalidRequest: it is not a difference; nothing is changed.
         """
         begin, end = header.offset, header.offset + header.numel
         compressor.accumulate(payload, self.values(unit, begin, end))
@@ -178,9 +178,9 @@ class Received:
         return self._known(unit, header, epoch, current)
 
     def confirm(self, unit: int, header: common_pb2.Chunk, current: int) -> bool:
-        """Whether chunks are what the server has of their version, which is that of the job's `current`, too.
+        """Return True if chunks equal the server's, which did not change up to the job's version `current`.
 
-        If not, they are not known any more.
+        Otherwise they are forgotten.
         """
         begin, end = header.offset, header.offset + header.numel
         chunks = self._within(unit, begin, end)
@@ -201,12 +201,12 @@ class Received:
         step: int,
         hyper: tuple[Hyper, ...],
     ) -> Array | None:
-        """The values of a chunk if a step commits as expected, f32[c]; None if that does not fit: it is not known then.
+        """Retain a difference; returns f32[c], the values if the step commits as expected; None if they mismatch.
 
         See Note: [Differences of an undecided step].
 
         Raises:
-            InvalidRequest: it is no difference; nothing is changed.
+            InvalidRequest: it is not a difference; nothing is changed.
         """
         begin, end = header.offset, header.offset + header.numel
         values = self.values(unit, begin, end).copy()
@@ -219,12 +219,12 @@ class Received:
         return values
 
     def forget(self, unit: int, begin: int, end: int) -> None:
-        """Elements are not known any more."""
+        """Forget elements."""
         for first in [first for first in self._chunks[unit] if begin <= first < end]:
             del self._chunks[unit][first]
 
     def _within(self, unit: int, begin: int, end: int) -> list[_Chunk]:
-        """The chunks that are exactly elements [begin, end); none if one is not known."""
+        """The chunks that are exactly elements [begin, end); empty if one is not known."""
         chunks, known = self._chunks.get(unit, {}), []
         while begin < end:
             chunk = chunks.get(begin)
@@ -247,7 +247,7 @@ class Received:
         return self._has_digest(unit, begin, self.values(unit, begin, end), header.version, header.digest)
 
     def _has_digest(self, unit: int, begin: int, values: Array, version: int, expected: int) -> bool:
-        from axon_ps.kernels.digest import digest  # numba: only where it is needed
+        from axon_ps.kernels.digest import digest  # imports numba, so only if needed
 
         if digest(values.view(np.uint32), 0, values.size) == expected:
             return True
@@ -265,27 +265,27 @@ class Received:
 
 @dataclass(kw_only=True)
 class Gathering:
-    """One gather of a range of a slice, as its messages come.
+    """One gather of a range of a slice, message by message.
 
     Attributes:
-        received: what has come before.
+        received: the values received before.
         s: the slice.
-        begin: first element that is asked for; the first of a chunk.
+        begin: first element requested; the first of a chunk.
         end: one past the last; the end of a chunk.
         chunk_numel: elements of a chunk.
         compressor: of differences.
-        epoch: how often the job had been restored.
-        min_version: the oldest version that will do.
-        out: wire[...], gets what lies in its range.
-        out_begin: its first element.
+        epoch: number of restores of the job.
+        min_version: the oldest version accepted.
+        out: wire[...], gets the elements in its range.
+        out_begin: first element of `out` in the unit.
         dtype: of `out`.
         step: speculative: the step.
         expected: speculative: the hyperparameters that it is expected to commit with; empty = not speculative.
-        since: the version that differences can be added to; None = everything must come.
-        refused: whether something came that could not be added to what there was, which is forgotten: gather again.
+        since: the version that differences can be added to; None = all values must be sent.
+        refused: whether a message could not be added; its chunk was forgotten, and must be gathered again.
 
     Raises:
-        StepAborted: speculative, and there is nothing that differences could be added to.
+        StepAborted: speculative, and there are no values that differences could be added to.
     """
 
     received: Received
@@ -313,7 +313,7 @@ class Gathering:
             )
 
     def finished(self) -> int | None:
-        """The version of what there is, now copied to `out`, if nothing has to be asked for."""
+        """Copy the known values to `out` and return their version, if nothing has to be requested; else None."""
         unit = self.s.unit
         version = self.received.current(unit, self.begin, self.end, self.epoch, self.min_version)
         if version is not None:
@@ -321,12 +321,12 @@ class Gathering:
         return version
 
     def take(self, header: common_pb2.Chunk, payload: memoryview) -> None:
-        """Take a message, whose range has been checked.
+        """Take a message; its range must have been checked.
 
         Raises:
-            InvalidRequest: it is not what was asked for; what there was before stays.
-            Broken: it did not arrive as it was sent.
-            StepAborted: speculative, and it cannot be added to what there is.
+            InvalidRequest: it was not requested; the known values stay.
+            Broken: its values differ from those sent.
+            StepAborted: speculative, and it cannot be added to the known values.
         """
         unit, begin, end = self.s.unit, header.offset, header.offset + header.numel
         self._check(header)
@@ -347,7 +347,7 @@ class Gathering:
             self._copy(begin, self.received.values(unit, begin, end))
 
     def _check(self, header: common_pb2.Chunk) -> None:
-        """Refuse what was not asked for."""
+        """Check that a message was requested."""
         numel = min(self.chunk_numel, self.s.end - header.offset)
         is_difference = header.HasField("base")
         against = header.base if is_difference else header.version
@@ -372,7 +372,7 @@ class Gathering:
         return payload_array(header, payload, self.chunk_numel, self.compressor.compressed_bytes)
 
     def _add(self, header: common_pb2.Chunk, payload: Array) -> bool:
-        """Add a difference, unless a gather that broke later, or is under way, has done so; whether that is right."""
+        """Add a difference, unless another gather has added it; returns True if the values are those after it."""
         received, unit = self.received, self.s.unit
         chunk = received.find(unit, header.offset, header.offset + header.numel)
         if chunk is not None and chunk.epoch == self.epoch:
@@ -384,7 +384,7 @@ class Gathering:
         return False
 
     def _take_speculative(self, header: common_pb2.Chunk, payload: memoryview) -> None:
-        """Take a difference of an undecided step, if it can be added to what there is: it may be of another version."""
+        """Take a difference of an undecided step, if its base is the known version."""
         received, unit = self.received, self.s.unit
         chunk = received.find(unit, header.offset, header.offset + header.numel)
         if header.compressed and chunk is not None and chunk.version == header.base:
@@ -399,7 +399,7 @@ class Gathering:
         )
 
     def _copy(self, begin: int, values: Array) -> None:
-        """Copy what lies in the range of `out` to it; values: f32[...] from element `begin` on."""
+        """Copy values, f32[...] from element `begin` on, to `out` where they overlap."""
         first, last = max(begin, self.out_begin), min(begin + values.size, self.out_begin + self.out.size)
         if first >= last:
             return
@@ -407,6 +407,6 @@ class Gathering:
         if self.dtype is DType.F32:
             np.copyto(target, values)
             return
-        from axon_ps.compress import cast  # numba: only where it is needed
+        from axon_ps.compress import cast  # imports numba, so only if needed
 
         cast.encode(values, target, self.dtype)

@@ -1,9 +1,9 @@
 """Calls to a shard server that are attempted until they succeed or their deadline passes.
 
-A gather or an upload does no harm when repeated, so after a broken connection or a change of the generation it is
-attempted again from its start. A push belongs to one generation: after a broken connection it is resumed where the
-server replies, a change of the generation is the caller's to handle (the step is lost). Every attempt goes to the
-server that holds the slice at that time, so a gather that was under way when its server died ends at another.
+A gather or an upload may be repeated without harm, so it is attempted again from its start after a broken connection or
+a change of the generation. A push belongs to one generation. After a broken connection it is resumed at the element
+that the server replies; a change of the generation is left to the caller, since the step is lost. Every attempt goes to
+the present holder of the slice, so a gather whose server died is finished by another server.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ class Retries:
 
     Args:
         peers: the servers.
-        same_host: forgets a server whose memory may be what failed.
-        holder: gives the slice with the server that holds it now; of several, the one of an index.
+        same_host: the shared memory, which is forgotten for a server after a failure.
+        holder: returns the slice with its present holder, by the index of the holder.
 
     Attributes:
-        count: attempts after the first of a call.
+        count: number of repeated attempts.
     """
 
     def __init__(self, peers: Peers, same_host: SameHostServers, holder: Callable[[Slice, int], Slice]) -> None:
@@ -54,22 +54,22 @@ class Retries:
     ) -> T:
         """Attempt a call until it succeeds.
 
-        A call is `Closed` when the server has a new address, and its old connection was closed meanwhile. A call that
-        failed for another reason than a new generation may have failed because one side cannot read the other's memory
-        any more: it goes through the socket then.
+        A call raises `Closed` if the server has a new address and its old connection was closed. A call that failed for
+        another reason than a new generation or placement may have failed because one side cannot read the other's
+        memory any more. The next attempt sends everything through the socket.
 
         Args:
-            do: makes one attempt.
-            connection: which of those to the server.
-            s: the slice it is about.
-            transfer: what it transfers.
-            repeatable: whether it may be made in another generation, and from its start.
-            holder: which of the slice's holders, the primary first.
+            do: the function that makes one attempt.
+            connection: index of the connection to the server.
+            s: the slice.
+            transfer: the transfer.
+            repeatable: whether the call may be repeated from its start, also in another generation.
+            holder: index of the slice's holder, the primary first.
 
         Raises:
             Closed: the connections were closed.
-            Timeout: there is no time left for another attempt.
-            AxonError: what an attempt raised that is not to be repeated.
+            Timeout: no time is left for another attempt.
+            AxonError: an attempt raised an error after which it is not repeated.
         """
         pause_s = _FIRST_PAUSE_S
         with self._peers.waiting() as waiting:
@@ -77,7 +77,7 @@ class Retries:
                 s = self._holder(s, holder)
                 if not self._peers.has(s.server) and not transfer.deadline.expired:
                     await self._peers.wait(transfer.deadline.remaining())
-                    continue  # meanwhile another one may hold it
+                    continue  # another server may hold it by now
                 waiting.on(s.server)
                 stub = await self._peers.stub(s.server, connection, transfer.deadline)
                 try:
@@ -85,7 +85,7 @@ class Retries:
                 except (Broken, Closed, GenerationChanged, SliceMoved) as error:
                     elsewhere = isinstance(error, (GenerationChanged, SliceMoved))
                     if elsewhere and not repeatable:
-                        if isinstance(error, SliceMoved):  # the members have changed, which we are about to learn
+                        if isinstance(error, SliceMoved):  # the members have changed; the event is about to arrive
                             raise StepAborted(f"the step is lost: {error}") from error
                         raise
                     if transfer.deadline.remaining() <= pause_s:

@@ -1,11 +1,12 @@
-"""A subscriber's end of the shard servers: one version of a model after the other, each from all servers or not at all.
+"""A subscriber's client of the shard servers: it pulls versions of a model, each from all servers or not at all.
 
-It is no member: it asks the coordinator where the slices are, and each shard server for its own. See
+A subscriber is not a member. It asks the coordinator for the placement, and each shard server for its slices. See
 `shard.core.publications`, Note: [A version that all servers have]. Everything here runs on one event loop.
 
 Note: [A pull and its failures]
-    Slices that have arrived stay when another server fails: the pull goes on at the slice's new primary, if that still
-    has the version, and begins again with a newer one if it has not. Nobody sees the values before all have arrived.
+    Slices that have arrived are kept if another server fails. The pull goes on at the slice's new primary if it still
+    has the version, and begins again with a newer version otherwise. The values are returned only once all have
+    arrived.
 """
 
 from __future__ import annotations
@@ -58,20 +59,20 @@ class _Connection:
 
 
 class ModelSubscriber:
-    """Pulls versions of one model.
+    """A client that pulls versions of one model.
 
     Args:
-        describe: asks the coordinator.
+        describe: asks the coordinator for the model and the members.
         job: name of the job.
         security: TLS and token.
-        dtype: of what is pulled; None = as the job sends it, f32 where it compresses.
-        changes: have servers send only the elements that changed, where those are few.
-        connect_timeout_s: how long a pull waits for the first answer of a coordinator, in seconds; None = as long as
-            for a version.
+        dtype: dtype of the values; None = the job's wire dtype, or f32 if parameters are compressed.
+        changes: whether servers send only the changed elements if these are few.
+        connect_timeout_s: seconds that a pull waits for the first answer of a coordinator; None = as long as for a
+            version.
 
     Attributes:
-        values: what was pulled last.
-        counters: pulls, attempts that failed, versions given up, bytes and chunks that came.
+        values: the version pulled last.
+        counters: pulls, failed attempts, versions given up, bytes and chunks received.
     """
 
     def __init__(
@@ -92,33 +93,33 @@ class ModelSubscriber:
         self._wanted_dtype = dtype
         self._changes = changes
         self._connect_timeout_s = connect_timeout_s
-        self._answered = False  # by a coordinator, once
+        self._answered = False  # True once a coordinator has answered
         self._model: JobState | None = None
         self._addresses: dict[int, str] = {}
         self._connections: dict[int, _Connection] = {}
 
     async def close(self) -> None:
-        """Close every connection. Harmless when repeated."""
+        """Close every connection. May be repeated."""
         for rank in list(self._connections):
             await self._disconnect(rank)
 
     async def pull(self, min_version: int, multiple_of: int, deadline: Deadline, *, exactly: bool = False) -> Values:
-        """The newest version that is at least `min_version`, once there is one; or any of a later epoch.
+        """Return the newest version that is at least `min_version`, once there is one, or any version of a later epoch.
 
         Args:
-            min_version: the oldest that will do; -1 = any, of any epoch.
-            multiple_of: only multiples of this.
-            deadline: by when.
-            exactly: only `min_version` itself.
+            min_version: the oldest version accepted; -1 = any, of any epoch.
+            multiple_of: versions must be multiples of this.
+            deadline: the latest time.
+            exactly: whether only `min_version` itself is accepted.
 
         Raises:
-            Timeout: it was not there in time; with the last reason.
+            Timeout: there was no version in time; the message has the last reason.
             Unreachable: no coordinator has ever answered at the address.
-            InvalidRequest: `exactly` that version is not there any more.
+            InvalidRequest: `exactly` is set, and the version is not there any more.
             PermissionDenied: wrong token or job.
             Misuse: the model was released.
 
-        After an error: `values` are those from before.
+        After an error: `values` are unchanged.
         """
         attempt: Assembly | None = None
         pause_s, failure = _FIRST_PAUSE_S, "no version came"
@@ -155,11 +156,11 @@ class ModelSubscriber:
     async def _attempt(
         self, attempt: Assembly | None, min_version: int, multiple_of: int, *, exactly: bool
     ) -> Assembly:
-        """Pull what is missing of a version, or all of another one; it is complete on return.
+        """Pull the missing slices of a version, or all of another version; it is complete on return.
 
         Raises:
-            _Incomplete: something is missing yet.
-            _Gone: it must be another version.
+            _Incomplete: slices are still missing.
+            _Gone: another version must be pulled.
         """
         try:
             if self._model is None:
@@ -185,13 +186,13 @@ class ModelSubscriber:
 
     @staticmethod
     def _is_final(error: BaseException) -> bool:
-        """Whether another attempt helps nothing. `Closed`, of a connection, is a `Misuse` after which it does."""
+        """True if another attempt is useless. After `Closed` of a connection, a kind of `Misuse`, it is not."""
         return isinstance(error, (PermissionDenied, Misuse)) and not isinstance(error, Closed)
 
     async def _incomplete(self, attempt: Assembly | None, error: BaseException) -> _Incomplete:
-        """The error to raise when an attempt failed: the next begins with a look at where the slices are."""
+        """Return the error to raise after a failed attempt; the next attempt begins by looking up the placement."""
         self._model = None
-        if attempt is None:  # a server may wait yet for a version
+        if attempt is None:  # a server may still be waiting for a version
             await self.close()
         return _Incomplete(attempt, str(error))
 
@@ -211,7 +212,7 @@ class ModelSubscriber:
             self.values = None
 
     def _owners(self, numbers: Iterable[int] | None) -> dict[int, list[int]]:
-        """By rank of the server, the slices to be pulled from it; all of them by default."""
+        """The slices to be pulled from each server, by rank; None = all slices."""
         assert self._model is not None
         assert self._model.placement is not None
         holders = self._model.placement.holders
@@ -239,10 +240,10 @@ class ModelSubscriber:
         return Assembly(self._model.spec, self._model.placement.num_cuts, self._dtype, *chosen, base)
 
     async def _resume(self, owners: dict[int, list[int]], attempt: Assembly) -> None:
-        """Have the servers that own what is missing now retain the version that the others gave.
+        """Reserve the version at the servers that now own the missing slices.
 
         Raises:
-            _Gone: one has it no more.
+            _Gone: one does not have it any more.
         """
         assert self._model is not None
         assert self._model.placement is not None
@@ -264,7 +265,7 @@ class ModelSubscriber:
     # ------------------------------------------------------------------ one server
 
     async def _reserve(self, rank: int, reserve: shard_pb2.Reserve) -> tuple[int, int]:
-        """Epoch and version of the first version that a server retains from now on."""
+        """Reserve versions at a server; returns epoch and number of the first one it retains."""
         stream = await self._stream(rank)
         header, _ = await self._ask(rank, stream, shard_pb2.SubscribeRequest(reserve=reserve))
         return header.epoch, header.version
@@ -335,7 +336,7 @@ class _Gone(Exception):
 
 
 class _Incomplete(Exception):
-    """Something is missing of a version; another attempt may get it."""
+    """Slices of a version are missing; another attempt may get them."""
 
     def __init__(self, attempt: Assembly | None, reason: str) -> None:
         super().__init__(reason)

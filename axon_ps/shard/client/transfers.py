@@ -1,11 +1,14 @@
-"""Between a worker and one shard server: pull a range, push a gradient, store first values.
+"""Transfers between a worker and one shard server: pull a range, push a gradient, store first values.
 
-Payloads are copied once, between the message and the caller's array. Nothing here is retried; `client` does that.
+Payloads are copied once, between the message and the caller's array. Retries are `client`'s.
 
 Streams are pooled (`rpc.stream_pool`): ten units on four servers use eighty of them a step. A gather is over when
-its last chunk has come, a push or an upload with the reply. *Measured*, four workers and four servers at 500 Mbit/s,
-17M parameters as int8, against a stream for each: SHARD_GRAD_OP 0.62 s a step instead of 0.67, FULL_SHARD 0.77 instead
-of 0.88.
+its last chunk has arrived, a push or an upload with the reply. *Measured*, four workers and four servers at 500 Mbit/s,
+17M parameters as int8, seconds a step:
+
+                     pooled    a stream for each call
+    SHARD_GRAD_OP    0.62      0.67
+    FULL_SHARD       0.77      0.88
 """
 
 from __future__ import annotations
@@ -50,10 +53,10 @@ DTYPE_OF = {np.dtype(np.float32): DType.F32, np.dtype(np.uint16): DType.BF16, np
 """The wire dtype of an array's element type."""
 
 MIN_SPLIT_BYTES = 1 << 20
-"""Less than that is not worth a connection of its own."""
+"""Fewer bytes are not worth a separate connection."""
 
 MAX_IDLE = 32
-"""Idle streams to one server that are pooled, of each kind: as many units as are usually under way at once."""
+"""Idle streams of each kind pooled per server: as many as the units that are usually under way at once."""
 
 COUNTERS = (
     "bytes_in",
@@ -66,7 +69,7 @@ COUNTERS = (
     "pushes",
     "uploads",
 )
-"""What was done, and payload bytes, however they travelled; `leased_`: those that went through no socket."""
+"""Counts of calls and chunks, and payload bytes; `leased_`: payload bytes that did not go through a socket."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,26 +79,26 @@ class Transfer:
     Attributes:
         begin: first element.
         end: one past the last.
-        array: wire[end - begin]; None when there is no gradient.
-        dtype: how its elements travel.
+        array: wire[end - begin]; None if there is no gradient.
+        dtype: the elements' dtype on the wire.
         chunk_numel: elements of a chunk.
-        context: who calls.
-        deadline: when the whole call must be over.
-        min_version: gathers: the oldest version that will do.
+        context: returns the caller's context.
+        deadline: time at which the complete call must be over.
+        min_version: gathers: the oldest version accepted.
         step: gradients: the step attempt.
-        epoch: how often the job had been restored when the values were asked for, or sent.
-        replica: gradients: whose.
+        epoch: number of restores of the job when the values were requested or sent.
+        replica: gradients: number of the replica.
         one_version: gathers: whether all chunks must be of one version.
         expected: speculative gathers: per parameter group, the hyperparameters that `step` is expected to commit with.
-        compressor: what chunks are compressed with; None = they are not. `dtype` is F32 then; a gather may still be
-            into any wire dtype.
-        received: gathers, where parameters travel as differences: what came before, which payloads are added to.
-        same_host: knows with which servers memory is shared; None = with none.
-        socket_only: whether payloads go through the socket although memory is shared: after a failure.
+        compressor: compressor of chunks; None = they are not compressed. With a compressor `dtype` is F32; a gather may
+            still be into any wire dtype.
+        received: gathers of differences: the values received before, to which payloads are added.
+        same_host: the servers that memory is shared with; None = none.
+        socket_only: whether payloads go through the socket although memory is shared, after a failure.
         resume: gradients: whether the server may have some of it already.
-        residuals: gradients, compressed: f32[end - begin] of the steps before, and where to store that of this step.
-        span: what the call is traced as, if it is.
-        turn: gathers: what is told how much has come.
+        residuals: compressed gradients: f32[end - begin] of earlier steps, and the destination for this step's.
+        span: the span of the call, if it is traced.
+        turn: gathers: the permit, which counts the bytes received.
     """
 
     begin: int
@@ -121,13 +124,13 @@ class Transfer:
     turn: Turn | None = None
 
     async def peer(self, s: Slice, stub: Stub) -> HostPeer | None:
-        """The server that owns a slice, if memory is shared with it and payloads may lie there."""
+        """The server that owns a slice, if memory is shared with it and payloads may be leased."""
         if self.same_host is None or self.socket_only or self.compressor is not None:
             return None
         return await self.same_host.access(s.server, stub, self.context)
 
     def split(self, s: Slice, most: int) -> Iterator[Transfer]:
-        """The transfers of the part in a slice: up to `most`, of full chunks and of `MIN_SPLIT_BYTES` at least."""
+        """Split the part in a slice into up to `most` transfers, of full chunks and at least `MIN_SPLIT_BYTES` each."""
         begin, end = max(s.begin, self.begin), min(s.end, self.end)
         chunks = -(-(end - s.begin) // self.chunk_numel) - (begin - s.begin) // self.chunk_numel
         count = min(most, chunks, (end - begin) * self.dtype.itemsize // MIN_SPLIT_BYTES)
@@ -147,7 +150,7 @@ class Transfer:
             )
 
     def gathering(self, s: Slice) -> Gathering | None:
-        """The gather of what lies in a slice, where parameters travel as differences.
+        """The gather of the part in a slice, if parameters are sent as differences; else None.
 
         Raises:
             StepAborted: speculative, and there is nothing that differences could be added to.
@@ -172,7 +175,7 @@ class Transfer:
         )
 
     def payload(self, begin: int, end: int) -> Array:
-        """Elements [begin, end) as they are sent. The same every time, so that a stream may be resumed."""
+        """Elements [begin, end) in their form on the wire; the same in every call, so that a stream may be resumed."""
         assert self.array is not None
         cut = slice(begin - self.begin, end - self.begin)
         if self.compressor is None:
@@ -188,7 +191,7 @@ class Transfers:
 
     Attributes:
         counters: `COUNTERS`.
-        rate: how fast gathers come.
+        rate: the rate at which gathers arrive.
     """
 
     def __init__(self) -> None:
@@ -199,7 +202,7 @@ class Transfers:
         self._uploads = StreamPool(partial(Stub.open_bulk, method="Upload"), MAX_IDLE)
 
     def sharing(self) -> Transfers:
-        """Another one over the same pooled streams, with counters of its own."""
+        """Return another object over the same pooled streams, with its own counters."""
         other = copy.copy(self)
         other.counters = Counter(dict.fromkeys(COUNTERS, 0))
         return other
@@ -212,9 +215,9 @@ class Transfers:
 
         Raises:
             Broken: the stream ended early, or the unit changed while it was read.
-            InvalidRequest: the server sent something else than was requested.
-            Timeout: it did not do so in time.
-            AxonError: what the server raised.
+            InvalidRequest: the server sent chunks that were not requested.
+            Timeout: the server did not send them in time.
+            AxonError: the server raised it.
         """
         position, stop = _full_chunks(s, t)
         gathering = t.gathering(s)
@@ -269,17 +272,17 @@ class Transfers:
                     t.span.add("bytes", size_bytes)
         if mixed and t.one_version:
             raise Broken(f"unit {s.unit} changed at {stub.peer} while it was read")
-        if gathering is not None and gathering.refused:  # what could not be added to is forgotten: all of it comes now
+        if gathering is not None and gathering.refused:  # the refused chunks were forgotten: gather them in full
             return await self.pull(stub, s, t)
         return version
 
     async def locate(self, stub: Stub, s: Slice, t: Transfer) -> Array | None:
-        """u8[...]: the segment in which all of `s` lies, once it is at the version; None where it must be gathered.
+        """The segment, u8[...], that holds all of `s`, once it is at the version; None if it must be gathered.
 
         Raises:
             Broken: the stream ended early.
             Timeout: the server did not answer in time.
-            AxonError: what the server raised.
+            AxonError: the server raised it.
         """
         peer = await t.peer(s, stub)
         if peer is None:
@@ -314,7 +317,7 @@ class Transfers:
             GenerationChanged: the step is lost.
             Broken: the stream ended early.
             Timeout: the server did not reply in time.
-            AxonError: what the server raised.
+            AxonError: the server raised it.
         """
         begin, end = max(s.begin, t.begin), min(s.end, t.end)
         header = common_pb2.Chunk(
@@ -354,7 +357,7 @@ class Transfers:
         Raises:
             Broken: the stream ended early.
             Timeout: the server did not reply in time.
-            AxonError: what the server raised.
+            AxonError: the server raised it.
         """
         header = common_pb2.Chunk(
             context=t.context(), unit=s.unit, dtype=dtype_to_proto(t.dtype), epoch=t.epoch, end=s.end
@@ -366,7 +369,7 @@ class Transfers:
 
     @staticmethod
     def _may_lease(peer: HostPeer, payload: Array) -> bool:
-        """Whether a server finds a payload in shared memory; else it is sent."""
+        """True if a payload can be leased from shared memory; else it is sent."""
         return payload.nbytes >= MIN_LEASED_BYTES and leases.grant(peer, payload) is not None
 
     async def _send(
@@ -378,7 +381,7 @@ class Transfers:
         t: Transfer,
         peer: HostPeer | None = None,
     ) -> None:
-        """Write the chunks of [begin, end), one a message; to a `peer`, messages that lease many chunks each."""
+        """Write the chunks of [begin, end), one per message; to a `peer`, messages that lease many chunks each."""
         numel = t.chunk_numel
         if peer is not None:
             numel *= max(1, MAX_LEASED_BYTES // (t.chunk_numel * t.dtype.itemsize))
@@ -405,7 +408,7 @@ class Transfers:
 
 
 def _memory_of(t: Transfer) -> Callable[[common_pb2.Chunk, int], memoryview | None]:
-    """Tells where the payload of a chunk goes: straight to its place in the array, if all of it fits."""
+    """Return a function that gives the destination of a chunk's payload: its range of the array, if all of it fits."""
     assert t.array is not None
     array, itemsize = t.array.view(np.uint8), t.dtype.itemsize
 
@@ -427,7 +430,7 @@ async def _read(stream: Stream, target: Target[common_pb2.Chunk] | None = None) 
 
 
 async def _reply(stream: Stream) -> Any:
-    """The reply to what was sent."""
+    """The reply of the server."""
     reply = await stream.read()
     if reply is EOF:
         raise Broken(f"{stream.place} ended without a reply")
@@ -435,7 +438,7 @@ async def _reply(stream: Stream) -> Any:
 
 
 async def _copy_leased(header: common_pb2.Chunk, peer: HostPeer, out: Array, t: Transfer) -> int:
-    """Copy the elements of a leased range that are wanted to `out`; returns how many bytes that were."""
+    """Copy the wanted elements of a leased range to `out`; returns the number of bytes copied."""
     position, numel = header.offset, header.numel
     leased = leases.view(peer, header.lease)
     if leased.values.nbytes != numel * t.dtype.itemsize:
@@ -446,13 +449,13 @@ async def _copy_leased(header: common_pb2.Chunk, peer: HostPeer, out: Array, t: 
         end = min(begin + t.chunk_numel, last)
         out[begin - t.begin : end - t.begin] = values[begin - position : end - position]
         if end < last:
-            await asyncio.sleep(0)  # others of this loop have their turn
+            await asyncio.sleep(0)  # let other tasks of this loop run
     leased.check()
     return (last - first) * t.dtype.itemsize
 
 
 def _copy(header: common_pb2.Chunk, payload: memoryview, out: Array, t: Transfer) -> None:
-    """Copy the elements of a chunk that lie in the range to `out`."""
+    """Copy the elements of a chunk that are in the range to `out`."""
     position, numel = header.offset, header.numel
     if t.compressor is not None:
         _unpack(header, payload, out, t, t.compressor)
@@ -468,7 +471,7 @@ def _copy(header: common_pb2.Chunk, payload: memoryview, out: Array, t: Transfer
 
 
 def _unpack(header: common_pb2.Chunk, payload: memoryview, out: Array, t: Transfer, compressor: Compressor) -> None:
-    """Decompress the elements of a chunk that lie in the range to `out`, by f32 values that stay in the caches."""
+    """Decompress the elements of a chunk that are in the range to `out`, through f32 values that stay in the caches."""
     position, numel = header.offset, header.numel
     if not header.compressed or payload.nbytes != compressor.compressed_bytes(numel):
         raise InvalidRequest(
@@ -489,7 +492,7 @@ def _unpack(header: common_pb2.Chunk, payload: memoryview, out: Array, t: Transf
 
 
 def warm_up() -> None:
-    """Compile what converts compressed parameters to another dtype than f32, and looks at differences."""
+    """Compile the loops that convert compressed parameters to another dtype than f32, and that check differences."""
     from axon_ps.compress import cast
     from axon_ps.kernels import digest
 

@@ -1,14 +1,14 @@
-"""The sum of a gradient for one slice: its memory, and the replicas that each chunk has. Pure.
+"""The sum of a gradient for one slice: its memory, and the replicas added to each chunk. Pure.
 
-A slice has one accumulator where all replicas step together, and one per replica where they step asynchronously. The
-engine decides who may add what and when.
+A slice has one accumulator if all replicas step together, and one per replica if they step asynchronously. The engine
+decides the order of additions.
 
-Invariant: `summed[i]` is how many replicas have been added to chunk i, in replica order. It is bitmap and order in one:
-replica r may be added exactly when `summed[i] == r` (asynchronous: when it is 0).
+Invariant: `summed[i]` is the number of replicas added to chunk i, in replica order. Replica r may be added exactly when
+`summed[i] == r` (asynchronous: when it is 0).
 
-What comes before its turn may be `queued`; see `shard.core.queued`.
+A chunk that arrives out of order may be `queued`; see `shard.core.queued`.
 
-Each chunk's digest is kept from one replica to the next, and until it is applied; see `shard.core.digests`.
+Each chunk's digest is kept from one replica to the next, and until the sum is applied; see `shard.core.digests`.
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ class Accumulator:
 
     Args:
         chunks: of the slice.
-        precision: what gradient chunks hold.
+        precision: element type and compression of gradient chunks.
         trainable: whether there are gradients at all.
         allocate: makes the memory of the sum, f32[numel] zeros; None = ordinary memory.
 
     Attributes:
         summed: per chunk, replicas added so far.
-        present: per chunk, whether any of them had a gradient.
+        present: per chunk, whether any of these replicas had a gradient.
         squares: per chunk, the sum of squares; known with the last replica.
         missing: chunks that lack a replica.
-        queued: what came before its turn.
-        digests: of what was summed, where something was.
-        spoiled: whether `add` or `check` has found something: this attempt cannot be committed.
+        queued: chunks that arrived out of order.
+        digests: of the sums.
+        spoiled: whether `add` or `check` has found corrupt data; if so, this attempt cannot be committed.
         rounds: whether a complete sum is rounded to the dtype in which gradients travel; see `shard.core.slices`,
             Note: [Primary and backup].
     """
@@ -82,7 +82,7 @@ class Accumulator:
         return 0 if self._array is None else self._array.nbytes
 
     def restart(self) -> None:
-        """Forget what was added; the memory stays allocated."""
+        """Discard the sum; the memory stays allocated."""
         self.summed = [0] * self._count
         self.present = bytearray(self._count)
         self.squares = [0.0] * self._count
@@ -91,12 +91,12 @@ class Accumulator:
         self.queued.clear()
 
     def freeze(self) -> None:
-        """Every replica was added: after `fill_absent`, `array` is the sum. The counters restart."""
+        """Restart the counters once every replica was added; `array` is the sum after `fill_absent`."""
         self._frozen = self.present
         self.restart()
 
     def fill_absent(self, first: int, last: int) -> None:
-        """Make what is frozen 0 where none of chunks [first, last) had a gradient, though others had. Any thread."""
+        """Set the frozen sum to 0 in those of chunks [first, last) that had no gradient. Any thread."""
         for index in range(first, last):
             if not self._frozen[index]:
                 self.array[self._chunks.ranges[index]] = 0
@@ -106,16 +106,16 @@ class Accumulator:
         """Add the next replica's gradient to chunk `index`.
 
         Args:
-            index: which chunk.
+            index: number of the chunk.
             grad: wire[c], or u8[compressed_bytes(c)]; None when this replica has no gradient for the unit.
-            last: whether it is the last replica.
+            last: whether this is the last replica.
 
         Returns:
-            The blocks that did not hold what was summed before. When there are some, this is `spoiled` and nothing
-            counts as added: the chunk stays incomplete, so nobody gets what it holds now.
+            The blocks that did not hold the previous sum. If there are any, this is `spoiled` and nothing counts as
+            added: the chunk stays incomplete, so its content is never used.
 
         Raises:
-            InvalidRequest: `grad` is of the wrong length, or nothing that a compressor writes.
+            InvalidRequest: `grad` has the wrong length, or was not written by the compressor.
         """
         if grad is not None:
             self._check_length(index, grad)
@@ -123,7 +123,7 @@ class Accumulator:
             found = self.check((index,))
             if not found:
                 self._add_apart(index, grad, last=last)
-        else:  # what was there is looked at in the pass that adds to it
+        else:  # the previous sum is checked in the pass that adds to it
             total, blocks = self.array[self._chunks.ranges[index]], self._chunks.blocks_of(index, index + 1)
             first, digests, how = not self.present[index], np.zeros((2, len(blocks)), np.uint64), self._dtype
             if last:
@@ -146,14 +146,14 @@ class Accumulator:
         return []
 
     def queue(self, index: int, turn: int, grad: Array | None, limit: QueueLimit, *, borrowed: bool) -> bool:
-        """Keep a gradient of chunk `index` until `add_queued`; whether there was memory for it.
+        """Keep a gradient of chunk `index` until `add_queued`; returns False if memory for it is lacking.
 
         Args:
-            index: which chunk.
-            turn: how many replicas come before this one.
+            index: number of the chunk.
+            turn: number of replicas to be added before this one.
             grad: as for `add`.
-            limit: the server's.
-            borrowed: its memory is the sender's.
+            limit: the server's limit.
+            borrowed: `grad` is in the sender's memory.
 
         Raises:
             InvalidRequest: as for `add`.
@@ -166,7 +166,7 @@ class Accumulator:
         return self.queued.put(index, turn, grad, limit, borrowed=borrowed)
 
     def add_queued(self, index: int, replicas: int) -> list[Corruption]:
-        """Add what is queued for chunk `index` and has its turn now, of `replicas` in all. Returns as `add`."""
+        """Add the queued gradients of chunk `index` that are next in order, of `replicas` in all. Returns as `add`."""
         while (index, turn := self.summed[index]) in self.queued:
             grad, intact = self.queued.take(index, turn)
             if not intact:
@@ -186,7 +186,7 @@ class Accumulator:
             )
 
     def _add_apart(self, index: int, grad: Array | None, *, last: bool) -> None:
-        """Add what a compressor wrote, or nothing, to the memory, which has been looked at."""
+        """Add compressed data, or nothing, to memory that has been checked."""
         first, elements = not self.present[index], self._chunks.ranges[index]
         if first and grad is None:
             return
@@ -202,7 +202,7 @@ class Accumulator:
             self._record(index)
 
     def check(self, indexes: Iterable[int]) -> list[Corruption]:
-        """The blocks of chunks that do not hold what was summed; when there are some this is `spoiled`."""
+        """Return the blocks of chunks that do not hold the sum; if there are any, this is `spoiled`."""
         if self._array is None:
             return []
         bits = self._array.view(np.uint32)
@@ -212,28 +212,28 @@ class Accumulator:
         return found
 
     def digest(self, index: int) -> int:
-        """The digest of what was summed in chunk `index`, where something was."""
+        """The digest of the sum of chunk `index`, if it has one."""
         return self.digests.sum_of(self._chunks.blocks_of(index, index + 1))
 
     def _record(self, index: int) -> None:
         self.digests.record(self.array.view(np.uint32), self._chunks.blocks_of(index, index + 1))
 
     def is_complete(self, index: int, replicas: int) -> bool:
-        """Whether chunk `index` has the gradients of so many replicas."""
+        """True if chunk `index` has the gradients of all `replicas` replicas."""
         return replicas > 0 and self.summed[index] == replicas
 
     def set(self, index: int, total: Array | None, replicas: int, digest: int | None = None) -> None:
         """Take the sum of all replicas for chunk `index` from the primary; None = none had a gradient.
 
         Args:
-            index: which chunk.
+            index: number of the chunk.
             total: f32[c].
-            replicas: how many it is of.
-            digest: what the primary has of it; None = it does not say.
+            replicas: number of replicas in the sum.
+            digest: the primary's digest of it; None = not known.
 
         Raises:
-            InvalidRequest: it is of the wrong length.
-            Broken: it has another digest; nothing was taken.
+            InvalidRequest: it has the wrong length.
+            Broken: it has another digest; it does not count as taken.
         """
         elements = self._chunks.ranges[index]
         if total is not None:

@@ -1,6 +1,6 @@
 """The chunks of one slice: where each begins in the unit and in the slice's arrays. Pure.
 
-Chunks are what travels; each is cut into blocks, which are what is looked at for bits that have changed.
+Each message carries one chunk. A chunk is cut into blocks, which are the ranges checked for changed bits.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from axon_ps.wire.v1 import common_pb2
 BLOCK_NUMEL = 1 << 17
 """Most elements of a block, a multiple of `kernels.rounding.TILE_NUMEL`.
 
-Where an optimizer does not sum in its own pass, those of a block stay in a processor's cache between two passes.
+If an optimizer does not compute digests in its own pass, a block stays in a processor's cache between two passes.
 """
 
 
@@ -58,7 +58,7 @@ class Chunks:
         return slice(self.ranges[first].start, self.ranges[last - 1].stop)
 
     def header(self, first: int, last: int, version: int, dtype: DType) -> common_pb2.Chunk:
-        """The header of a message with chunks [first, last) at a version."""
+        """Return the header of a message with chunks [first, last) at a version."""
         begin, end = self.bounds[first][0], self.bounds[last - 1][1]
         return common_pb2.Chunk(
             version=version, unit=self.unit, offset=begin, numel=end - begin, dtype=dtype_to_proto(dtype)
@@ -83,7 +83,7 @@ class Chunks:
         return index
 
     def range_of(self, begin: int, end: int) -> tuple[int, int]:
-        """The numbers (first, one past the last) of the chunks that are elements [begin, end) of the unit.
+        """The numbers (first, one past the last) of the chunks that cover elements [begin, end) of the unit.
 
         Raises:
             InvalidRequest: the range is empty or does not begin and end where chunks do.

@@ -1,15 +1,15 @@
-"""Digests of the arrays of a slice, one of each block, and the blocks that hold something else. Pure.
+"""Digests of the arrays of a slice, one per block, to find corrupt blocks. Pure.
 
 Note: [Memory that fails]
-    A bit of a server's memory may change by itself. So each block's digest is kept when it is written, and compared
-    when it is read again: values and moments from one update to the next, a summed gradient from one replica to the
-    next and until it is applied. That needs no second opinion: it says which server, array and block. What is
-    wrong is never served, applied to another copy, copied, or written to a checkpoint; the server reports it
-    (`Corrupted`), and gets the slice again from another holder. Copies are compared besides (`Ready.digests`), which
-    finds what no memory is to blame for: arithmetic that differs.
-    Where a loop updates or adds, it sums what it reads and writes itself (`kernels.digest`), so that there is no time
-    between a digest and what it is of. Then a block that holds something else is found when it has been used: what was
-    made of it is not served, and a sum that it is in is dropped.
+    A bit of a server's memory may change by itself. So each block's digest is stored when the block is written, and
+    compared when it is read again. That covers values and moments from one update to the next, and a summed gradient
+    from one replica to the next and until it is applied. Another copy is not needed: a mismatch identifies the server,
+    array and block. Corrupt data is never served, applied to another copy, copied, or written to a checkpoint. The
+    server reports it (`Corrupted`), and gets the slice again from another holder. Copies are also compared with each
+    other (`Ready.digests`), which finds differences in arithmetic.
+    A loop that updates or adds computes the digests of what it reads and writes itself (`kernels.digest`), so that a
+    bit cannot change between the digest and the use. A corrupt block is then found after its use: the result is not
+    served, and a sum that contains it is dropped.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from axon_ps.shard.core.chunks import Chunks
 from axon_ps.types import Array
 
 PARAM, GRADIENT = "param", "gradient"
-"""What values and the summed gradient are called, beside the moments' names."""
+"""The names of the values and of the summed gradient, beside the moments' names."""
 
 _MASK = (1 << 64) - 1
 
@@ -51,7 +51,7 @@ class ArrayDigests:
 
     Args:
         chunks: of its slice.
-        array: what it is called.
+        array: its name.
     """
 
     def __init__(self, chunks: Chunks, array: str) -> None:
@@ -60,7 +60,7 @@ class ArrayDigests:
         self._recorded = np.zeros(len(chunks.blocks), np.uint64)
 
     def record(self, bits: Array, blocks: Iterable[int]) -> None:
-        """Take what blocks hold as what was written. Any thread; different threads must have different blocks.
+        """Compute and store the digests of blocks. Any thread; different threads must have different blocks.
 
         Args:
             bits: u32[slice_numel], the array as integers.
@@ -70,24 +70,24 @@ class ArrayDigests:
             self.record_digests((block,), (self._digest(bits, block),))
 
     def record_digests(self, blocks: Iterable[int], written: Iterable[int]) -> None:
-        """Take digests, one for each block, as those of what was written. Any thread, as `record`."""
+        """Store given digests, one for each block. Any thread, as `record`."""
         for block, each in zip(blocks, written, strict=True):
             self._recorded[block] = each
 
     def record_constant(self, value: float, blocks: Iterable[int]) -> None:
-        """Blocks have been filled with an f32."""
+        """Store the digests of blocks that were filled with one f32."""
         one = int(np.float32(value).view(np.uint32))
         for block in blocks:
             at = self._chunks.blocks[block]
             self.record_digests((block,), (one * (at.stop - at.start),))
 
     def check(self, bits: Array, blocks: Iterable[int]) -> Iterator[Corruption]:
-        """The blocks that hold something else than was written. Arguments as for `record`."""
+        """Yield the blocks that do not hold what was written. Arguments as for `record`."""
         for block in blocks:
             yield from self.check_digests((block,), (self._digest(bits, block),))
 
     def check_digests(self, blocks: Iterable[int], read: Iterable[int]) -> Iterator[Corruption]:
-        """The blocks of which another digest was read than of what was written; `read` has one for each block."""
+        """Yield the blocks whose digest in `read`, one for each block, is not the stored one."""
         for block, each in zip(blocks, read, strict=True):
             if each != int(self._recorded[block]):
                 at, begin = self._chunks.blocks[block], self._chunks.begin
@@ -103,7 +103,7 @@ class ArrayDigests:
 
     @property
     def total(self) -> int:
-        """The digest of the whole array."""
+        """The digest of the full array."""
         return self.sum_of(range(len(self._recorded)))
 
 
@@ -122,30 +122,30 @@ class SliceDigests:
         return self._of[name]
 
     def forget(self, names: Iterable[str]) -> None:
-        """Nothing is known of some arrays any more."""
+        """Drop the digests of some arrays."""
         for name in list(names):
             self._of.pop(name, None)
 
     def record(self, arrays: Mapping[str, Array]) -> None:
-        """Take what whole arrays, f32[slice_numel] each by name, hold as what was written to them."""
+        """Compute and store the digests of full arrays, f32[slice_numel] each, by name."""
         for name, array in arrays.items():
             self._of[name] = ArrayDigests(self._chunks, name)
             self._of[name].record(array.view(np.uint32), range(len(self._chunks.blocks)))
 
     def record_constant(self, name: str, value: float) -> None:
-        """An array has been filled with `value`."""
+        """Store the digests of an array that was filled with `value`."""
         self._of[name] = ArrayDigests(self._chunks, name)
         self._of[name].record_constant(value, range(len(self._chunks.blocks)))
 
     def check(self, arrays: Mapping[str, Array], blocks: Iterable[int] | None = None) -> list[Corruption]:
-        """The blocks of arrays, f32[slice_numel] each, that hold something else than was written; None = all."""
+        """Return the blocks, of arrays f32[slice_numel], that do not hold what was written; None = check all blocks."""
         blocks = range(len(self._chunks.blocks)) if blocks is None else blocks
         known = [(self._of[name], array) for name, array in arrays.items() if name in self._of]
         return [c for of, array in known for c in of.check(array.view(np.uint32), blocks)]
 
     @property
     def total(self) -> int | None:
-        """One digest of all, equal for equal values and moments; None while nothing is known."""
+        """One digest of all arrays, equal for equal values and moments; None while there are no digests."""
         if not self._of:
             return None
         return sum((2 * i + 1) * of.total for i, (_, of) in enumerate(sorted(self._of.items()))) & _MASK

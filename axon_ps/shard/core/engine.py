@@ -1,22 +1,23 @@
 """The state and the decisions of a shard server: a deterministic state machine without threads, sockets or clocks.
 
-Events in: the job's spec and optimizer, first values, membership, gradient chunks, decisions. Out: whether a chunk was
-summed, is a duplicate or must wait, when the step is ready, which chunks must be applied, and frames to serve. The
-shell (`shard.server.shell`) performs: it waits, applies chunks in threads and talks to the coordinator.
+Its inputs are the job's spec and optimizer, first values, membership, gradient chunks and decisions. It tells the fate
+of each chunk (summed, duplicate, must wait), when the step is ready, the chunks to apply, and the frames to serve. The
+shell (`shard.server.shell`) does the rest: it waits, applies chunks in threads and talks to the coordinator.
 
 Invariants:
-- Version moves only by a committed decision (one step) or by a restore. Every unit reaches it when its apply has
-  finished, or at once when it is not changed.
+- The version changes only by a committed decision (by one step) or by a restore. Every unit reaches it when its apply
+  has finished, or at once if the unit is not changed.
 - An engine is of one model; it knows of no other.
-- What a backup holds is bit for bit what the primary of the same slice does (`shard.core.slices`).
-- A step is named by (generation, step), or by (generation, replica, clock) where replicas step asynchronously. What is
-  summed for it is `shard.core.gradients`'s.
+- A backup holds the same bits as the primary of the same slice (`shard.core.slices`).
+- A step is named by (generation, step), or by (generation, replica, clock) if replicas step asynchronously. Its sums
+  are in `shard.core.gradients`.
 
 Note: [Units without gradient]
-    A replica that has no gradient for a unit sends `absent`, and its turn passes. A unit for which all replicas are
-    absent is not touched by the optimizer: moments, weight decay and the update count stay, as `torch.optim` leaves a
-    parameter whose grad is None. Its frames then have an older version than the job; so do those of frozen units. The
-    version in a frame is the one that last changed the unit: equal on all servers, since absence is.
+    A replica that has no gradient for a unit sends `absent`, which counts as added. A unit for which all replicas are
+    absent is not touched by the optimizer: moments and the update count stay and weight decay is not applied, as
+    `torch.optim` leaves a parameter whose grad is None. Its frames then have an older version than the job, and so do
+    those of frozen units. The version in a frame is that of the unit's last change. It is equal on all servers, since
+    absence is.
 """
 
 from __future__ import annotations
@@ -44,18 +45,18 @@ class ShardEngine:
     """The slices of one model on one shard server, and the step under way.
 
     Args:
-        queue: the server's memory for gradient chunks that come before their turn; None = they wait.
+        queue: the server's memory for gradient chunks that arrive out of order; None = they wait.
 
     Attributes:
         generation: of the newest membership; 0 before the first.
         step: the step attempt that gradients are summed for.
         version: committed steps.
         spec: the job's layout; None until `configure`.
-        precision: what travels, from `configure` on.
-        slices: those that this server holds, by number.
-        placement: where all of them are.
-        parameters: whether the values are there, and what is served of them.
-        gradients: what is summed.
+        precision: element types and compression on the wire, from `configure` on.
+        slices: the slices that this server holds, by number.
+        placement: the holders of all slices of the model.
+        parameters: the values that are served, and their state.
+        gradients: the sums of gradients.
         updater: the optimizer; None until `set_optimizer`.
         counters: see `statistics`.
     """
@@ -73,7 +74,7 @@ class ShardEngine:
         self.gradients = GradientSums(self.slices, self.counters, queue)
         self.placement: Placement | None = None
         self._last_committed: Decision | None = None
-        # hyperparameters that this step is expected to have, and the update that they make
+        # the expected hyperparameters of this step, and the update with them
         self._expected: tuple[tuple[Hyper, ...], Update] | None = None
         self._restored: OptimizerSpec | None = None
 
@@ -81,7 +82,7 @@ class ShardEngine:
 
     @property
     def configured(self) -> bool:
-        """Whether the layout is known."""
+        """True if the layout is known."""
         return self.spec is not None
 
     def unit_name(self, unit: int) -> str:
@@ -89,9 +90,9 @@ class ShardEngine:
         return f"unit {unit}" if self.spec is None else self.spec.layout.name_of(unit)
 
     def make(self, spec: JobSpec, placement: Placement, server: int) -> list[OwnedSlice]:
-        """The slices that a placement gives to `server` and that are not here yet, with their memory.
+        """Make the slices that a placement gives to `server` and that are not here yet, with their memory.
 
-        It may take long, and runs in any thread while nothing else becomes of this engine, which it does not change.
+        It may take long. It does not change this engine, and runs in any thread while nothing else changes it.
         """
         made = self.slices.make(spec, placement, server)
         if self.updater is not None:
@@ -110,13 +111,13 @@ class ShardEngine:
 
         Args:
             spec: layout, dtypes and policy.
-            server: our rank.
-            num_cuts: over how many servers the plan cuts units.
-            placement: where slices are; None = the server that the plan names has the only copy.
-            made: what `make` returned; None = they are made now.
+            server: rank of this server.
+            num_cuts: number of servers that the plan cuts units over.
+            placement: the holders of slices; None = the server that the plan names has the only copy.
+            made: the result of `make`; None = the slices are made now.
 
         Raises:
-            Misuse: another spec is in place.
+            Misuse: it is configured for another spec.
         """
         if self.spec is not None:
             if self.spec != spec:
@@ -130,12 +131,12 @@ class ShardEngine:
         self.set_replicas(self.gradients.num_replicas)
 
     def place(self, placement: Placement, server: int, made: list[OwnedSlice] | None = None) -> list[OwnedSlice]:
-        """Hold what a placement gives to `server`; returns what was given up, to be closed when nothing is applied.
+        """Hold the slices that a placement gives to `server`; returns the removed ones, to be closed once not applied.
 
         Args:
-            placement: which.
-            server: our rank.
-            made: what `make` returned for it; None = it is made now.
+            placement: the new placement.
+            server: rank of this server.
+            made: the result of `make` for it; None = the slices are made now.
         """
         assert self.spec is not None
         added = self.make(self.spec, placement, server) if made is None else made
@@ -157,17 +158,17 @@ class ShardEngine:
         frames: Sequence[bytes] = (),
         digests: SliceDigests | None = None,
     ) -> None:
-        """A slice has its values from the primary: it is a backup from now on.
+        """Make a slice whose values have come from the primary a backup.
 
         Args:
-            owned: the slice, whose values and residual (or what was sent) are there.
+            owned: the slice, whose values and residual (or `sent`) are complete.
             moments: f32[slice_numel] each, by name.
             updates: per parameter of the unit, how many updates it has had.
             changed: the version that last changed it.
             copied: the version in which it last took another model's values.
-            frames: of the primary, where parameters travel compressed: they cannot be made again
+            frames: the primary's frames if parameters are compressed, since they cannot be made again
                 (`shard.core.wire_copy`).
-            digests: of values and moments, as `OwnedSlice.digests_of_copy` has them; None = they are computed now.
+            digests: of values and moments, from `OwnedSlice.digests_of_copy`; None = they are computed now.
         """
         if digests is None:
             digests = owned.digests_of_copy({PARAM: owned.master.values, **moments})
@@ -180,13 +181,13 @@ class ShardEngine:
         self.counters["slices_copied"] += 1
 
     def set_optimizer(self, optimizer: OptimizerSpec) -> Updater:
-        """Take the model's optimizer: moments are made, and parameters find their groups. Again changes nothing.
+        """Set the model's optimizer: make moments and assign parameters to groups. A repeated call changes nothing.
 
-        Moments that a restore brought stay if they are of this optimizer. It may take long, and runs in any thread
-        while nothing else becomes of this engine.
+        Restored moments stay if they are of this optimizer. It may take long, and runs in any thread while nothing else
+        changes this engine.
 
         Raises:
-            Misuse: the layout is not known yet, or another optimizer is in place.
+            Misuse: the layout is not known yet, or there is another optimizer.
             InvalidRequest: the optimizer or a hyperparameter is unknown, or groups do not cover the layout.
         """
         if self.updater is not None:
@@ -205,7 +206,7 @@ class ShardEngine:
         return Updater(optimizer, sum(len(u.parameters) for u in self.spec.layout.units), restored)
 
     def _change_optimizer(self, change: OptimizerChange) -> None:
-        """Another optimizer makes this update and those that follow."""
+        """Replace the optimizer, for this update and those that follow."""
         before, self.updater = self.updater, self._updater(change.spec)
         masters = self.slices.masters()
         if change.retains_moments and before is not None:
@@ -214,7 +215,7 @@ class ShardEngine:
             self.updater.begin_anew(masters)
 
     def restored(self, version: int, optimizer: OptimizerSpec | None) -> None:
-        """The slices hold and have published what a checkpoint had at `version`: serve it.
+        """Serve the values of a checkpoint, which the slices have published.
 
         Args:
             version: committed steps of the checkpoint.
@@ -231,7 +232,7 @@ class ShardEngine:
     # ------------------------------------------------------------------ membership
 
     def membership(self, generation: int, step: int, version: int, num_replicas: int) -> None:
-        """Take a new membership: gradients summed so far are dropped. The same generation again changes nothing.
+        """Take a new membership: gradients summed so far are dropped. A repeated generation changes nothing.
 
         Raises:
             InternalError: the job has committed a step whose decision this server never received.
@@ -250,12 +251,12 @@ class ShardEngine:
             )
 
     def set_replicas(self, num_replicas: int) -> None:
-        """Take the number of replicas of this generation, before any has pushed: what was summed is dropped."""
+        """Set the number of replicas of this generation, before any has pushed. Sums are dropped."""
         self._expected = None
         self.gradients.begin(self.generation, self.step, num_replicas)
 
     def release(self) -> list[OwnedSlice]:
-        """Give all slices up, to be closed; nothing is asked of this engine any more."""
+        """Give up all slices and return them to be closed. The engine is not used any more."""
         slices = list(self.slices.values())
         self.slices.clear()
         return slices
@@ -263,10 +264,10 @@ class ShardEngine:
     # ------------------------------------------------------------------ the decision
 
     def decide(self, decision: Decision) -> list[OwnedSlice]:
-        """Take the coordinator's decision: the slices to apply, in forward order (none unless it commits).
+        """Take the coordinator's decision; returns the slices to apply, in forward order (none unless it commits).
 
-        Then run `OwnedSlice.apply` (`copy`, if that is what it commits) on every chunk of each, and `finish`. A
-        decision known already changes nothing.
+        Then run `OwnedSlice.apply` (`copy`, if it commits a copy) on every chunk of each, and `finish`. A repeated
+        decision changes nothing.
 
         Raises:
             InternalError: it commits a step whose gradients are not all here, or without an optimizer.
@@ -278,7 +279,7 @@ class ShardEngine:
             return []
         if decision.version <= self.version:
             return []
-        if not self.slices:  # there is nothing to miss
+        if not self.slices:  # without slices, no gradient can be missing
             self.step, self.version = decision.step + 1, decision.version
             self.gradients.end(decision)
             return []
@@ -295,7 +296,7 @@ class ShardEngine:
         return self._commit(decision, accumulator)
 
     def _drop(self, decision: Decision) -> None:
-        """A step is skipped or aborted; without a turn, every attempt under way is."""
+        """Skip or abort a step; a decision without a `turn` ends every attempt under way."""
         self.step = decision.step + 1
         skipped = decision.outcome is Outcome.SKIP
         self.counters["steps_skipped" if skipped else "steps_aborted"] += 1
@@ -310,7 +311,7 @@ class ShardEngine:
         update = None
         if decision.optimizer is not None:
             self._change_optimizer(decision.optimizer)
-            self._expected = None  # what was prepared is of the optimizer before
+            self._expected = None  # the prepared update is the previous optimizer's
         if self.updater is not None:
             update = self.updater.update(
                 decision.hyper, decision.clip_factor, self.slices.masters(), decision.untouched
@@ -335,7 +336,7 @@ class ShardEngine:
         return list(changed.values())
 
     def _begin_copy(self, decision: Decision) -> list[OwnedSlice]:
-        """A step takes another model's values: all units change, and what was summed is dropped."""
+        """Begin a step that copies another model's values: all units change, and sums are dropped."""
         self.counters["encodings"] += sum(owned.begin_copy(decision.version) for owned in self.slices.values())
         self.counters["copies"] += 1
         self._committed(decision)
@@ -349,20 +350,20 @@ class ShardEngine:
         self.counters["steps_committed"] += 1
 
     def scratch(self, chunks: int = 1) -> Array:
-        """A buffer for a thread that applies at most so many chunks at once; see `WireCopy.scratch`."""
+        """A buffer for a thread that applies at most `chunks` chunks at once; see `WireCopy.scratch`."""
         any_slice = next(iter(self.slices.values()), None)
         return np.empty(0, np.uint8) if any_slice is None else any_slice.wire.scratch(chunks)
 
     def prepare_chunk(
         self, step: int, owned: OwnedSlice, index: int, hypers: tuple[Hyper, ...], scratch: Array
     ) -> bytes | None:
-        """The frame of a chunk as it will be if `step` commits unclipped with `hypers`; None = not known yet, wait.
+        """The frame of a chunk if `step` commits unclipped with `hypers`; None = not known yet, wait.
 
         See `shard.core.speculative`, Note: [Speculative update].
 
         Args:
-            step: an undecided step attempt, or the last one that committed.
-            owned: which slice.
+            step: an undecided step attempt, or the last committed step.
+            owned: the slice.
             index: number of the chunk in it.
             hypers: per parameter group.
             scratch: from `scratch()`.
@@ -370,7 +371,7 @@ class ShardEngine:
         Raises:
             Misuse: there is no optimizer, or the unit is frozen.
             InvalidRequest: there is no such group, or another worker expects other hyperparameters.
-            StepAborted: the step ended otherwise, or its result cannot be known before the decision.
+            StepAborted: the step ended in another way, or its result cannot be known before the decision.
         """
         unit = owned.chunks.unit
         if self.updater is None or not owned.trainable:
@@ -405,7 +406,7 @@ class ShardEngine:
         return frame
 
     def mappable(self, owned: OwnedSlice) -> bool:
-        """Whether workers of this host may use the wire copy of a slice where it lies: it must be all of its unit.
+        """True if workers of this host may map the wire copy of a slice, which must be all of its unit.
 
         See `shard.same_host.shared_copy`, Note: [When a mapped unit may change].
         """
@@ -414,9 +415,9 @@ class ShardEngine:
         return owns_unit and not self.gradients.asynchronous and not owned.wire.compressed
 
     def digests(self) -> dict[int, int]:
-        """By number, the digests of the slices that other servers hold, too, where there are some.
+        """The digests of the slices that other servers hold, too, by number, as far as they are known.
 
-        None where replicas step asynchronously: servers then report on an attempt at different versions.
+        Empty if replicas step asynchronously: servers then report on an attempt at different versions.
         """
         if self.gradients.asynchronous:
             return {}
@@ -427,9 +428,10 @@ class ShardEngine:
     def statistics(self) -> dict[str, float]:
         """Counters and sizes by name.
 
-        Streams and bytes in and out, encodings, duplicates, waits, steps by outcome; payload bytes of sums forwarded to
-        backups and got from primaries, and of slices copied; versions published to subscribers, chunks encoded for them
-        and sent; memory by kind (see `shard.core.slices`); generation, step, version and what is missing.
+        They are: streams and bytes in and out, encodings, duplicates, waits, steps by outcome; payload bytes of sums
+        forwarded to backups and received from primaries, and of slices copied; versions published to subscribers,
+        chunks encoded for them and sent; memory by kind (see `shard.core.slices`); generation, step, version, and
+        missing chunks.
         """
         values: Counter[str] = Counter(dict.fromkeys((*_MEMORY, *_COUNTERS), 0))
         values.update(self.counters)

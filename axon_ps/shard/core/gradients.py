@@ -1,17 +1,17 @@
-"""The step attempts under way on a shard server, one of all replicas or one of each, and what is summed for them. Pure.
+"""The step attempts under way on a shard server, one of all replicas or one of each, and their sums. Pure.
 
 Invariants:
-- Chunks are summed in replica order, whatever the order of arrival, so a step's result does not depend on timing. What
-  comes before its turn is queued, as far as there is memory for it, or waits.
-- A chunk of another step than the one under way is never summed: of a decided one it is a duplicate or an abort, of a
-  later one it waits.
+- Chunks are summed in replica order, whatever the order of arrival, so a step's result does not depend on timing. A
+  chunk that arrives out of order is queued if there is memory for it, and waits otherwise.
+- Only chunks of the step under way are summed. A chunk of a decided step is a duplicate or aborted; a chunk of a later
+  step waits.
 
 Note: [Asynchronous replicas]
-    Where replicas step asynchronously (`sharding.policy`), each has an attempt and an accumulator of its own, so that
-    all of them may push at the same time. An attempt is named by the replica's clock: how many of its steps were
-    decided in this generation. The coordinator decides them one by one; every decision has a step number and, if it
-    commits, a version, so the order of updates is one order, the same on all servers. A server that applies one step
-    while the next ones are decided takes them in that order (`shard.server.model_shell`, Note: [In order]).
+    If replicas step asynchronously (`sharding.policy`), each has its own attempt and accumulator, so all may push at
+    the same time. An attempt is named by the replica's clock: the number of its steps that were decided in this
+    generation. The coordinator decides attempts one by one. Every decision has a step number and, if it commits, a
+    version, so the order of updates is the same on all servers. A server that applies one step while the next ones are
+    decided takes them in that order (`shard.server.model_shell`, Note: [In order]).
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from axon_ps.sharding.job import JobSpec
 from axon_ps.types import Array, Decision, DType
 
 PushedAt = tuple[int, int, int, int]
-"""Where a gradient chunk belongs: step, unit, offset in the unit, and replica."""
+"""The position of a gradient chunk: step, unit, offset in the unit, and replica."""
 
 
 class Push(enum.Enum):
     """The fate of a gradient chunk."""
 
     SUMMED = "summed"
-    QUEUED = "queued"  # it will be summed when its turn comes; acknowledge it
+    QUEUED = "queued"  # it will be summed in replica order; acknowledge it
     DUPLICATE = "duplicate"  # it was summed or queued before; acknowledge and drop it
-    WAIT = "wait"  # a replica before it, the decision, or the unit's apply has to come first; ask again
+    WAIT = "wait"  # an earlier replica, the decision, or the unit's apply must come first; ask again
 
 
 @dataclass
@@ -47,10 +47,10 @@ class Attempt:
     """One attempt.
 
     Attributes:
-        step: what chunks must name: the step, or the replica's clock where replicas step asynchronously.
-        replicas: how many are summed.
+        step: the number that chunks must name: the step, or the replica's clock if replicas step asynchronously.
+        replicas: number of replicas to sum.
         missing: chunks that lack a replica's gradient.
-        last_committable: the last attempt here that ended with all gradients summed.
+        last_committable: step of the last attempt here that ended with all gradients summed.
     """
 
     step: int = 0
@@ -64,15 +64,15 @@ class GradientSums:
 
     Args:
         slices: of the model; their accumulators are used.
-        counters: where duplicates, waits and queued chunks are counted.
-        limit: of the memory for chunks that come before their turn; None = there is none, and they wait.
+        counters: counters of duplicates, waits and queued chunks.
+        limit: limit of the memory for chunks that arrive out of order; None = they wait.
 
     Attributes:
-        asynchronous: whether each replica's gradient is a step of its own.
-        dtype: the element type that gradients come in; U8 when they are compressed.
-        compressor: what they are compressed with; None when they are not.
+        asynchronous: whether each replica's gradient is a separate step.
+        dtype: the element type of received gradients; U8 if they are compressed.
+        compressor: their compressor; None if they are not compressed.
         num_replicas: of the generation.
-        attempts: by the index of their accumulator: 0 where replicas step together, else the replica's number.
+        attempts: by the index of their accumulator: 0 if replicas step together, else the replica's number.
     """
 
     def __init__(self, slices: OwnedSlices, counters: Counter[str], limit: QueueLimit | None = None) -> None:
@@ -87,17 +87,17 @@ class GradientSums:
         self._generation = 0
 
     def configure(self, spec: JobSpec) -> None:
-        """Set what gradients are; `begin` must follow."""
+        """Set the form of gradients; `begin` must follow."""
         self.asynchronous = spec.policy.asynchronous
         self.dtype = spec.precision.grad
         if spec.precision.grad_compression is not None:
             self.dtype, self.compressor = DType.U8, spec.precision.grad_compression
 
     def begin(self, generation: int, step: int, num_replicas: int) -> None:
-        """Empty all accumulators: the attempts of a generation begin.
+        """Begin the attempts of a generation, with empty accumulators.
 
         Args:
-            generation: which.
+            generation: number of the generation.
             step: the step that all replicas make together.
             num_replicas: of the generation.
         """
@@ -125,21 +125,21 @@ class GradientSums:
         *,
         borrowed: bool = False,
     ) -> Push:
-        """Add one replica's gradient chunk to the step's sum, and those queued behind it, if it is its turn.
+        """Add one replica's gradient chunk to the step's sum if it is next in order, and the chunks queued behind it.
 
         Args:
             step: the step attempt it belongs to.
-            unit: which unit.
-            offset: where the chunk begins in the unit.
-            replica: whose gradient.
+            unit: number of the unit.
+            offset: first element of the chunk in the unit.
+            replica: number of the replica.
             dtype: of `grad`.
-            grad: wire[c], u8 when compressed; None when this replica has none for the unit. It must not change.
-            borrowed: its memory is the caller's, and may change once this has returned.
+            grad: wire[c], u8 if compressed; None if this replica has no gradient for the unit. It must not change.
+            borrowed: `grad` is in the caller's memory, and may change once this has returned.
 
         Raises:
             Misuse: the layout is not known, or the unit is frozen.
-            InvalidRequest: unit, offset, replica, dtype or length is wrong, or `grad` is nothing that a compressor
-                writes.
+            InvalidRequest: unit, offset, replica, dtype or length is wrong, or `grad` was not written by the
+                compressor.
             SliceMoved: this server is not, or no longer, its primary.
             StepAborted: the step ended without a commit.
         """
@@ -170,7 +170,7 @@ class GradientSums:
             self._counters["waits"] += 1
             return Push.WAIT
         if turn and accumulator.spoiled:
-            return Push.WAIT  # for the generation in which all is summed again
+            return Push.WAIT  # until the next generation, which sums all gradients again
         if summed < turn:
             done = accumulator.queue(index, turn, grad, self._limit, borrowed=borrowed)
             self._counters["queued" if done else "waits"] += 1
@@ -189,16 +189,16 @@ class GradientSums:
 
         Args:
             step: the step attempt.
-            unit: which unit.
-            offset: where the chunk begins in the unit.
+            unit: number of the unit.
+            offset: first element of the chunk in the unit.
             number: of the attempt's accumulator.
             total: f32[c]; None when no replica had a gradient for the unit.
-            digest: what the primary has of it; None = it does not say.
+            digest: the primary's digest of it; None = not known.
 
         Raises:
-            Broken: it is not what the primary has sent.
+            Broken: it differs from the message of the primary.
             InvalidRequest: the unit is frozen, or its length is wrong.
-            SliceMoved: this server is no backup of it.
+            SliceMoved: this server is not a backup of it.
             StepAborted: the step ended without a commit.
         """
         owned = self._slices.of(unit, offset)
@@ -223,7 +223,7 @@ class GradientSums:
         return Push.SUMMED
 
     def sums_of(self, number: int, owned: OwnedSlice) -> Iterator[int]:
-        """The chunks of a slice whose sum of an attempt is complete, by index."""
+        """Yield the indexes of a slice's chunks whose sum of an attempt is complete."""
         accumulator, replicas = owned.accumulators[number], self.attempts[number].replicas
         if owned.trainable and owned.accepts(number):
             for index in range(len(owned.chunks.bounds)):
@@ -231,7 +231,7 @@ class GradientSums:
                     yield index
 
     def recount(self) -> None:
-        """There are other slices than before: count what their accumulators lack."""
+        """Count the chunks that accumulators lack, after the set of slices has changed."""
         for owned in self._slices.values():
             if len(owned.accumulators) != len(self.attempts):
                 owned.set_accumulators(len(self.attempts))
@@ -239,11 +239,11 @@ class GradientSums:
             attempt.missing = self._count_missing(number)
 
     def _place(self, replica: int) -> tuple[int, int]:
-        """(accumulator, turn): the index of what a replica's gradients are added to, and after how many others."""
+        """Return (accumulator, turn) of a replica: the index of its accumulator, and the replicas added before it."""
         return (replica, 0) if self.asynchronous else (0, replica)
 
     def _other_step(self, step: int, attempt: Attempt) -> Push:
-        if step > attempt.step:  # the caller knows a decision that is still on its way to us
+        if step > attempt.step:  # the caller knows a decision that has not arrived here yet
             self._counters["waits"] += 1
             return Push.WAIT
         if step == attempt.last_committable:
@@ -252,13 +252,13 @@ class GradientSums:
         raise StepAborted(f"step {step} is over and did not commit; the current step is {attempt.step}")
 
     def resume_offset(self, step: int, unit: int, begin: int, replica: int) -> int:
-        """From which element on a replica's chunks of this slice are missing; the slice's end when none is.
+        """The first element from which a replica's chunks of this slice are missing; the slice's end if none is.
 
         Args:
             step: the step attempt.
-            unit: which unit.
-            begin: where the replica's stream began, in the unit.
-            replica: whose chunks.
+            unit: number of the unit.
+            begin: first element of the replica's stream, in the unit.
+            replica: number of the replica.
 
         Raises:
             Misuse: the layout is not known.
@@ -269,7 +269,7 @@ class GradientSums:
         first = owned.chunks.index_of(begin)
         number, turn = self._place(replica)
         if not 0 <= number < len(self.attempts) or step != self.attempts[number].step:
-            return begin  # `push` decides what becomes of its chunks
+            return begin  # `push` decides the fate of its chunks
         accumulator = owned.accumulators[number]
         for index, (offset, _) in enumerate(owned.chunks.bounds[first:], first):
             if accumulator.summed[index] <= turn and (index, turn) not in accumulator.queued:
@@ -283,24 +283,24 @@ class GradientSums:
         return self._place(replica)[0]
 
     def turn_of(self, unit: int, offset: int, replica: int) -> tuple[OwnedSlice, int, bool]:
-        """(slice, replica whose turn it is, whether all had theirs) at a chunk, where a replica's are added."""
+        """Return (slice, replica next in order, whether all were added) of a chunk in the accumulator of a replica."""
         owned, number = self._slices.of(unit, offset), self.accumulator_of(replica)
         turn = owned.accumulators[number].summed[owned.chunks.index_of(offset)]
         return owned, turn, turn == self.attempts[number].replicas
 
     def complete(self) -> Iterator[tuple[int, int]]:
-        """Every attempt that has all its gradients, as (replica, step); replica is 0 where all step together."""
+        """Yield every attempt that has all its gradients, as (replica, step); replica is 0 if all step together."""
         for number, attempt in enumerate(self.attempts):
             if not attempt.missing:
                 yield number, attempt.step
 
     def ready(self, replica: int = 0) -> tuple[float, ...] | None:
-        """Once every chunk here has every replica: the sum of squares of each slice whose primary this is, in order.
+        """The sum of squares of each primary slice here, in order, once every chunk has every replica; None before.
 
-        None before. A server without trainable slices has nothing to wait for and is never asked: None.
+        A server without trainable slices has nothing to sum and is never asked; the result is None.
 
         Args:
-            replica: whose attempt, where replicas step asynchronously.
+            replica: the replica of the attempt, if replicas step asynchronously.
         """
         number, _ = self._place(replica)
         if self.attempts[number].missing or self.num_replicas == 0:
@@ -314,16 +314,16 @@ class GradientSums:
         return tuple(math.fsum(x) if all(map(math.isfinite, x)) else math.nan for x in squares)
 
     def decided(self, decision: Decision) -> tuple[int, bool]:
-        """The accumulator that a decision is on, and whether it names the attempt under way there."""
+        """The accumulator that a decision is about, and whether it names the attempt under way there."""
         number, step = self._name(decision)
         return number, step == self.attempts[number].step
 
     def end(self, decision: Decision, *, summed: bool = True) -> None:
-        """An attempt is decided: its accumulator is for the next one.
+        """End an attempt that is decided; its accumulator is used by the next one.
 
         Args:
-            decision: which attempt.
-            summed: whether every gradient was there.
+            decision: the decision on the attempt.
+            summed: whether every gradient was added.
         """
         number, step = self._name(decision)
         attempt = self.attempts[number]
@@ -333,7 +333,7 @@ class GradientSums:
         attempt.missing = self._count_missing(number)
 
     def drop(self, decision: Decision, *, summed: bool) -> None:
-        """An attempt is skipped or aborted; as `end` otherwise."""
+        """End an attempt that is skipped or aborted, and empty its accumulators."""
         for owned in self._slices.values():
             owned.restart(self._name(decision)[0])
         self.end(decision, summed=summed)
@@ -342,7 +342,7 @@ class GradientSums:
         return sum(s.accumulators[number].missing for s in self._slices.values())
 
     def _name(self, decision: Decision) -> tuple[int, int]:
-        """(accumulator, step): where the attempt that a decision is on was summed, and what it is called."""
+        """Return (accumulator, step) of the attempt that a decision is about."""
         number, step = (0, decision.step) if decision.turn is None else (decision.turn.replica, decision.turn.clock)
         if number >= len(self.attempts):
             raise InvalidRequest(f"a decision is on replica {number}'s attempt; there are {len(self.attempts)} here")

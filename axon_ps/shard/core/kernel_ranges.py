@@ -1,8 +1,8 @@
 """Ranges of a unit with the same parameter group and update count. Pure.
 
 One kernel call updates one range of elements that share a parameter group and an update count. Parameters, slices and
-chunks are cut independently of each other, so a range may be a part of one parameter or span several; every optimizer
-here is elementwise, and so the cuts do not show in the result.
+chunks are cut independently of each other, so a range may be a part of one parameter or span several. Every optimizer
+here is elementwise, so the cuts do not change the result.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ class KernelRange:
     Attributes:
         begin: first element, counted from the unit's start.
         end: one past the last element.
-        group: index of the parameter group; -1 = the optimizer does not move these elements.
-        updates: how many updates they had when the unit's own counter was at 0.
+        group: index of the parameter group; -1 = the optimizer does not change these elements.
+        updates: number of updates they had when the unit's own counter was at 0.
     """
 
     begin: int

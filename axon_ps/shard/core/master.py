@@ -1,7 +1,7 @@
 """The master values of one slice with the optimizer's state, and the arithmetic that changes them. Pure.
 
-Owns: which moments there are, how often each parameter was updated, and where parameter groups change. What becomes of
-the new values on the wire is `shard.core.wire_copy`'s; who may call what when is the engine's.
+Owns: the moments, the update count of each parameter, and the bounds of parameter groups. The new values' form on the
+wire is `shard.core.wire_copy`'s; the order of calls is the engine's.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class Update:
     Attributes:
         kernels: its compiled loops.
         hypers: per parameter group, validated hyperparameters.
-        scale: what the gradient is multiplied by.
-        untouched: numbers in the layout of the parameters that stay as they are.
+        scale: factor that the gradient is multiplied by.
+        untouched: parameters that stay as they are, by number in the layout.
     """
 
     kernels: UpdateRule
@@ -45,7 +45,7 @@ class Moments:
 
     Attributes:
         arrays: f32[slice_numel] each, by name.
-        updates: per parameter of the unit, how many updates it has had.
+        updates: per parameter of the unit, the number of updates it has had.
         digest: of values and moments, as they were written.
     """
 
@@ -61,7 +61,7 @@ class Master:
         chunks: of the slice.
         unit: its parameters.
         first_parameter: number of the unit's first parameter in the layout.
-        wire_dtype: what an update casts its copy to.
+        wire_dtype: dtype to which an update casts its copy.
 
     Attributes:
         values: f32[slice_numel].
@@ -96,10 +96,10 @@ class Master:
         self._ranges = kernel_ranges(self._unit, self._groups, self._updates_before)
 
     def set_updates(self, updates: Sequence[int]) -> None:
-        """Set how many updates each parameter of the unit has had; `set_groups` must follow.
+        """Set the number of updates that each parameter of the unit has had; `set_groups` must follow.
 
         Raises:
-            InvalidRequest: they are not those of this unit.
+            InvalidRequest: their number is not that of the unit's parameters.
         """
         if len(updates) != len(self._unit.parameters):
             raise InvalidRequest(
@@ -110,20 +110,20 @@ class Master:
         self.updates = 0
 
     def parameter_updates(self) -> tuple[int, ...]:
-        """Per parameter of the unit, how many updates it has had (torch's `step`)."""
+        """The number of updates of each parameter of the unit (torch's `step`)."""
         return tuple(
-            before + self.updates if group >= 0 else before  # one that is in no group stays at its count
+            before + self.updates if group >= 0 else before  # a parameter in no group stays at its count
             for before, group in zip(self._updates_before, self._groups, strict=True)
         )
 
     def forget_moments(self) -> None:
-        """Start the optimizer anew: no moments, no updates counted; `set_groups` must follow."""
+        """Reset the optimizer: drop moments and update counts; `set_groups` must follow."""
         self.digests.forget(self.state)
         self.state = {}
         self.set_updates([0] * len(self._unit.parameters))
 
     def begin_anew(self) -> None:
-        """As `forget_moments`; a snapshot of the present version still finds what was forgotten, in `moments`."""
+        """Do as `forget_moments`, but keep the old moments in `moments` for a snapshot of the present version."""
         self._given_up = self.moments
         self.forget_moments()
 
@@ -133,11 +133,11 @@ class Master:
         return self._given_up or Moments(self.state, self.parameter_updates(), self.digests.total)
 
     def settle(self) -> None:
-        """No snapshot wants the moments any more that were given up."""
+        """Drop the old moments: no snapshot needs them any more."""
         self._given_up = None
 
     def add_moments(self, kernels: UpdateRule, groups: Sequence[Hyper]) -> None:
-        """Make the moments that groups need and that are missing, and put all in the order that kernels take."""
+        """Make the missing moments that groups need, and put all in the order that kernels take."""
         state: dict[str, Array] = {}
         for name in kernels.state_names(groups):
             array = self.state.get(name)
@@ -154,23 +154,23 @@ class Master:
         return {PARAM: self.values, **self.state}
 
     def digests_of(self, arrays: Mapping[str, Array]) -> SliceDigests:
-        """The digests of values and moments, f32[slice_numel] each by name, that replace others. Any thread."""
+        """Compute the digests of new values and moments, f32[slice_numel] each, by name. Any thread."""
         digests = SliceDigests(self._chunks)
         digests.record(arrays)
         return digests
 
     def leaves(self, untouched: Collection[int]) -> bool:
-        """Whether one of the parameters with these numbers in the layout is of this unit."""
+        """True if one of these parameters, by number in the layout, is in this unit."""
         return any(0 <= number - self._first_parameter < len(self._unit.parameters) for number in untouched)
 
     def begin_update(self, update: Update) -> None:
-        """Every chunk is about to be updated so: parameters that it leaves alone are in no group meanwhile."""
+        """Prepare an update of every chunk: parameters that it leaves untouched are in no group meanwhile."""
         if self.leaves(update.untouched):
             moved = [-1 if n in update.untouched else g for n, g in enumerate(self._groups, self._first_parameter)]
             self._ranges = kernel_ranges(self._unit, moved, self._updates_before)
 
     def end_update(self, update: Update) -> None:
-        """Every chunk was updated so: count it, but of parameters that it has left alone."""
+        """Count an update of every chunk, except for parameters that it left untouched."""
         self.updates += 1
         self.settle()
         if self.leaves(update.untouched):
@@ -191,21 +191,21 @@ class Master:
         *,
         in_place: bool = True,
     ) -> tuple[Array, list[Corruption]]:
-        """One update of chunks [first, last) in one pass. Any thread; those of different threads must not overlap.
+        """Update chunks [first, last) in one pass. Any thread; the chunks of different threads must not overlap.
 
-        What is read is compared with what was written; the loop that updates takes the digests of both.
+        The data read is compared with the data written before; the loop that updates computes the digests of both.
 
         Args:
             first: number of the first chunk.
             last: one past the last; m elements in all.
             grads: f32[slice_numel], the summed gradient.
-            sums: its digests.
-            update: what the optimizer does.
+            sums: digests of the summed gradient.
+            update: the optimizer's work.
             out: wire[m], gets the new values, cast; None for no copy.
             in_place: whether values and moments become the new ones; otherwise they stay as they are.
 
         Returns:
-            f32[m], the new values; and what did not hold what was written, so that they are wrong.
+            f32[m], the new values; and the corrupt blocks, because of which they are wrong.
         """
         arrays = [self.values, *self.state.values()]
         written = [self.digests[name] for name in self.arrays()]
@@ -236,9 +236,9 @@ class Master:
         update: Update,
         taken: Array,
     ) -> None:
-        """Update a range, f32[m] each, that begins at element `first` of the slice; `out` as of `update`.
+        """Update a range, f32[m] each, that begins at element `first` of the slice; `out` as for `update`.
 
-        To `taken` the digests are added, as `UpdateRule.apply` does.
+        The digests are added to `taken`, as by `UpdateRule.apply`.
         """
         begin = self._chunks.begin + first
         for r in cut(self._ranges, begin, begin + values.size):
@@ -265,12 +265,12 @@ class Master:
                 cast.encode(values[within], copy, self._wire_dtype)
 
     def check(self, first: int, last: int, *, moments: bool = True) -> list[Corruption]:
-        """The blocks of chunks [first, last) that do not hold what was written."""
+        """Return the blocks of chunks [first, last) that do not hold what was written."""
         arrays = self.arrays() if moments else {PARAM: self.values}
         return self.digests.check(arrays, self._chunks.blocks_of(first, last))
 
     def average(self, first: int, last: int, source: Master, weight: float, out: Array | None) -> list[Corruption]:
-        """Chunks [first, last) become (1 - weight) * their values + weight * those of `source`; moments stay.
+        """Set chunks [first, last) to (1 - weight) * their values + weight * those of `source`; moments stay.
 
         Args:
             first: number of the first chunk.
@@ -280,7 +280,7 @@ class Master:
             out: wire[m], gets the new values, cast; None for no copy.
 
         Returns:
-            What did not hold what was written, here or there, so that the values are wrong.
+            The corrupt blocks, of either model, because of which the values are wrong.
         """
         found = self.check(first, last, moments=False) + source.check(first, last, moments=False)
         elements = self._chunks.run(first, last)

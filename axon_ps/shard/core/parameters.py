@@ -1,7 +1,7 @@
-"""The parameters of one model on one shard server: whether they are all there, and their frames to serve. Pure.
+"""The parameters of one model on one shard server: their completeness, and their frames to serve. Pure.
 
-Values come first from a worker, chunk by chunk. Later others may take their place, from a checkpoint or again from a
-worker; nothing is served meanwhile.
+First values come from a worker, chunk by chunk. Later they may be replaced, from a checkpoint or by a worker; nothing
+is served meanwhile.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class ServedParameters:
 
     Args:
         slices: of the model.
-        counters: where duplicates, encodings and restores are counted.
+        counters: counters of duplicates, encodings and restores.
 
     Attributes:
         lacking: chunks that lack first values.
@@ -33,45 +33,45 @@ class ServedParameters:
 
     @property
     def initialized(self) -> bool:
-        """Whether every owned slice has values."""
+        """True if every owned slice has values."""
         return self._slices.num_units is not None and self.lacking == 0
 
     @property
     def replacing(self) -> bool:
-        """Whether a worker is bringing other values, and those from before are gone."""
+        """True while a worker uploads other values and the previous ones are gone."""
         return self._replacing and self.lacking > 0
 
     @property
     def serving(self) -> bool:
-        """Whether the values here are those of the model's version, or will be when every unit has been applied."""
+        """True if the values here are those of the model's version, or will be once every unit has been applied."""
         return self.initialized and not self._restoring
 
     def count(self) -> None:
-        """The slices were made, or their values withdrawn: count the chunks that lack values."""
+        """Count the chunks that lack values, after slices were made or withdrawn."""
         self.lacking = sum(s.lacking for s in self._slices.values() if not (s.copying or s.corrupt))
 
     # ------------------------------------------------------------------ values that replace others
 
     def upload(self, unit: int, offset: int, values: Array, version: int) -> bool:
-        """As `store`, `OwnedSlice.publish` and `published`; returns whether every slice here now has its values."""
+        """Store, and publish the slice if it is full; returns True if every slice here now has its values."""
         owned = self.store(unit, offset, values, version)
         if owned is not None:
             self.published(owned.publish(version))
         return self.lacking == 0
 
     def store(self, unit: int, offset: int, values: Array, version: int) -> OwnedSlice | None:
-        """Store the first values of one chunk; returns its slice once that has all of its values: publish them.
+        """Store the first values of one chunk; returns its slice, to be published, once it has all of its values.
 
-        Once all are there, further values are acknowledged and dropped, so that a retry does no harm.
+        Once all values are stored, further values are acknowledged and dropped, so that a retry does no harm.
 
         Args:
-            unit: which unit.
-            offset: where the chunk begins in it.
+            unit: number of the unit.
+            offset: first element of the chunk in it.
             values: f32[c].
             version: of the model.
 
         Raises:
-            Misuse: no layout yet, or steps were committed already.
+            Misuse: the layout is not known yet, or steps were committed already.
             InvalidRequest: that slice is not here, no chunk begins there, or the length is wrong.
         """
         owned = self._slices.of(unit, offset)
@@ -87,32 +87,32 @@ class ServedParameters:
         return owned if owned.stored else None
 
     def published(self, frames: int) -> None:
-        """A slice with all of its values was published, which made so many frames."""
+        """Count a slice that was published, and the frames made for it."""
         self._counters["encodings"] += frames
         self.lacking -= 1
 
     def begin_restore(self, *, uploaded: bool = False) -> None:
-        """Other values are on their way: nothing is served until `restored` or `cancel_restore`.
+        """Serve nothing until `restored` or `cancel_restore`, since other values are coming.
 
         Args:
-            uploaded: a worker brings them.
+            uploaded: whether a worker uploads them.
         """
         self._restoring = True
         self._replacing = uploaded
 
     def withdraw(self) -> None:
-        """The values are being overwritten: without `restored` there are none. Not while a unit is being applied."""
+        """Withdraw the values, which will be overwritten; `restored` must follow. Not while a unit is being applied."""
         for owned in self._slices.values():
             assert not owned.applying
             owned.withdraw()
         self.count()
 
     def cancel_restore(self) -> None:
-        """The restore failed: serve what is there, if it was not withdrawn."""
+        """Serve the previous values again after a failed restore, unless they were withdrawn."""
         self._restoring = False
 
     def restored(self) -> None:
-        """Every slice has published other values: serve them."""
+        """Serve the new values, which every slice has published."""
         self.lacking = 0
         self._restoring = self._replacing = False
         self._counters["restores"] += 1
@@ -120,9 +120,9 @@ class ServedParameters:
     # ------------------------------------------------------------------ what is served
 
     def available(self, unit: int, begin: int, min_version: int) -> bool:
-        """Whether the slice of `unit` with element `begin` can be served at `min_version` or later.
+        """True if the slice of `unit` with element `begin` can be served at `min_version` or later.
 
-        A frozen unit's version is that of its last copy.
+        The version of a frozen unit is that of its last copy.
 
         Raises:
             Misuse: the layout is not known.
@@ -145,16 +145,16 @@ class ServedParameters:
         return frames if last - first == len(frames) else frames[first:last]
 
     def since(self, unit: int, begin: int, end: int, version: int | None) -> tuple[bytes, ...]:
-        """The messages that lead from a version to that of a slice, where parameters travel as differences.
+        """The messages that update a worker from a version to that of a slice, if parameters are sent as differences.
 
         Args:
-            unit: which unit.
+            unit: number of the unit.
             begin: first element; the first of a chunk.
             end: one past the last; the end of a chunk.
             version: the version that the caller has; None = none.
 
         Returns:
-            Differences, or one message that says that there are none. Empty where the caller must have all values
+            Differences, or one message without values if the worker is up to date. Empty if the caller needs all values
             (`full`), or a step is being applied.
 
         Raises:
@@ -169,11 +169,11 @@ class ServedParameters:
         return (owned.full_frame(first, last, absent=True),)
 
     def full(self, owned: OwnedSlice, index: int) -> bytes:
-        """All values of one chunk where parameters travel as differences. Only while the slice is not `applying`."""
+        """All values of one chunk if parameters are sent as differences. Only while the slice is not `applying`."""
         self._counters["encodings"] += 1
         return owned.full_frame(index, index + 1, absent=False)
 
     def encode(self, owned: OwnedSlice, index: int, dtype: DType) -> bytes:
-        """One chunk in another dtype, encoded now. Only while the slice is not `applying`."""
+        """Encode one chunk in another dtype. Only while the slice is not `applying`."""
         self._counters["encodings"] += 1
         return owned.encode(index, dtype)

@@ -1,21 +1,23 @@
-"""The versions of a model that a server retains for subscribers: which, for whom, and what gives way. Pure.
+"""The versions of a model that a server retains for subscribers, and the order in which it drops them. Pure.
 
 Note: [A version that all servers have]
-    A subscriber needs the same version from every server, while steps go on and no server knows of the others. So it
-    first has each *reserve*: a server names the version it is at, and retains that and all later ones for it. The
-    subscriber chooses the newest that was named; every server has it, or will: steps commit on all of them. Then it
-    *pulls* that version, which gives the others up. With `multiple_of` only multiples are retained, so that subscribers
-    with the same interval pull the same versions, and each is encoded once.
+    A subscriber needs the same version from every server, while steps go on and servers do not know each other's
+    versions. So it first sends each server a *reserve*: the server names its version, and retains that and all later
+    ones for the subscriber. The subscriber chooses the newest version named. Every server has it, or will have it,
+    because steps commit on all servers. Then the subscriber *pulls* that version, which releases the others. With
+    `multiple_of`, only multiples are retained. So subscribers with the same interval pull the same versions, and each
+    version is encoded once.
 
 Note: [What a publication is made of]
-    Frames are replaced and never changed (`shard.core.wire_copy`), so a version is retained by referring to its frames,
-    where the slice has some in the dtype wanted: nothing is encoded or copied. What has none (workers map the slice, or
+    Frames are replaced and never changed (`shard.core.wire_copy`). So if a slice has frames in the dtype wanted, its
+    version is retained by a reference to them, without encoding or copying. A slice without them (workers map it, or
     another dtype is wanted) is encoded once from the master, before the next step may change it.
 
 Note: [Room]
-    Versions retained take at most `max_bytes`, whoever wants how many; one is always retained. Beyond that the oldest
-    gives way, first of those that are only compared with. A subscriber that has not got what it reserved after
-    `retain_s` loses it, too. Whoever asks for what is gone gets `Busy`, and takes a newer version.
+    All retained versions together take at most `max_bytes`; one is always retained. Beyond that the oldest is dropped,
+    first among those that are only a base for comparisons. A version that its subscriber has not pulled `retain_s`
+    after reserving is dropped, too. A request for a dropped version gets `Busy`; the subscriber then takes a newer
+    version.
 """
 
 from __future__ import annotations
@@ -44,9 +46,9 @@ class Publication:
 
     Attributes:
         key: as given.
-        changed: by number of the slice, the version that last changed it.
-        frames: by number of the slice, its encoded chunks; of those that are encoded already.
-        dropped: whether it gave way to newer ones.
+        changed: the version that last changed each slice, by its number.
+        frames: the encoded chunks of each slice that is encoded already, by its number.
+        dropped: whether it was dropped for newer versions.
     """
 
     def __init__(self, key: Key) -> None:
@@ -58,11 +60,11 @@ class Publication:
         self._bytes = 0
 
     def add(self, slices: Iterable[OwnedSlice], *, shared: bool) -> list[OwnedSlice]:
-        """Take slices at this version, none of them `applying`; returns those that are to be encoded, ascending.
+        """Add slices at this version, none of them `applying`; returns those that must be encoded, ascending.
 
         Args:
-            slices: which; those that it has stay as they are.
-            shared: whether frames of the slices are of this dtype.
+            slices: the slices; those that it has already stay as they are.
+            shared: whether the slices' own frames have this dtype.
         """
         lacking: list[OwnedSlice] = []
         for owned in slices:
@@ -78,7 +80,7 @@ class Publication:
 
     @property
     def complete(self) -> bool:
-        """Whether all of it is encoded."""
+        """True if all of it is encoded."""
         return len(self.frames) == len(self.changed)
 
     @property
@@ -88,7 +90,7 @@ class Publication:
         return self._bytes + differences
 
     def encode(self, owned: OwnedSlice) -> int:
-        """Encode a slice that is lacking, at this version still; returns how many chunks. Any thread.
+        """Encode a missing slice, which is still at this version; returns the number of chunks. Any thread.
 
         Raises:
             SliceMoved: its values are corrupt.
@@ -101,26 +103,26 @@ class Publication:
         return len(frames)
 
     def has_changes(self, base: Publication) -> bool:
-        """Whether `encode_changes` was done with an older publication of the same dtype."""
+        """True if `encode_changes` was called with this older publication."""
         return base.key[1] in self._changes
 
     def encode_changes(self, base: Publication) -> None:
-        """Encode what makes this of an older complete publication of the same dtype and epoch. Any thread."""
+        """Encode the changes from an older complete publication of the same dtype and epoch. Any thread."""
         numbers = [n for n, changed in self.changed.items() if changed > base.key[1]]
         old, new = dict(base.frames), dict(self.frames)
         made = {n: _changes(old[n], new[n], self.key[2]) for n in numbers if n in old and n in new}
         self._changes[base.key[1]] = made
 
     def frames_since(self, number: int, since: int, *, changes: bool) -> tuple[bytes, ...]:
-        """The chunks of a slice for somebody who has version `since` (-1 = none): none where nothing changed.
+        """The chunks of a slice for a subscriber at version `since` (-1 = none); empty if nothing changed.
 
         Args:
-            number: of the slice.
-            since: the version.
-            changes: whether chunks may have only what changed.
+            number: number of the slice.
+            since: the subscriber's version.
+            changes: whether chunks may carry changes only.
 
         Raises:
-            Busy: this publication gave way.
+            Busy: this publication was dropped.
             KeyError: the slice is not in it.
         """
         if self.dropped:
@@ -132,13 +134,13 @@ class Publication:
         return self.frames[number]
 
     def drop(self) -> None:
-        """Give its memory back; who still reads it gets `Busy`."""
+        """Free its memory; a subscriber that still reads it gets `Busy`."""
         self.dropped = True
         self.frames, self._changes = {}, {}
 
 
 def _changes(old: tuple[bytes, ...], new: tuple[bytes, ...], dtype: DType) -> tuple[bytes, ...]:
-    """Per chunk, a frame of what changed, or the whole one where that is smaller."""
+    """For each chunk, a frame of the changes, or the full frame if that is smaller."""
     frames: list[bytes] = []
     for before, after in zip(old, new, strict=True):
         header, payload = decode_chunk(after)
@@ -157,10 +159,10 @@ class Wish:
     """The versions that a subscriber wants.
 
     Attributes:
-        dtype: in which element type.
-        epoch: how often the model had been restored, as far as it knows.
-        min_version: the oldest one of that epoch; any of a later epoch will do.
-        multiple_of: only multiples of this.
+        dtype: element type of the values.
+        epoch: number of restores of the model, as far as the subscriber knows.
+        min_version: the oldest version wanted of that epoch; any version of a later epoch is accepted.
+        multiple_of: versions must be multiples of this.
     """
 
     dtype: DType
@@ -169,7 +171,7 @@ class Wish:
     multiple_of: int = 1
 
     def wants(self, epoch: int, version: int) -> bool:
-        """Whether a version will do."""
+        """True if the subscriber wants a version."""
         if epoch != self.epoch:
             return epoch > self.epoch
         return version >= self.min_version and version % self.multiple_of == 0
@@ -179,10 +181,10 @@ class Subscriber:
     """The versions that are retained for one subscriber.
 
     Attributes:
-        wish: what it reserves; None when it reserves nothing.
+        wish: the versions that it reserves; None if it reserves nothing.
         reserved: the publications that it may choose from, oldest first.
-        reserved_s: when the first of them was made.
-        base: what it pulled last; None unless changes are to be made from it.
+        reserved_s: time at which the first of them was made.
+        base: the publication it pulled last; None unless changes are to be made from it.
     """
 
     def __init__(self) -> None:
@@ -196,9 +198,9 @@ class Publications:
     """The versions that are retained for all subscribers of a model.
 
     Args:
-        max_bytes: of memory; see Note: [Room].
-        retain_s: for how long a version is retained for a subscriber that does not get it.
-        counters: where publications are counted.
+        max_bytes: memory limit; see Note: [Room].
+        retain_s: seconds that a version is retained for a subscriber that does not pull it.
+        counters: counters of publications.
     """
 
     def __init__(self, max_bytes: float, retain_s: float, counters: Counter[str]) -> None:
@@ -217,26 +219,26 @@ class Publications:
         return sum(publication.nbytes for publication in self._published.values())
 
     def add(self, subscriber: Subscriber) -> None:
-        """There is another subscriber."""
+        """Add a subscriber."""
         self._subscribers.append(subscriber)
 
     def remove(self, subscriber: Subscriber) -> None:
-        """A subscriber has gone."""
+        """Remove a subscriber."""
         self._subscribers.remove(subscriber)
         self._prune()
 
     def publish(
         self, epoch: int, version: int, slices: Iterable[OwnedSlice], own_dtype: DType | None, now_s: float
     ) -> list[tuple[Publication, list[OwnedSlice]]]:
-        """The slices are all at a version: retain it for whoever wants it; returns what is to be encoded.
+        """Retain a version that the slices are all at for its subscribers; returns the slices that must be encoded.
 
-        It may be called again for the same version, when there are more slices.
+        It may be called again for the same version with more slices.
 
         Args:
             epoch: of the values.
             version: of the model.
-            slices: those of which this server is the primary.
-            own_dtype: the dtype of their frames; None where they are compressed.
+            slices: the slices of which this server is the primary.
+            own_dtype: the dtype of their frames; None if they are compressed.
             now_s: the time.
         """
         self._expire(epoch, now_s)
@@ -263,15 +265,15 @@ class Publications:
         self._prune()
 
     def choose(self, subscriber: Subscriber, epoch: int, version: int, present: tuple[int, int]) -> Publication | None:
-        """The version that a subscriber has chosen of its reserved ones, the others are given up; None = it is to come.
+        """The version that a subscriber has chosen; its other reserved ones are released. None = it is to come.
 
         Args:
-            subscriber: who.
-            epoch, version: what it has chosen.
-            present: epoch and version that the model is at.
+            subscriber: the subscriber.
+            epoch, version: the version it has chosen.
+            present: epoch and version of the model.
 
         Raises:
-            Busy: this version is not retained, and cannot be any more.
+            Busy: this version is not retained, and it is too late to retain it.
         """
         chosen = [p for p in subscriber.reserved if p.key[:2] == (epoch, version)]
         if chosen:
@@ -283,13 +285,13 @@ class Publications:
         return None
 
     def done(self, subscriber: Subscriber, *, compare: bool) -> None:
-        """A subscriber has got what it chose, which is retained if its next version is to be compared with it."""
+        """Release the version that a subscriber has received, unless its next version is to be compared with it."""
         chosen, subscriber.reserved = subscriber.reserved, []
         subscriber.base = chosen[-1] if chosen and compare else None
         self._prune()
 
     def clear(self) -> None:
-        """The values are replaced: nothing that was retained is of use."""
+        """Drop all versions, because the values are replaced."""
         for publication in self._published.values():
             publication.drop()
         for subscriber in self._subscribers:
@@ -319,7 +321,7 @@ class Publications:
                     self.give_way(publication)
 
     def give_way(self, publication: Publication) -> None:
-        """Retain a version no more; who wanted it gets `Busy`, and takes a newer one."""
+        """Drop a version; subscribers that wanted it get `Busy`, and take a newer one."""
         self._counters["published_dropped"] += 1
         for subscriber in self._subscribers:
             subscriber.reserved = [p for p in subscriber.reserved if p is not publication]

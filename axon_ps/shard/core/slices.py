@@ -1,27 +1,27 @@
-"""One slice on one server: its master values, the gradient summed for it, its wire copy, and an update prepared. Pure.
+"""One slice on one server: its master values, its gradient sum, its wire copy, and a prepared update. Pure.
 
-Each of these is a module of its own; here is how a step, first values or a copy go through all of them. Which step or
-version it is, and who may do what when, is the engine's business.
+Each of these is a separate module; this one takes a step, first values or a copy through all of them. The engine
+decides the step and version, and the order of calls.
 
 Invariant: while a slice is `applying`, only `apply` and `copy` touch its values and the accumulator that is applied,
 each chunk from one thread. Other accumulators may be added to meanwhile.
 
 Note: [Memory of a slice]
-    With n elements: master f32[n] and one wire copy of it, frames or mapped. A trainable slice adds the accumulator
-    f32[n] (one per replica where replicas step asynchronously, each from its first gradient on) and the moments
-    f32[n] each, and while replicas are ahead of others what `shard.core.queued` keeps of theirs; if parameters
-    travel compressed, a residual f32[n] (or what was sent) too. While an apply runs there are also the new frames of
-    the unit, until they replace the old ones.
+    A slice of n elements has its master f32[n] and one wire copy of it, frames or mapped. A trainable slice adds the
+    accumulator f32[n] (one per replica if replicas step asynchronously, each from its first gradient on) and the
+    moments f32[n] each. It also adds the chunks that `shard.core.queued` keeps while replicas are ahead of others. If
+    parameters are compressed, it has a residual f32[n] (or `sent`) too. While an apply runs there are also the new
+    frames of the unit, until they replace the old ones.
 
-    A backup has the same but for the wire copy: it makes frames only when somebody asks for them, or where parameters
-    travel compressed, since the residual moves with them.
+    A backup has the same except for the wire copy. It makes frames only on request, or if parameters are compressed,
+    since the residual changes with them.
 
 Note: [Primary and backup]
-    Workers push to the primary alone, and it forwards each chunk of the sum to the backups; so all apply the same bits
-    in the same loops, and stay equal. Where there are to be copies and gradients travel as bf16 or f16, a sum is
-    rounded to that once all replicas are in it, and forwarded so: half of the bytes, and what NCCL's bf16 reductions
-    give at best. A backup can answer a gather at any time. One that is still `copying` has no values yet: it takes sums
-    for the step under way, and cannot be `ready` before its values have come.
+    Workers push to the primary alone, and it forwards each chunk of the sum to the backups. So all apply the same bits
+    in the same loops, and stay equal. If replication is above 1 and gradients are bf16 or f16 on the wire, a complete
+    sum is rounded to that dtype and forwarded so. That takes half of the bytes, and is as exact as NCCL's bf16
+    reductions at best. A backup can answer a gather at any time. A server that is still `copying` has no values yet: it
+    takes sums for the step under way, and cannot be `ready` before its values have come.
 """
 
 from __future__ import annotations
@@ -52,33 +52,33 @@ class OwnedSlice:
     """A slice with its state.
 
     Args:
-        number: of the slice in the plan.
-        plan_slice: which range of which unit, from the plan.
+        number: number of the slice in the plan.
+        plan_slice: its range and unit, from the plan.
         unit: that unit's parameters.
         first_parameter: number of the unit's first parameter in the layout.
         chunk_numel: elements of a chunk.
-        precision: what frames and pushed chunks hold.
-        allocate: makes the memory of the first accumulator; None = ordinary memory, of which the others are.
+        precision: element types and compression of frames and pushed chunks.
+        allocate: makes the memory of the first accumulator; None = ordinary memory, as for the others.
 
     Attributes:
         number: as given.
         primary: whether this server is its primary; else it is a backup.
-        copying: whether this server is still getting its values from the primary.
-        chunks: its range and how that is cut.
+        copying: whether this server is still receiving its values from the primary.
+        chunks: its range, cut into chunks.
         master: its values and moments.
-        accumulators: where gradients are summed; one, or one per replica where replicas step asynchronously.
-        wire: its values as they travel.
-        speculative: what the undecided step would make of it.
+        accumulators: the sums of gradients; one, or one per replica if replicas step asynchronously.
+        wire: its values in their form on the wire.
+        speculative: its prepared update by the undecided step.
         trainable: whether optimizer steps change it.
         reached: the version this slice is at.
         changed: the version that last changed it; the version in its frames.
         copied: the version in which it last took another model's values since it was made or restored; 0 = none.
         applying: whether an update or a copy is under way.
-        lacking: chunks that lack first values; not 0 before what was stored is published.
+        lacking: chunks that lack first values; not 0 before `publish`.
         replicated: whether other servers hold it, too.
-        digest: of values and moments as the last update left them; None before one, or without copies.
-        corruptions: what was found not to hold what was written, and nobody has taken yet; any thread adds to it.
-        corrupt: whether the values are lost for that, and others are to come. See `shard.core.digests`.
+        digest: digest of values and moments after the last update; None before an update, or without copies.
+        corruptions: corrupt blocks that were found and not yet taken by `take_corruptions`; any thread adds to it.
+        corrupt: whether the values are lost because of that, and a copy is to come. See `shard.core.digests`.
     """
 
     def __init__(
@@ -113,19 +113,19 @@ class OwnedSlice:
         self.digest: int | None = None
         self._update: Update | None = None
         self._next_version = 0
-        self._serving = True  # whether the update under way makes a wire copy
+        self._serving = True  # True if the update under way makes a wire copy
         self.corruptions: list[Corruption] = []
         self.corrupt = False
         if unit.trainable:
             assert self._applied.array is not None  # its memory is allocated now, not in the first step
 
     def set_role(self, *, primary: bool, replicated: bool, rounds: bool) -> None:
-        """Be the primary of the slice, or a backup.
+        """Make this the primary of the slice, or a backup.
 
         Args:
-            primary: which.
-            replicated: others hold it, too.
-            rounds: sums are rounded to the dtype in which gradients travel.
+            primary: whether it is the primary.
+            replicated: whether other servers hold it, too.
+            rounds: whether sums are rounded to the gradients' wire dtype.
         """
         self.primary, self.replicated, self._rounds = primary, replicated, rounds
         for accumulator in self.accumulators:
@@ -135,7 +135,7 @@ class OwnedSlice:
 
     @property
     def serves(self) -> bool:
-        """Whether an update makes a wire copy; a backup makes one only where parameters travel compressed."""
+        """True if an update makes a wire copy; a backup only if workers map it or parameters are compressed."""
         return self.primary or self.wire.mapped is not None or self.wire.compressed
 
     def memory(self) -> dict[str, int]:
@@ -159,7 +159,7 @@ class OwnedSlice:
         self.accumulators[accumulator].restart()
 
     def set_accumulators(self, count: int) -> None:
-        """Have `count` empty accumulators; the memory of those that are too many is freed."""
+        """Make `count` empty accumulators; the memory of surplus ones is freed."""
         self._clear_queued(count)
         more = count - len(self.accumulators)
         made = [Accumulator(self.chunks, self._precision, trainable=self.trainable) for _ in range(more)]
@@ -174,7 +174,7 @@ class OwnedSlice:
             accumulator.queued.clear()
 
     def accepts(self, accumulator: int) -> bool:
-        """Whether an accumulator may be added to: it is not being applied."""
+        """True if an accumulator may be added to: it is not being applied."""
         return not (self.applying and self._applied is self.accumulators[accumulator])
 
     # ------------------------------------------------------------------ values that replace others
@@ -185,10 +185,10 @@ class OwnedSlice:
         return all(self._stored)
 
     def store(self, index: int, values: Array) -> None:
-        """Take the first values of chunk `index`: f32[c]. Once it has had every chunk, `publish`.
+        """Take the first values of chunk `index`: f32[c]. After every chunk, call `publish`.
 
         Raises:
-            InvalidRequest: they are of the wrong length.
+            InvalidRequest: they have the wrong length.
         """
         chunk = self.master.values[self.chunks.ranges[index]]
         if values.size != chunk.size:
@@ -202,7 +202,7 @@ class OwnedSlice:
             self.lacking = max(1, self.lacking - 1)
 
     def publish(self, version: int) -> int:
-        """Serve the present values, which are those of `version`; returns how many frames were made. Any thread."""
+        """Serve the present values as those of `version`; returns the number of frames made. Any thread."""
         self.changed = self.reached = version
         self.copied = 0
         self._replaced(self.master.digests_of(self.master.arrays()))
@@ -212,7 +212,7 @@ class OwnedSlice:
         return frames
 
     def digests_of_copy(self, arrays: Mapping[str, Array]) -> SliceDigests:
-        """The digests of values and moments that have come from the primary, for `copied_from_primary`. Any thread."""
+        """Compute the digests of values and moments copied from the primary, for `copied_from_primary`. Any thread."""
         if self.wire.sent is not None:
             self.wire.sent.record()
         return self.master.digests_of(arrays)
@@ -220,14 +220,14 @@ class OwnedSlice:
     def copied_from_primary(
         self, reached: int, changed: int, copied: int, frames: Sequence[bytes], digests: SliceDigests
     ) -> None:
-        """The values of the primary at version `reached` are here; and its frames, where they travel compressed.
+        """Take over the copied values of the primary, and its frames if parameters are compressed.
 
         Args:
-            reached: the version that they are at.
+            reached: the version of the values.
             changed: the version that last changed them.
-            copied: the version in which they last were another model's.
-            frames: as they are.
-            digests: of values and moments, as they have come.
+            copied: the version in which they were last copied from another model.
+            frames: the primary's frames.
+            digests: digests of the received values and moments.
         """
         self.wire.copied(changed, frames)
         self.reached, self.changed, self.copied = reached, changed, copied
@@ -235,13 +235,13 @@ class OwnedSlice:
         self._replaced(digests)
 
     def _replaced(self, digests: SliceDigests) -> None:
-        """There are other values and moments, with these digests."""
+        """Reset the state for other values and moments, with these digests."""
         self.master.digests = digests
         self.corruptions.clear()
         self.copying, self.corrupt, self.digest = False, False, None
 
     def withdraw(self) -> None:
-        """There are no values any more: they are being replaced."""
+        """Withdraw the values, which are being replaced."""
         self.wire.withdraw()
         self.lacking = len(self.chunks.bounds)
         self._stored = bytearray(self.lacking)
@@ -257,11 +257,11 @@ class OwnedSlice:
 
     @property
     def lacks_frames(self) -> bool:
-        """True if there are values, and no frames of them yet. Where they travel as differences, there may be none."""
+        """True if there are values without frames. Never for parameters sent as differences, which may have none."""
         return not (self.wire.frames or self.wire.differs or self.lacking or self.applying)
 
     def ensure_frames(self) -> int:
-        """Encode the frames if they are lacking; returns how many. Any thread, while no step changes the values.
+        """Encode the frames if they are lacking; returns their number. Any thread, while no step changes the values.
 
         Raises:
             SliceMoved: its values are corrupt.
@@ -272,7 +272,7 @@ class OwnedSlice:
         return self.wire.encode_all(self.changed, self.master.values)
 
     def encode(self, index: int, dtype: DType) -> bytes:
-        """A frame of chunk `index` in a dtype that the job does not send by itself.
+        """Encode chunk `index` in a dtype that is not the job's.
 
         Raises:
             SliceMoved: its values are corrupt.
@@ -281,7 +281,7 @@ class OwnedSlice:
         return self.wire.encode_as(dtype, index, self.changed, self.master.values[self.chunks.ranges[index]])
 
     def full_frame(self, first: int, last: int, *, absent: bool) -> bytes:
-        """An empty message for chunks [first, last), where parameters travel as differences: see `WireCopy`.
+        """Return a message with all values of chunks [first, last), or without values if `absent`; see `WireCopy`.
 
         Raises:
             SliceMoved: its values are corrupt.
@@ -291,7 +291,7 @@ class OwnedSlice:
         return self.wire.full_frame(first, last, self.changed, self.master.values, absent=absent)
 
     def fill(self, memory: MappedMemory) -> None:
-        """Write the wire copy to `memory`, for `map`. Any thread, while no step changes the values.
+        """Write the wire copy to `memory`; `map` follows. Any thread, while no step changes the values.
 
         Raises:
             SliceMoved: its values are corrupt.
@@ -303,7 +303,7 @@ class OwnedSlice:
             memory.values[:] = self.master.values
 
     def map(self, memory: MappedMemory) -> None:
-        """From now on the wire copy is in `memory`, where `fill` has written it; nothing has changed since."""
+        """Use `memory`, written by `fill`, as the wire copy from now on; the values must not have changed since."""
         assert not self.applying, "values that are being changed cannot move to other memory"
         if not self.wire.is_cast:
             self.master.values = memory.values
@@ -318,24 +318,24 @@ class OwnedSlice:
     # ------------------------------------------------------------------ a step
 
     def unchanged(self, version: int) -> None:
-        """A step led to `version`, and had no gradient for this slice."""
+        """Advance to `version`, by a step without a gradient for this slice."""
         self.reached = version
         self._publish_mapped()
 
     def begin_update(self, update: Update, version: int, *, as_expected: bool, accumulator: int) -> int:
-        """Freeze the summed gradient for `apply`; its counters start again for the next step.
+        """Freeze the summed gradient for `apply`; its counters restart for the next step.
 
         Args:
-            update: what the optimizer does.
+            update: the optimizer's work.
             version: the version this leads to.
-            as_expected: what was prepared is of this update.
+            as_expected: whether the prepared frames are those of this update.
             accumulator: index of the accumulator to apply.
 
         Returns:
-            How many frames are yet to be made.
+            The number of frames to be made.
         """
         prepared: list[bytes] = []
-        # committed frames live on, and whoever is reading them may go on; where workers map, no others are made to them
+        # readers may keep the committed frames; a mapped slice uses prepared frames only if all chunks have one
         if as_expected and (self.wire.mapped is None or all(self.speculative.frames)):
             prepared, self.speculative.frames = self.speculative.frames, prepared
         else:
@@ -361,13 +361,13 @@ class OwnedSlice:
             self.wire.encode_updated(first, last, self._next_version, self.master.values, scratch)
 
     def begin_copy(self, version: int) -> int:
-        """Values are about to come from a slice of another model, for `copy`; returns how many frames that makes."""
+        """Prepare `copy` from a slice of another model; returns the number of frames to be made."""
         for accumulator in range(len(self.accumulators)):
             self.restart(accumulator)
         return self._begin(None, version, [])
 
     def copy(self, first: int, last: int, source: OwnedSlice, weight: float, scratch: Array) -> None:
-        """Chunks [first, last) become (1 - weight) * their values + weight * those of `source`. As `apply` otherwise.
+        """Set chunks [first, last) to (1 - weight) * their values + weight * those of `source`. As `apply` otherwise.
 
         Args:
             first: number of the first chunk.
@@ -395,7 +395,7 @@ class OwnedSlice:
         return 0
 
     def finish(self) -> None:
-        """Every chunk has been updated or copied: serve the new values."""
+        """Serve the new values, after every chunk has been updated or copied."""
         self.wire.end_update(self._next_version)
         self.reached = self.changed = self._next_version
         self.digest = self.master.digests.total if self.replicated else None
@@ -412,27 +412,27 @@ class OwnedSlice:
     # ------------------------------------------------------------------ memory that fails
 
     def check(self, first: int, last: int) -> None:
-        """Look at values and moments of chunks [first, last), which no step changes now. Any thread."""
+        """Check values and moments of chunks [first, last), which no step changes now. Any thread."""
         self.corruptions += self.master.check(first, last)
 
     def check_gradient(self, accumulator: int, index: int) -> bool:
-        """Whether chunk `index` of an accumulator holds what was summed, and so did all before it."""
+        """True if chunk `index` of an accumulator is intact, and so were all chunks checked before."""
         sums = self.accumulators[accumulator]
         if not sums.spoiled:
             self.corruptions += sums.check((index,))
         return not sums.spoiled
 
     def take_corruptions(self) -> list[Corruption]:
-        """The corruptions found since the last time; if one is in values or moments, they are lost."""
+        """Return the corruptions found since the last call; if one is in values or moments, drop these."""
         found, self.corruptions = self.corruptions, []
         if any(c.array != GRADIENT for c in found):
             self.lose_values()
         return found
 
     def lose_values(self) -> None:
-        """Values and moments are corrupt: nothing is served until others are here."""
+        """Drop corrupt values and moments; nothing is served until a copy is here."""
         self.speculative.discard()
-        if self.wire.mapped is not None:  # workers may go on reading it, at the version that it has
+        if self.wire.mapped is not None:  # workers may still read it, at its version
             if not self.wire.is_cast:
                 self.master.values = np.zeros_like(self.master.values)
             self.wire.mapped.close()
@@ -441,7 +441,7 @@ class OwnedSlice:
         self.corrupt, self.digest = True, None
 
     def check_values(self, first: int, last: int) -> None:
-        """Look at the values of chunks [first, last), which no step changes now. Any thread.
+        """Check the values of chunks [first, last), which no step changes now. Any thread.
 
         Raises:
             SliceMoved: they are corrupt.
@@ -450,7 +450,7 @@ class OwnedSlice:
         self.refuse_corrupt()
 
     def refuse_corrupt(self) -> None:
-        """Raise if something was found.
+        """Raise if corruption was found.
 
         Raises:
             SliceMoved: the values are corrupt.
@@ -463,31 +463,31 @@ class OwnedSlice:
 
 
 class OwnedSlices(dict[int, OwnedSlice]):
-    """The slices of one model that a server holds, by number; in forward order.
+    """The slices of one model that a server holds, by number, in forward order.
 
     Attributes:
-        num_units: of the layout; None before `configure`.
-        allocate: makes the memory of sums that are forwarded; None = ordinary memory. The shell sets it.
+        num_units: number of units in the layout; None before `configure`.
+        allocate: makes the memory of sums that are forwarded; None = ordinary memory. Set by the shell.
     """
 
     num_units: int | None = None
     allocate: Allocate | None = None
 
     def configure(self, spec: JobSpec, num_cuts: int) -> None:
-        """Set what slices there can be: the plan's over `num_cuts` servers."""
+        """Set the plan of the slices, over `num_cuts` servers."""
         self._plan = spec.plan(num_cuts)
         self.num_units = len(spec.layout.units)
 
     def check(self, placement: Placement) -> None:
-        """Refuse a placement that is not of the slices that there can be.
+        """Check that a placement is of this plan's slices.
 
         Raises:
-            InvalidRequest: it has more of them, or fewer.
+            InvalidRequest: it has another number of slices.
         """
         placement.check(self._plan)
 
     def make(self, spec: JobSpec, placement: Placement, server: int) -> list[OwnedSlice]:
-        """The slices that a placement gives to `server` and that are not here, for `place`. Any thread."""
+        """Make the slices that a placement gives to `server` and that are not here, for `place`. Any thread."""
         plan, units = spec.plan(placement.num_cuts), spec.layout.units
         first_parameters = tuple(accumulate((len(u.parameters) for u in units), initial=0))
         made: list[OwnedSlice] = []
@@ -502,7 +502,7 @@ class OwnedSlices(dict[int, OwnedSlice]):
         return made
 
     def place(self, placement: Placement, server: int, added: list[OwnedSlice]) -> list[OwnedSlice]:
-        """Hold what a placement gives to `server`, of which `added` was made; returns the slices that are given up."""
+        """Hold the slices that a placement gives to `server`, of which `added` are new; returns the removed slices."""
         wanted = placement.slices_of(server)
         removed = [self.pop(number) for number in set(self).difference(wanted)]
         for owned in added:
@@ -546,9 +546,9 @@ class OwnedSlices(dict[int, OwnedSlice]):
 
     @property
     def primaries(self) -> list[OwnedSlice]:
-        """Those of which this server is the primary."""
+        """The slices of which this server is the primary."""
         return [owned for owned in self.values() if owned.primary]
 
     def masters(self) -> list[Master]:
-        """Those of trainable slices."""
+        """The masters of trainable slices."""
         return [owned.master for owned in self.values() if owned.trainable]

@@ -1,11 +1,11 @@
-"""The values that an undecided step will make of a slice, should it commit as expected. Pure.
+"""The values of a slice after an undecided step, if it commits as expected. Pure.
 
 Note: [Speculative update]
     A worker may ask for the result of a step before the step is decided, naming the hyperparameters it expects. Each
-    chunk that has every replica's gradient is then updated in a copy and encoded. Once all chunks are there the frames
-    of the current version are dropped, so that there is still one wire copy (they are encoded again if anybody asks;
-    compressed ones are small and stay). If the step commits as expected, the prepared frames become the new ones; if
-    not, they are discarded.
+    chunk that has every replica's gradient is then updated in a copy and encoded. Once all chunks are prepared, the
+    frames of the current version are dropped, so that there is still one wire copy. They are encoded again on request;
+    compressed frames are small and stay. If the step commits as expected, the prepared frames become the new ones;
+    otherwise they are discarded.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class SpeculativeUpdate:
         wire: its wire copy.
 
     Attributes:
-        frames: per chunk, its frame if the undecided step commits as expected; b"" where not made, empty when none is.
+        frames: per chunk, its frame if the undecided step commits as expected; b"" if not made, empty if none is.
     """
 
     def __init__(self, chunks: Chunks, master: Master, wire: WireCopy) -> None:
@@ -37,23 +37,23 @@ class SpeculativeUpdate:
         self._wire = wire
 
     def has(self, index: int) -> bool:
-        """Whether chunk `index` is prepared."""
+        """True if chunk `index` is prepared."""
         return bool(self.frames) and bool(self.frames[index])
 
     def prepare(
         self, index: int, sums: Accumulator, update: Update, version: int, scratch: Array
     ) -> tuple[bytes, list[Corruption]]:
-        """The frame of chunk `index` as the update would make it; made once. Every replica must have been added to it.
+        """The frame of chunk `index` after the update; made once. Every replica must have been added to the chunk.
 
         Args:
-            index: which chunk.
-            sums: has the summed gradient.
-            update: the one that is expected.
-            version: the version it would lead to.
+            index: number of the chunk.
+            sums: the accumulator with the summed gradient.
+            update: the expected update.
+            version: the version after the update.
             scratch: from `WireCopy.scratch`.
 
         Returns:
-            The frame; or none, and what did not hold what was written.
+            The frame; or an empty one, and the corrupt blocks.
         """
         if not self.has(index):
             elements, wire = self._chunks.ranges[index], self._wire
@@ -71,5 +71,5 @@ class SpeculativeUpdate:
         return self.frames[index], []
 
     def discard(self) -> None:
-        """The step ends otherwise, or its gradient is gone."""
+        """Discard the frames: the step ended in another way, or its gradient is gone."""
         self.frames = []

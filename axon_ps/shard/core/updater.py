@@ -1,4 +1,4 @@
-"""The optimizer of a model: its kernels, hyperparameters, and which moments they need. Pure.
+"""The optimizer of a model: its kernels, its hyperparameters, and the moments they need. Pure.
 
 Refuses a second optimizer: a model has one. The arithmetic is `shard.core.master`'s.
 """
@@ -19,14 +19,14 @@ class Updater:
 
     Args:
         spec: the optimizer as registered.
-        num_parameters: of the layout, frozen ones included.
-        restored: the optimizer of the checkpoint that the moments came from, if they did.
+        num_parameters: number of parameters in the layout, with frozen ones.
+        restored: the optimizer of the checkpoint that the moments came from; None = they did not.
 
     Attributes:
         spec: the optimizer as registered.
 
     Raises:
-        InvalidRequest: optimizer or hyperparameter is unknown, or the groups do not cover the layout.
+        InvalidRequest: the optimizer or a hyperparameter is unknown, or the groups do not cover the layout.
     """
 
     def __init__(self, spec: OptimizerSpec, num_parameters: int, restored: OptimizerSpec | None = None) -> None:
@@ -41,7 +41,7 @@ class Updater:
         self._restored(restored)
 
     def restored(self, saved: OptimizerSpec | None, masters: Iterable[Master]) -> None:
-        """Values and moments of `masters` came from a checkpoint, whose optimizer this is."""
+        """Take the optimizer of the checkpoint that values and moments of `masters` came from."""
         self._restored(saved)
         self.install(masters, "" if saved is None else saved.name)
 
@@ -52,13 +52,13 @@ class Updater:
                 self._state_groups = (*self._state_groups, *groups)
 
     def begin_anew(self, masters: Iterable[Master]) -> None:
-        """Take the place of another optimizer, from the next update on, with new moments."""
+        """Replace another optimizer from the next update on, with new moments."""
         for master in masters:
             master.begin_anew()
         self.install(masters, self.spec.name)
 
     def install(self, masters: Iterable[Master], moments_of: str) -> None:
-        """Give trainable slices their groups and moments; those they have stay if they are of this optimizer.
+        """Give trainable slices their groups and moments; existing moments stay if they are of this optimizer.
 
         Args:
             masters: of the slices.
@@ -73,18 +73,18 @@ class Updater:
     def update(
         self, hypers: Sequence[Hyper], scale: float, masters: Iterable[Master], untouched: Collection[int] = ()
     ) -> Update:
-        """The update of a step that commits.
+        """Make the update of a step that commits.
 
         Args:
-            hypers: per parameter group; empty = as before.
+            hypers: hyperparameters per parameter group; empty = unchanged.
             scale: the clip factor.
-            masters: of trainable slices; get moments that a group needs for the first time (it turned momentum on,
-                say).
+            masters: of trainable slices; they get moments that a group needs for the first time (it turned momentum on,
+                for example).
             untouched: numbers of the parameters that stay as they are.
 
         Raises:
             InvalidRequest: a hyperparameter is unknown or out of range.
-            InternalError: there are not as many as groups.
+            InternalError: their number is not that of the groups.
         """
         if hypers:
             if len(hypers) != len(self.spec.groups):
@@ -99,10 +99,10 @@ class Updater:
         return Update(self._kernels, self._hypers, scale, frozenset(untouched))
 
     def expected(self, hypers: Sequence[Hyper]) -> Update:
-        """The update of a step that commits with these hyperparameters, unclipped.
+        """Make the update of a step that commits with these hyperparameters, unclipped.
 
         Raises:
-            InvalidRequest: one is unknown or out of range, or there are not as many as groups.
+            InvalidRequest: one is unknown or out of range, or their number is not that of the groups.
             StepAborted: they need moments that do not exist yet.
         """
         if len(hypers) != len(self.spec.groups):
@@ -120,6 +120,6 @@ class Updater:
             self._kernels.warm_up(self._hypers, wire_dtype)
 
     def _needs_moments(self, hypers: tuple[Hyper, ...]) -> bool:
-        """Whether a group with these hyperparameters needs moments that there are not yet."""
+        """True if a group with these hyperparameters needs moments that do not exist yet."""
         names = self._kernels.state_names
         return names((*self._state_groups, *hypers)) != names(self._state_groups)

@@ -1,29 +1,28 @@
-"""The values of one slice as they travel: encoded frames, or memory that workers of this host map. Pure.
+"""The values of one slice in their form on the wire: encoded frames, or memory that workers of this host map. Pure.
 
-Owns: encoding and compression, and the residual of compression; differences are `shard.core.differences`. Creates no
-shared memory: the shell hands it in.
+Owns: encoding and compression, and the residual of compression; differences are `shard.core.differences`. Shared memory
+is created by the shell and passed in.
 
     shape legend: n = slice_numel, c = numel of one chunk
 
-Invariant: the tuple `frames` is replaced, never changed, so whoever has it reads one version to its end.
+Invariant: the tuple `frames` is replaced, never changed, so its reader sees one version only.
 
 Note: [Compressed parameters]
-    The error of compressing a trainable slice for version v goes into `residual` and is added to the values before
+    The error of compressing a trainable slice for version v goes into `residual`. It is added to the values before
     those of v+1 are compressed (`compress.compressor`, Note: [Error feedback]). So each frame is within one quantum of
-    the master, a worker needs nothing but the frame, and the average over versions of what workers compute with is that
-    of the masters, also where a step moves a parameter by less than a quantum. The residual belongs to the frames that
-    are served: it starts at zero with first values and after a restore, moves only with a commit, and is not saved. A
-    frozen slice has none; its frames are made once. Frames are never dropped, since making them again would need the
-    residual of before.
+    the master, and a worker needs nothing but the frame. Averaged over versions, the workers' values equal the masters,
+    even if a step changes a parameter by less than a quantum. The residual belongs to the frames that are served: it
+    starts at zero with first values and after a restore, changes only with a commit, and is not saved. A frozen slice
+    has no residual; its frames are made once. Frames are never dropped, since making them again would need the previous
+    residual.
 
-    A compressor that is for differences (`Compressor.differences`) has what was sent in place of the residual, and its
-    frames bring only those up to date who have the version before: `shard.core.differences`, Note: [Parameters as
-    differences].
+    For a compressor of differences (`Compressor.differences`), `sent` replaces the residual, and its frames update only
+    workers that have the previous version: `shard.core.differences`, Note: [Parameters as differences].
 
 Note: [Mapped slices]
-    Where workers of this host map the slice (`same_host.shared_copy`), its wire copy is the mapped one, and an update
-    makes no frames; when somebody else asks they are made of it, and are another wire copy then. What travels as f32 is
-    the master itself: the memory that workers map is the master's, and there is no copy at all.
+    If workers of this host map the slice (`same_host.shared_copy`), its wire copy is the mapped memory, and an update
+    makes no frames. Frames are made from it when another process asks for them; they are a second wire copy then. If
+    parameters are f32 on the wire, workers map the master's own memory, and there is no wire copy at all.
 """
 
 from __future__ import annotations
@@ -61,7 +60,7 @@ class MappedMemory(Protocol):
         """Mark `values` as about to change."""
 
     def close(self) -> None:
-        """Release it; what workers have mapped stays."""
+        """Release it; the mappings of workers stay."""
 
 
 class WireCopy:
@@ -69,17 +68,18 @@ class WireCopy:
 
     Args:
         chunks: of the slice.
-        precision: what frames hold.
+        precision: element type and compression of frames.
         trainable: whether optimizer steps change the values.
 
     Attributes:
-        frames: per chunk, its encoded message; empty when they have to be encoded first.
-        mapped: the wire copy that workers of this host map; None while nobody does.
-        residual: f32[n], the compression error of `frames`; None when parameters are not compressed, or frozen, or
-            travel as differences.
-        sent: what whoever has the newest frames has; None where there are no differences, or the slice is frozen.
-        differs: whether parameters travel as differences; then there may be no frames, and `full_frame` makes some.
-        is_cast: whether the values are cast for the wire: they travel neither as f32 nor compressed.
+        frames: per chunk, its encoded message; empty if they have to be encoded first.
+        mapped: the wire copy that workers of this host map; None if they do not map it.
+        residual: f32[n], the compression error of `frames`; None if parameters are not compressed, or frozen, or sent
+            as differences.
+        sent: the values of a worker with the newest frames; None unless parameters are sent as differences and
+            trainable.
+        differs: whether parameters are sent as differences; then there may be no frames, and `full_frame` makes some.
+        is_cast: whether the values are cast for the wire, that is, neither sent as f32 nor compressed.
         compressed: whether frames are compressed.
     """
 
@@ -113,9 +113,9 @@ class WireCopy:
     # ------------------------------------------------------------------ frames
 
     def scratch(self, chunks: int = 1) -> Array:
-        """A buffer in which a thread makes the frames of so many chunks: wire[chunks · chunk_numel].
+        """A buffer in which a thread makes the frames of `chunks` chunks: wire[chunks · chunk_numel].
 
-        Compressed frames are made one by one, in u8[compressed_bytes(chunk_numel)], with differences in more.
+        Compressed frames are made one by one, in u8[compressed_bytes(chunk_numel)]; differences need more.
         """
         if self._compressor is not None and self.differs:
             return difference_scratch(self._chunks.chunk_numel, self._compressor)
@@ -129,12 +129,12 @@ class WireCopy:
         """The frame of chunk `index`.
 
         Args:
-            index: which chunk.
-            version: the version it is of.
+            index: number of the chunk.
+            version: version of the frame.
             values: f32[c].
-            scratch: from `scratch()`; what is compressed is compressed there.
-            residual: f32[c], becomes the compression error; None where there is none.
-            as_cast: wire[c], the values cast; None where they are not.
+            scratch: from `scratch()`; the buffer for compressed data.
+            residual: f32[c], becomes the compression error; None if there is none.
+            as_cast: wire[c], the values cast; None if they are not cast.
         """
         if self._compressor is None:
             return self._frame(index, version, self._dtype, values if as_cast is None else as_cast)
@@ -143,25 +143,25 @@ class WireCopy:
         return self._frame(index, version, DType.F32, payload, compressed=True)
 
     def speculative(self, index: int, version: int, values: Array, scratch: Array, as_cast: Array | None) -> bytes:
-        """The frame of chunk `index`, as `encode`; what compression remembers stays as it is."""
+        """Encode chunk `index` as `encode` does, without changing the state of the compression."""
         if self.sent is not None:
             return self.sent.speculative_frame(index, version, values, scratch)
         residual = None if self.residual is None else self.residual[self._chunks.ranges[index]].copy()
         return self.encode(index, version, values, scratch, residual, as_cast)
 
     def frames_since(self, version: int | None, first: int, last: int) -> tuple[bytes, ...]:
-        """The frames of chunks [first, last) if they are differences against a version; else none."""
+        """The frames of chunks [first, last) if they are differences against `version`; else empty."""
         sent = self.sent
         return self.frames[first:last] if sent is not None and version is not None and sent.base == version else ()
 
     def full_frame(self, first: int, last: int, version: int, values: Array, *, absent: bool = False) -> bytes:
-        """An empty message for chunks [first, last), where parameters travel as differences.
+        """Return a message with all values of chunks [first, last), if parameters are sent as differences.
 
         Args:
             first: number of the first chunk.
             last: one past the last.
             version: the version that last changed the values.
-            values: f32[n], the master's; what is sent is `sent`, where that is remembered.
+            values: f32[n], the master's; the message has `sent` instead if there is one.
             absent: whether the caller has the values.
         """
         if self.sent is not None:
@@ -171,11 +171,11 @@ class WireCopy:
         return full_frame(self._chunks, first, last, version, values, absent=absent)
 
     def encode_as(self, dtype: DType, index: int, version: int, values: Array) -> bytes:
-        """The frame of chunk `index`, f32[c], in a dtype that the job does not send by itself."""
+        """Encode chunk `index`, f32[c], in a dtype that is not the job's."""
         return self._frame(index, version, dtype, cast.encoded(values, dtype))
 
     def encode_all(self, version: int, values: Array) -> int:
-        """Make all frames, of f32[n] at a version; returns how many. Compressed ones move the residual."""
+        """Make all frames, of f32[n] at a version; returns their number. Compressed frames change the residual."""
         scratch = self.scratch()
         frames: list[bytes] = []
         for index, elements in enumerate(self._chunks.ranges):
@@ -190,7 +190,7 @@ class WireCopy:
         return len(frames)
 
     def drop_frames(self) -> None:
-        """Free the frames; they are encoded again if anybody asks."""
+        """Free the frames; they are encoded again on request."""
         self.frames = ()
 
     def _residual_of(self, elements: slice) -> Array | None:
@@ -204,7 +204,7 @@ class WireCopy:
     # ------------------------------------------------------------------ values change
 
     def replace(self, version: int, values: Array) -> int:
-        """Other values, f32[n], have taken the place of those before; returns how many frames were made."""
+        """Replace all values by others, f32[n]; returns the number of frames made."""
         if self.sent is not None:
             self.sent.replace(version, values)
         if self.differs:
@@ -219,23 +219,23 @@ class WireCopy:
         return 0
 
     def withdraw(self) -> None:
-        """There are no values any more: they are being replaced."""
+        """Withdraw the values, which are being replaced."""
         self.drop_frames()
         if self.mapped is not None:
             self.mapped.withdraw()
 
     def copied(self, version: int, frames: Sequence[bytes]) -> None:
-        """Take the frames of another holder, which are of a version; it has given its `feedback`, too."""
+        """Take the frames of another holder at a version; its `feedback` was copied before."""
         self.frames = tuple(frames)
         if self.sent is not None:
             self.sent.copied(version, frames)
 
     def begin_update(self, prepared: list[bytes], *, replacing: bool) -> int:
-        """The values are about to change; returns how many frames are to be made.
+        """Prepare a change of the values; returns the number of frames to be made.
 
         Args:
             prepared: per chunk, its next frame if it was made already; may be empty.
-            replacing: by others that have nothing to do with those before: they do not travel as differences.
+            replacing: whether the new values are unrelated to the old ones, so that they are not sent as differences.
         """
         self._replacing = replacing and self.differs
         if self._replacing:
@@ -248,7 +248,7 @@ class WireCopy:
         return self._next.count(b"")
 
     def cast_target(self, first: int, last: int, scratch: Array) -> Array | None:
-        """The array to which an update of chunks [first, last) casts the new values, wire[m]; None where it casts none.
+        """The array, wire[m], for the cast values that an update of chunks [first, last) makes; None if it makes none.
 
         Args:
             first: number of the first chunk.
@@ -266,9 +266,9 @@ class WireCopy:
         Args:
             first: number of the first chunk.
             last: one past the last.
-            version: the version they are of.
+            version: version of the frames.
             values: f32[n], the new values.
-            scratch: what `cast_target` was called with.
+            scratch: the buffer that `cast_target` was called with.
         """
         if self.differs:
             self._add_differences(first, last, version, values, scratch)
@@ -284,7 +284,7 @@ class WireCopy:
             self._next[index] = self._next[index] or frame
 
     def _add_differences(self, first: int, last: int, version: int, values: Array, scratch: Array) -> None:
-        """The same where parameters travel as differences."""
+        """Do as `encode_updated` for parameters sent as differences."""
         if self.sent is None:
             return
         for index in range(first, last):
@@ -297,7 +297,7 @@ class WireCopy:
                 self._next[index] = self.sent.frame(index, version, chunk, scratch)
 
     def end_update(self, version: int) -> None:
-        """Serve the next frames, of a version."""
+        """Serve the next frames, which are of `version`."""
         self.frames, self._next = tuple(self._next), []
         if self.sent is not None:
             self.sent.begin(version, None if self._replacing else self.sent.version)

@@ -1,1 +1,1 @@
-"""Workers and shard servers of one host pass each other shared memory: no chunk goes through a socket there."""
+"""Shared memory between the workers and shard servers of one host, so that no chunk goes through a socket."""

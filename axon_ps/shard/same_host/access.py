@@ -1,12 +1,12 @@
 """Shared memory between workers and shard servers of one host, so that no chunk goes through a socket.
 
 Owns: the handshake, on both sides (`SameHostServers` in a worker or another server, `SameHostCallers` in a server).
-Refuses: to decide what is leased; transfers and the servicer do. What is passed is `host.host_peer`'s.
+Refuses: to decide what is leased; transfers and the servicer do. The passing of memory is `host.host_peer`'s.
 
-The RPC `Handshake`, which knows the caller as a member, gives it the name of a socket and a nonce, which is good for
-one connection. The caller connects, and sends the nonce. The server accepts whoever is there when it next needs that
-member; by the nonce it knows which member it is, and a connection without one is worth nothing. A connection ends with
-the membership of either side, and a new life of a process is another member.
+The RPC `Handshake` authenticates the caller as a member. It returns the name of a socket and a nonce that is valid for
+one connection. The caller connects, and sends the nonce. The server accepts waiting connections when it next needs that
+member. The nonce identifies the member; a connection without a nonce is not used. A connection ends with the membership
+of either side. A restarted process is another member.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from axon_ps.types import Member, Membership
 from axon_ps.wire.v1 import shard_pb2
 
 MAX_LEASED_BYTES = 16 << 20
-"""Leased in one message, or copied at a time. An event loop does nothing else meanwhile: a few milliseconds."""
+"""Most bytes leased in one message, or copied at a time. Copying blocks the event loop for a few milliseconds."""
 
 MIN_LEASED_BYTES = 32 << 10
-"""Less is sent: to find a lease in what was passed takes a system call."""
+"""Fewer bytes are sent, since using a lease takes a system call."""
 
 MAX_ELEMENT_BYTES = 8
-"""A chunk that claims to be larger per element is refused."""
+"""Most bytes per element of a chunk; a larger claim is refused."""
 
 NONCE_BYTES = 16
 
 MAX_STRANGERS = 16
-"""Connections that have presented no nonce yet; one that does takes a moment, and the oldest are hung up on."""
+"""Most connections that have not presented a nonce yet; the oldest are closed. A valid client needs only a moment."""
 
 _TIMEOUT_S = 5.0
 _logger = logging.getLogger(__name__)
@@ -46,7 +46,7 @@ class SameHostServers:
     """A worker's view of the shard servers on its own host. On one event loop.
 
     Args:
-        node: name of the host; only servers of the same name are tried. "" = none.
+        node: name of the host; only servers with the same name are tried. "" = none.
     """
 
     def __init__(self, node: str) -> None:
@@ -57,7 +57,7 @@ class SameHostServers:
         self._peers: dict[str, HostPeer] = {}
 
     def set_members(self, membership: Membership, me: str) -> None:
-        """Set the current shard servers, and our id as a member."""
+        """Set the current shard servers, and this process's id as a member."""
         self._members = {m.rank: m for m in membership.shards if self._node and m.node == self._node}
         there = {m.id for m in self._members.values()} if me == self._me else set()
         self._known = {k: v for k, v in self._known.items() if k in there}
@@ -66,7 +66,7 @@ class SameHostServers:
         self._me = me
 
     async def access(self, server: int, stub: Stub, context: MakeContext) -> HostPeer | None:
-        """A server that memory is shared with, None if it is not; one handshake per server."""
+        """The peer of a server that memory is shared with; None if it is not shared. One handshake per server."""
         member = self._members.get(server)
         if member is None:
             return None
@@ -76,23 +76,23 @@ class SameHostServers:
         return await asyncio.shield(known)
 
     def is_shared(self, server: int) -> bool:
-        """Whether memory is shared with a server, as far as this is known. Any thread."""
+        """True if memory is known to be shared with a server. Any thread."""
         member = self._members.get(server)
         return member is not None and member.id in self._peers
 
     def forget(self, server: int) -> None:
-        """Drop what is known of a server, after a failure: the next `access` shakes hands again."""
+        """Drop the peer of a server, after a failure: the next `access` makes a new handshake."""
         if (member := self._members.get(server)) is not None:
             self._known.pop(member.id, None)
             self._peers.pop(member.id, None)  # calls under way go on with it
 
     @property
     def has_servers(self) -> bool:
-        """Whether there are servers on this host."""
+        """True if there are servers on this host."""
         return bool(self._members)
 
     def close(self) -> None:
-        """End the handshakes under way, and hang up."""
+        """End the handshakes under way, and close all connections."""
         for known in self._known.values():
             known.cancel()
         for peer in self._peers.values():
@@ -102,7 +102,7 @@ class SameHostServers:
     async def _handshake(self, member: Member, stub: Stub, context: MakeContext) -> HostPeer | None:
         try:
             reply = await stub.call("Handshake", shard_pb2.HandshakeRequest(context=context()), timeout_s=_TIMEOUT_S)
-        except AxonError as error:  # the caller's own call will fail of the same, and be retried
+        except AxonError as error:  # the caller's own call will fail with the same error, and be retried
             _logger.debug("shard server %d did not answer the handshake: %s", member.rank, error)
             self._known.pop(member.id, None)
             return None
@@ -133,14 +133,14 @@ class SameHostCallers:
         self._known: dict[str, HostPeer] = {}
 
     def set_members(self, membership: Membership) -> None:
-        """Hang up on those that are no members any more."""
+        """Close the connections of former members."""
         there = {m.id for m in (*membership.workers, *membership.shards)}
         for gone in set(self._known) - there:
             self._known.pop(gone).close()
         self._nonces = {nonce: member for nonce, member in self._nonces.items() if member in there}
 
     def handshake(self, caller: str) -> shard_pb2.HandshakeReply:
-        """The address and the nonce for a caller; those that it got before are worth nothing any more."""
+        """Return the address and a nonce for a caller; its earlier nonces become invalid."""
         self._accept()
         try:
             listener = self._listener = self._listener or Listener()
@@ -153,13 +153,13 @@ class SameHostCallers:
         return shard_pb2.HandshakeReply(socket=listener.name, nonce=nonce)
 
     def find(self, caller: str) -> HostPeer | None:
-        """A caller that memory is shared with; None if it is not."""
+        """The peer of a caller that memory is shared with; None if it is not shared."""
         if self._nonces or self._strangers:
             self._accept()
         return self._known.get(caller)
 
     def peer(self, caller: str) -> HostPeer:
-        """A caller that memory is shared with.
+        """The peer of a caller that memory is shared with.
 
         Raises:
             Broken: it has not connected.
@@ -170,14 +170,14 @@ class SameHostCallers:
         return found
 
     def close(self) -> None:
-        """Hang up on all, and accept nobody any more."""
+        """Close all connections and the listener."""
         for each in (self._listener, *self._strangers, *self._known.values()):
             if each is not None:
                 each.close()
         self._listener, self._strangers, self._known, self._nonces = None, [], {}, {}
 
     def _accept(self) -> None:
-        """Accept those that have connected, and find out by their nonces which members they are."""
+        """Accept waiting connections, and identify their members by the nonces."""
         while self._listener is not None and (stranger := self._listener.next_peer()) is not None:
             self._strangers.append(stranger)
         self._strangers = [stranger for stranger in self._strangers if self._is_stranger(stranger)]
@@ -186,7 +186,7 @@ class SameHostCallers:
         self._strangers = self._strangers[-MAX_STRANGERS:]
 
     def _is_stranger(self, connected: PeerSocket) -> bool:
-        """Whether it is yet unknown whose connection this is, and it may still turn out."""
+        """Read a nonce if there is one; returns True if the connection's member is still unknown."""
         try:
             found = connected.receive(descriptor=False)
         except (Broken, InvalidRequest):

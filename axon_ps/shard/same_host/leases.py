@@ -1,4 +1,4 @@
-"""Leases on shared memory in messages: granting them, and using those that came. See `host.leases`."""
+"""Leases on shared memory in messages: granting them, and using received ones. See `host.leases`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from axon_ps.wire.v1 import lease_pb2
 
 
 def grant(peer: HostPeer, array: Array) -> lease_pb2.Lease | None:
-    """A lease on an array that does not change before the call is over; None: it must be sent."""
+    """Grant a lease on an array that does not change before the call is over; None = it must be sent."""
     address = address_of(array)
     shared = shared_arrays.find(address, array.nbytes)
     if shared is None or not peer.offer(shared.segment):
@@ -27,7 +27,7 @@ def grant(peer: HostPeer, array: Array) -> lease_pb2.Lease | None:
 
 @dataclass(frozen=True, slots=True)
 class Leased:
-    """Leased bytes, where they lie.
+    """Leased bytes in the other process's memory.
 
     Attributes:
         values: u8[size_bytes].
@@ -38,7 +38,7 @@ class Leased:
     _expected: int
 
     def check(self) -> None:
-        """Return if the lease still holds, after copying the values.
+        """Check that the lease still holds, after copying the values.
 
         Raises:
             Broken: it was revoked meanwhile.
@@ -51,11 +51,11 @@ def view(peer: HostPeer, lease: lease_pb2.Lease) -> Leased:
     """The leased memory.
 
     Raises:
-        InvalidRequest: the lease is not of bytes in the segment, or what the peer passed is refused.
-        Broken: the peer has not passed the segment, or has closed it, or has gone.
+        InvalidRequest: the lease exceeds the segment, or the passed segment is refused.
+        Broken: the peer has not passed the segment, has closed it, or has left.
     """
     try:
-        peer.take()  # so what it has closed is not retained
+        peer.take()  # so segments that it has closed are not retained
         values = peer.view(lease.segment, lease.offset, lease.size_bytes)
         tag = tag_of(peer.view(lease.segment, 0, TAG_BYTES)) if lease.tag else None
     except Busy as error:
@@ -67,10 +67,10 @@ def read(peer: HostPeer, lease: lease_pb2.Lease, out: Array) -> None:
     """Copy leased bytes. Raises as `view` does.
 
     Raises:
-        InvalidRequest: `out` is of another size.
+        InvalidRequest: `out` has another size.
         Broken: the lease was revoked meanwhile.
 
-    After an error: `out` holds anything.
+    After an error: the content of `out` is arbitrary.
     """
     if out.nbytes != lease.size_bytes:
         raise InvalidRequest(f"{lease.size_bytes} bytes are leased; the array for them has {out.nbytes}")
@@ -94,7 +94,7 @@ def allocate_sum(numel: int) -> Array:
 
 
 class SumLeases:
-    """Grants leases on sums from `allocate_sum`, and revokes all of them at once."""
+    """The leases on sums from `allocate_sum`, which are revoked all at once."""
 
     def __init__(self) -> None:
         self._granted: dict[
@@ -102,10 +102,10 @@ class SumLeases:
         ] = {}  # by segment: the sum, which lives as long; its tag
 
     def grant(self, peer: HostPeer, array: Array, total: Array) -> lease_pb2.Lease | None:
-        """A lease on elements that do not change before `revoke`; None: they must be sent.
+        """Grant a lease on elements that do not change before `revoke`; None = they must be sent.
 
         Args:
-            peer: who reads them.
+            peer: the reader.
             array: f32[c], part of `total`.
             total: f32[n], from `allocate_sum`, or in ordinary memory.
         """

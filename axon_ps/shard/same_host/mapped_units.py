@@ -1,4 +1,4 @@
-"""Gives units, and sums, memory that workers and servers of this host are passed."""
+"""Memory for units and sums that is passed to workers and servers of this host."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from axon_ps.shard.same_host.shared_copy import SharedCopy
 from axon_ps.types import Array, DType
 
 MAX_SEGMENTS = 400
-"""Most segments of a server: each takes a descriptor, of often 1024. What has none is sent."""
+"""Most segments of a server, since each takes a descriptor, and a process often has 1024. Other data is sent."""
 
 
 def may_map(owned: OwnedSlice) -> bool:
-    """True if there may be memory for a slice's wire copy that workers map."""
+    """True if a slice's wire copy may be in memory that workers map."""
     return Segment.open < MAX_SEGMENTS and not owned.wire.compressed
 
 
 def filled_copy(owned: OwnedSlice, dtype: DType) -> SharedCopy | None:
-    """Memory that is passed to workers, with the wire copy of a slice, for `OwnedSlice.map`; None if there is none.
+    """Make memory for workers with a slice's wire copy, for `OwnedSlice.map`; None if there is not enough memory.
 
-    It takes long, so no event loop calls it. The slice is not changed meanwhile.
+    It takes long, so it must not be called on an event loop. The slice is not changed meanwhile.
     """
     try:
         memory = SharedCopy(owned.chunks.numel, dtype)
@@ -37,9 +37,9 @@ def filled_copy(owned: OwnedSlice, dtype: DType) -> SharedCopy | None:
 
 
 def sum_memory(numel: int) -> Array:
-    """f32[numel] zeros for sums that are forwarded to a server of this host: shared, where that pays and can be.
+    """Return f32[numel] zeros for sums forwarded to a server of this host, in shared memory if possible.
 
-    It takes long, so no event loop calls it.
+    It takes long, so it must not be called on an event loop.
     """
     if 4 * numel >= MIN_LEASED_BYTES and Segment.open < MAX_SEGMENTS:
         with contextlib.suppress(Busy):

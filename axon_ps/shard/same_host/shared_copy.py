@@ -1,28 +1,28 @@
-"""The wire copy of a unit in memory that workers of the server's host map, so that gathering the unit copies nothing.
+"""The wire copy of a unit in memory that workers of the server's host map, so that a gather does not copy.
 
 Owns: the layout of the segment, on both sides: `SharedCopy` in the server, `MappedCopy` in a worker. Refuses: to know
 when the copy may change; that is Note: [When a mapped unit may change].
 
 Note: [When a mapped unit may change]
-    A server changes the copy when a step of its model commits, when parameters are replaced and at no other time. A
-    step commits when every worker has voted, and a worker votes when its backward is over; from then on, until it
-    gathers the unit again, it does not read it. So nobody reads what changes, without a lock. This does not hold where
-    replicas step asynchronously, nor for workers that retain parameters between steps (SHARD_GRAD_OP): these gather
-    copies. A worker that the coordinator has given up may read anything; nothing that it computes counts any more.
+    A server changes the copy only when a step of its model commits, or when parameters are replaced. A step commits
+    when every worker has voted, and a worker votes when its backward is over. From then on, until it gathers the unit
+    again, it does not read it. So changing values are not read, without a lock. This does not hold if replicas step
+    asynchronously, nor for workers that retain parameters between steps (SHARD_GRAD_OP): these gather copies. A worker
+    that the coordinator has given up may read any values, since its results do not count any more.
 
-    The first 8 bytes are the tag. Its lower 48 bits are 0 while the copy changes, else the version + 1; of a frozen
-    unit that is the version in which it last took another model's values, 0 if it never did: no other step changes it.
-    The upper 16 bits count the changes, so that after another one the tag is another, also at the same version (after a
-    restore). A worker that finds the version it wants there need not ask. (Both see tag and values in order: the server
-    takes a lock between its last value and the tag, a worker releases one between the tag and its first value.)
+    The first 8 bytes are the tag. Its lower 48 bits are 0 while the copy changes, else the version + 1. For a frozen
+    unit the version is the one in which it last took another model's values, 0 if it never did, since no other step
+    changes it. The upper 16 bits count the changes, so that the tag differs after every change, also at the same
+    version (after a restore). A worker that finds the wanted version there need not ask. (Both see tag and values in
+    order: the server takes a lock between its last value and the tag, a worker releases one between the tag and its
+    first value.)
 
-    A worker that copies the values instead may do so at any time: it reads the tag again afterwards, and if that is
-    another, has copied something between two versions, and asks again.
+    A worker that copies the values instead may do so at any time. It reads the tag again afterwards. If the tag has
+    changed, the copy is a mixture of two versions, and the worker asks again.
 
 Note: [What a worker writes]
-    The segment is sealed: no other process can write it, whatever it does. A worker maps it privately: what it writes
-    to a gathered parameter nobody else sees, and it is gone when the unit is resharded, as it would be in memory of its
-    own.
+    The segment is sealed: no other process can write it. A worker maps it privately. Its writes to a gathered parameter
+    are invisible to other processes, and are lost when the unit is resharded, as they would be in its own memory.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _MAX_CHANGES = 1 << 16
 
 
 class SharedCopy:
-    """The server's side.
+    """The server's side of a mapped unit.
 
     Args:
         numel: elements of the unit.
@@ -47,10 +47,10 @@ class SharedCopy:
 
     Attributes:
         values: wire[numel].
-        segment: where they lie, to be passed to others.
+        segment: the segment that holds them, to be passed to workers.
 
     Raises:
-        Busy: there is not that much memory.
+        Busy: there is not enough memory.
     """
 
     def __init__(self, numel: int, dtype: DType) -> None:
@@ -79,12 +79,12 @@ class SharedCopy:
         self._tag[0] = self._changes << _VERSION_BITS
 
     def close(self) -> None:
-        """Pass the segment to nobody any more; what workers have mapped stays."""
+        """Stop passing the segment to workers; existing mappings stay."""
         self.segment.close()
 
 
 class MappedCopy:
-    """A worker's side.
+    """A worker's side of a mapped unit.
 
     Args:
         memory: u8[...], the segment that the server has passed.
@@ -95,7 +95,7 @@ class MappedCopy:
         values: wire[numel]; see Note: [What a worker writes].
 
     Raises:
-        InvalidRequest: they are not in it.
+        InvalidRequest: the segment is too small for them.
     """
 
     def __init__(self, memory: Array, numel: int, dtype: DType) -> None:
@@ -105,11 +105,11 @@ class MappedCopy:
         self._tag, self.values = _layout(memory, numel, dtype)
 
     def is_at(self, version: int) -> bool:
-        """Whether `values` are those of a version."""
+        """True if `values` are those of a version."""
         return int(self._tag[0]) & _VERSION_MASK == version + 1
 
     def discard_writes(self) -> None:
-        """Undo whatever was written to `values` here."""
+        """Undo this worker's writes to `values`."""
         shared_memory.discard_writes(self._memory)
 
 

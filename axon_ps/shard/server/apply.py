@@ -1,22 +1,21 @@
-"""Performs a committed step: chunks of all slices over a few threads, in forward order, past the snapshots under way.
+"""Committed steps are applied by a few threads, in forward order of slices, without overtaking snapshots under way.
 
 Note: [Apply and snapshot]
     A snapshot writes the live arrays of version v, without a copy, while training goes on. It pins that version, and
-    goes through the slices in forward order, as applies do. The apply that leads from v to v+1 waits at each slice
-    until the snapshot has written it, and the snapshot waits at each slice until the apply that led to v has finished.
-    Each waits only for the other's earlier version, so neither can wait in a circle. The pin of a snapshot that does
-    not get past a slice for `STALLED_S` while an apply waits for it expires: storage that hangs must not stop the job.
+    goes through the slices in forward order, as applies do. The apply from v to v+1 waits at each slice until the
+    snapshot has written it. The snapshot waits at each slice until the apply to v has finished. Each waits only for an
+    earlier version of the other, so a deadlock is impossible. If an apply has waited `STALLED_S` for a snapshot that
+    made no progress, the pin expires, so that hanging storage cannot stop the job.
 
 Note: [Apply and copy]
-    A step of another model that takes the values of version v reads the live arrays as a snapshot does, and pins the
-    version likewise until all of it is copied; it waits for no storage, and its pin does not expire. Each model has
-    threads of its own, so what waits in those of one holds up no other: whatever waits does so for what was decided
-    before it.
+    A step of another model that copies the values of version v reads the live arrays as a snapshot does. It pins the
+    version until all of it is copied. It does not wait for storage, so its pin does not expire. Each model has its own
+    threads, so a wait in one model does not delay another. Every wait is for something that was decided earlier.
 
 Note: [Runs of chunks]
-    A thread updates several neighbouring chunks in one call. Chunks are as large as suits the network; for a simple
-    optimizer one takes 0.1 ms, and two threads that meet at the GIL after each lose up to a quarter of their time
-    waking up. A run ends with its slice, and a slice too small for a run per thread is cut into equal ones.
+    A thread updates several neighbouring chunks in one call. The size of chunks suits the network. For a simple
+    optimizer a chunk takes 0.1 ms, and two threads that contend for the GIL after each chunk lose up to a quarter of
+    their time waking up. A run ends with its slice, and a slice too small for a run per thread is cut into equal ones.
 """
 
 from __future__ import annotations
@@ -41,16 +40,16 @@ RUN_NUMEL = 1 << 20
 """Elements that a thread updates in one call, if chunks are not larger. See Note: [Runs of chunks]."""
 
 STALLED_S = 600.0
-"""How long a step waits for a snapshot that does not move. See Note: [Apply and snapshot]."""
+"""Seconds that a step waits for a snapshot that makes no progress. See Note: [Apply and snapshot]."""
 
 Work = Callable[[OwnedSlice, int, int, Array], None]
-"""Something done to chunks [first, last) of a slice, with a thread's scratch."""
+"""A function of a slice, its chunks [first, last), and a thread's scratch."""
 
 _logger = logging.getLogger(__name__)
 
 
 class Pin:
-    """A snapshot or a copy that needs `version`, and is done with slices up to `watermark`. See `VersionPins.pin`."""
+    """A snapshot or a copy that reads `version`, and has read slices up to `watermark`. See `VersionPins.pin`."""
 
     def __init__(self, version: int, *, expires: bool = True) -> None:
         self.version = version
@@ -63,7 +62,7 @@ class VersionPins:
     """Versions that snapshots and copies still read, slice by slice. See Note: [Apply and snapshot]. Any thread.
 
     Args:
-        stalled_s: how long an apply waits for a snapshot that does not move.
+        stalled_s: seconds that an apply waits for a snapshot that makes no progress.
     """
 
     def __init__(self, stalled_s: float = STALLED_S) -> None:
@@ -73,17 +72,17 @@ class VersionPins:
         self._stalled_s = stalled_s
 
     def pin(self, version: int, *, expires: bool = True) -> Pin:
-        """From now on no slice leaves `version` before `advance` has passed it; if it `expires`, it may be given up."""
+        """Keep each slice at `version` until `advance` has passed it; a pin that `expires` may be given up."""
         pin = Pin(version, expires=expires)
         with self._changed:
             self._pins.append(pin)
         return pin
 
     def advance(self, pin: Pin, number: int) -> None:
-        """The snapshot has written every slice up to `number`.
+        """Record that the snapshot has written every slice up to `number`.
 
         Raises:
-            CheckpointError: it took too long, and what it writes may have changed meanwhile.
+            CheckpointError: it took too long, and the values may have changed meanwhile.
         """
         with self._changed:
             if pin.expired:
@@ -95,14 +94,14 @@ class VersionPins:
             self._changed.notify_all()
 
     def release(self, pin: Pin) -> None:
-        """The snapshot or copy is over, well or not."""
+        """Release the pin of a snapshot or copy that has ended, with or without success."""
         with self._changed:
             if pin in self._pins:
                 self._pins.remove(pin)
             self._changed.notify_all()
 
     def wait_turn(self, number: int, version: int) -> None:
-        """Before changing a slice to `version`: wait for the snapshots of older versions, as long as they move."""
+        """Wait, before changing a slice to `version`, for snapshots of older versions that make progress."""
         if not self._pins:
             return
         with self._changed:
@@ -129,13 +128,13 @@ class VersionPins:
         self._changed.notify_all()
 
     def wait_until(self, reached: Callable[[], bool]) -> bool:
-        """Before writing a slice: wait until it is at the snapshot's version. False when the server stops."""
+        """Wait, before writing a slice, until it is at the snapshot's version; returns False if the server stops."""
         with self._changed:
             self._changed.wait_for(lambda: self._closed or reached())
             return not self._closed
 
     def notify(self) -> None:
-        """A slice has reached a version."""
+        """Wake the waiters after a slice has reached a version."""
         if self._pins:
             with self._changed:
                 self._changed.notify_all()
@@ -151,9 +150,9 @@ class ApplyPool:
     """Threads that apply chunks. See Note: [Runs of chunks].
 
     Args:
-        engine: whose chunks.
+        engine: the owner of the chunks.
         pins: versions that must not change yet.
-        threads: how many; None = one per core this process may use.
+        threads: number of threads; None = one per core this process may use.
         finished: called on the loop's thread when every chunk of a slice is done.
         failed: called on the loop's thread when a kernel raised; the engine is unusable then.
     """
@@ -179,8 +178,8 @@ class ApplyPool:
         """Apply all chunks of `slices`, earlier ones first; returns at once. Call it on the loop's thread.
 
         Args:
-            slices: which.
-            work: what is done to chunks [first, last) of a slice; None = `OwnedSlice.apply`.
+            slices: the slices.
+            work: the function to call for chunks [first, last) of a slice; None = `OwnedSlice.apply`.
         """
         loop = asyncio.get_running_loop()
         runs = [(owned, first, last) for owned in slices for first, last in self._runs(owned)]
@@ -198,7 +197,7 @@ class ApplyPool:
         return [(first, min(first + length, chunks)) for first in range(0, chunks, length)]
 
     def close(self) -> None:
-        """Wait for what runs and end the threads."""
+        """Wait for running calls and end the threads."""
         self._executor.shutdown(wait=True, cancel_futures=True)
 
     def _run(
@@ -224,11 +223,11 @@ class ApplyPool:
 
 
 class ApplyTrace:
-    """The span of the step that is being applied, if that is traced.
+    """The span of the step that is being applied, if it is traced.
 
     Args:
         tracer: the server's.
-        engine: whose slices.
+        engine: the owner of the slices.
     """
 
     def __init__(self, tracer: Tracer, engine: ShardEngine) -> None:
@@ -237,13 +236,13 @@ class ApplyTrace:
         self._span: Span | None = None
 
     def begin(self, decision: Decision, slices: int) -> None:
-        """So many slices are about to be applied."""
+        """Begin the span of an apply of `slices` slices."""
         parent = SpanContext.parse(decision.traceparent) if self._tracer.active else None
         if parent is not None:
             self._span = self._tracer.begin("apply", parent, version=decision.version, slices=slices)
 
     def applied(self, owned: OwnedSlice, *, is_last: bool) -> None:
-        """A slice is."""
+        """Record that a slice is applied."""
         span = self._span
         if span is None:
             return

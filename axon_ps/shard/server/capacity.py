@@ -19,8 +19,8 @@ class Capacity:
     """The memory that this process may allocate.
 
     Args:
-        limit_bytes: of all its memory; 0 = as much as the machine and its control groups let it have.
-        available: returns how much that still is (tests give their own).
+        limit_bytes: limit of all its memory; 0 = the limit of the machine and its control groups.
+        available: returns the bytes that are still free (tests pass their own).
     """
 
     def __init__(self, limit_bytes: int = 0, available: Callable[[], int] = available_bytes) -> None:
@@ -34,7 +34,7 @@ class Capacity:
         return self._available()
 
     def report(self) -> ServerMemory | None:
-        """The report to the coordinator; None where the system does not say."""
+        """The report to the coordinator; None if the free memory is not known."""
         free = self.free_bytes()
         if not free:
             return None
@@ -53,7 +53,7 @@ class Capacity:
         """Check that there is memory for the slices that a placement gives to `rank` and an engine does not have yet.
 
         Raises:
-            Busy: there is not.
+            Busy: there is not enough.
         """
         sizes = slice_sizes(spec, optimizer, placement.num_cuts, replicas)
         needed = sum(sizes[number] for number in placement.slices_of(rank) if number not in engine.slices)

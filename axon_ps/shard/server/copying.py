@@ -1,16 +1,17 @@
-"""Makes another copy of a slice: a server asks the primary for all of it, at one version, while training goes on.
+"""Copies of slices: a server receives all of a slice from its primary, at one version, while training goes on.
 
 Note: [A copy misses no step]
-    The server that gets a copy is a holder of the slice from the moment of the placement on: the primary forwards it
-    the sums of the step under way, and that step cannot commit before it is `ready`, which it is not before it has the
+    A server that receives a copy is a holder of the slice from the placement on. The primary forwards it the sums of
+    the step under way. That step cannot commit before the server is `ready`, and it is not `ready` before it has the
     values. So the slice does not change while it is copied, and from its first step on the copy takes part like any
-    backup. All members see the placement at the same place among the decisions, so both mean the same version.
-    A slice takes as long as its bytes do at `BANDWIDTH_FRACTION` of what the connection carries; the coordinator has
-    only a few copied at a time, so that a step hardly waits.
+    backup. All members see the placement at the same position among the decisions, so both servers mean the same
+    version.
+    A slice is sent at `BANDWIDTH_FRACTION` of the connection's bandwidth. The coordinator has only a few slices copied
+    at a time, so that a step hardly waits.
 
 Note: [Slices are reported together]
-    Every report of copied slices makes a placement, which costs everybody as much as the model has slices. So a server
-    reports what has come when nothing more is to come, or `REPORT_S` later.
+    Every report of copied slices makes a placement, which costs all members time proportional to the model's slices. So
+    a server reports slices when all have arrived, or `REPORT_S` after the first.
 """
 
 from __future__ import annotations
@@ -38,24 +39,24 @@ from axon_ps.wire.frames import elements
 from axon_ps.wire.v1 import shard_pb2
 
 BANDWIDTH_FRACTION = 0.5
-"""How much of the time that a copy takes it sends; the rest of the time is left to training."""
+"""The fraction of a copy's time spent sending; the rest is left to training."""
 
 BLOCK_NUMEL = 1 << 18
 """Elements in a message."""
 
 FRAME = "frame"
 MAX_TENSORS: Final = 16
-"""Most tensors of a slice: its values, a residual (or what was sent), and the optimizer's moments."""
+"""The most tensors of a slice: its values, a residual (or `sent`), and the optimizer's moments."""
 
 REPORT_S: Final = 0.25
-"""Seconds that a slice which has come waits for others before it is reported."""
+"""Most seconds between the arrival of a slice and its report."""
 
 _RETRY_S = 0.05
 _logger = logging.getLogger(__name__)
 
 
 async def chunks(engine: ShardEngine, owned: OwnedSlice) -> AsyncIterator[shard_pb2.SliceChunk]:
-    """Everything of a slice, in messages; the slice must not change meanwhile."""
+    """Yield all of a slice in messages; the slice must not change meanwhile."""
     blocks = [
         (name, begin, array[begin : begin + BLOCK_NUMEL])
         for name, array in _tensors(owned).items()
@@ -83,16 +84,16 @@ def _tensors(owned: OwnedSlice) -> dict[str, Array]:
 
 
 class Copying:
-    """The copies of one model's slices that this server is getting, one after the other.
+    """The copies of one model's slices that this server is receiving, one after the other.
 
     Args:
         model: its number.
         engine: gets them.
         links: to the other servers.
-        epoch: how often the model was restored.
-        copied: called with each slice that has come.
-        reports: what has come is reported to.
-        off_loop: does in a thread what takes long.
+        epoch: returns the number of restores of the model.
+        copied: called with each slice that has arrived.
+        reports: the way to the coordinator.
+        off_loop: runs long work in a thread.
     """
 
     def __init__(
@@ -119,7 +120,7 @@ class Copying:
         self._slice_bytes = 0  # of the slice that is coming
 
     def works(self) -> Iterator[Work]:
-        """The bytes to copy while a copy is under way. Moments are taken to be as many as other slices here have."""
+        """The bytes to copy while a copy is under way. The number of moments is taken from other slices here."""
         slices = self._engine.slices.values()
         if not (copying := [s for s in slices if s.copying]):
             self._got_bytes = 0
@@ -129,18 +130,18 @@ class Copying:
         yield Work("copy", self._got_bytes + max(0, left - self._slice_bytes), self._got_bytes)
 
     def place(self) -> None:
-        """The placement has changed: get what this server is to hold and does not have yet."""
+        """Copy the slices that a new placement gives to this server and that it does not have yet."""
         if (self._task is None or self._task.done()) and self._pending():
             self._task = asyncio.get_running_loop().create_task(self._run())
 
     def restart(self) -> None:
-        """Another generation: what is under way begins anew."""
+        """Restart the copy under way, in a new generation."""
         self._report_all()
         self._end()
         self.place()
 
     def close(self) -> None:
-        """Get nothing more, and report nothing more."""
+        """Stop copying and reporting."""
         self._end()
         self._came.clear()
         if self._timer is not None:
@@ -180,7 +181,7 @@ class Copying:
         self._copied(owned)
 
     def _report_all(self) -> None:
-        """See Note: [Slices are reported together]."""
+        """Report all slices that have arrived. See Note: [Slices are reported together]."""
         if self._timer is not None:
             self._timer.cancel()
         self._timer, came, self._came = None, self._came, []
@@ -217,7 +218,7 @@ class Copying:
                 if chunk.tensor not in arrays and len(arrays) >= MAX_TENSORS:
                     raise InvalidRequest(f"a slice was sent with more than {MAX_TENSORS} tensors")
                 array = arrays.setdefault(chunk.tensor, np.zeros(0, np.float32))
-                if not array.size:  # a moment that the hyperparameters have asked for since
+                if not array.size:  # a moment that the hyperparameters have required since
                     array = arrays[chunk.tensor] = np.zeros(owned.chunks.numel, np.float32)
                 if chunk.begin + values.size > array.size:
                     raise InvalidRequest(f"a slice of {array.size} elements was sent elements behind its end")

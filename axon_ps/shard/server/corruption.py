@@ -1,12 +1,12 @@
-"""A server's acts on memory that does not hold what was written: it looks, stops serving it, and reports it.
+"""The handling of corrupt memory on a server: detecting it, not serving it, and reporting it.
 
 Note: [What is looked at]
-    Each update looks at everything that it reads. What is read otherwise is looked at first: values that are encoded
-    only now, a slice that another server copies, a checkpoint. A sum that is forwarded goes with the digest of what was
-    summed, and is looked at when the backup refuses it. Slices that steps do not change are looked at in turn,
-    `LOOKED_AT_NUMEL` elements with each commit.
-    Not before it is used: memory that workers of the host map. They may have read a changed bit before the next update
-    finds it.
+    Each update checks everything that it reads. Data read for another purpose is checked first: values that are encoded
+    later, a slice that another server copies, a checkpoint. A sum is forwarded with its digest, and is checked if the
+    backup refuses it. Slices that steps do not change are checked one after another, `LOOKED_AT_NUMEL` elements with
+    each commit.
+    Memory that workers of the host map is not checked before its use. They may have read a changed bit before the next
+    update finds it.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from axon_ps.shard.server.reports import ServerShell
 from axon_ps.wire.events import MAX_BLOCKS, Corrupted
 
 LOOKED_AT_NUMEL: Final = 1 << 20
-"""Elements that are looked at before others have their turn, and with each commit of those that it does not change."""
+"""Elements checked at a time on the event loop, and elements of unchanged slices checked with each commit."""
 
 _logger = logging.getLogger(__name__)
 
 
 class Corruptions:
-    """Those of one model's slices.
+    """The corruptions of one model's slices.
 
     Args:
         model: its number.
         engine: its slices.
-        server: whose it is.
-        epoch: how often the model was restored.
-        wake: called when a slice is served no more.
+        server: the server that it belongs to.
+        epoch: returns the number of restores of the model.
+        wake: called when a slice is not served any more.
     """
 
     def __init__(
@@ -48,12 +48,13 @@ class Corruptions:
         self._server = server
         self._epoch = epoch
         self._wake = wake
-        self._next = 0, 0  # slice and chunk to look at with the next commit
+        self._next = 0, 0  # slice and chunk to check with the next commit
 
     def report(self, owned: OwnedSlice) -> bool:
-        """Report what was found in a slice since the last time; returns whether it was anything.
+        """Report the corruptions of a slice since the last call; returns True if there were any.
 
-        What is found while a step is applied to it is reported afterwards: the update looks at all of it.
+        Corruptions found while a step is applied to the slice are reported afterwards, since the update checks all of
+        it.
         """
         if owned.applying:
             return False
@@ -83,7 +84,7 @@ class Corruptions:
         return True
 
     def _report_sent(self, sent: SentValues) -> None:
-        """Log what was found in what was sent: it was put right, and nothing else is to be done."""
+        """Log the corruptions of `sent`, which were repaired; nothing else has to be done."""
         found, sent.corruptions = sent.corruptions, []
         self._engine.counters["corruptions"] += len(found)
         for c in found[:MAX_BLOCKS]:
@@ -91,7 +92,7 @@ class Corruptions:
             _logger.error("memory is corrupt: what was sent of unit %s, elements %d to %d; it is sent in full", *what)
 
     async def verify(self, owned: OwnedSlice) -> None:
-        """Look at all of a slice, a part at a time, as long as no step changes it.
+        """Check all of a slice, a part at a time, as long as no step changes it.
 
         Raises:
             SliceMoved: it is corrupt.
@@ -107,7 +108,7 @@ class Corruptions:
             await asyncio.sleep(0)
 
     def look_at_unchanged(self) -> None:
-        """A step is applied: look at some of what it did not change."""
+        """Check some of the slices that an applied step did not change."""
         version, left = self._engine.version, LOOKED_AT_NUMEL
         unchanged = [s for s in self._engine.slices.values() if s.changed != version and not (s.applying or s.lacking)]
         number, chunk = self._next

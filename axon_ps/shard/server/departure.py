@@ -1,7 +1,7 @@
-"""The departure of a shard server: others take the slices that it holds, step by step, and no step is aborted.
+"""The departure of a shard server: others take over its slices, step by step, and no step is aborted.
 
-It is `axon-ps drain` of itself. Where that cannot be (it is the last server, nobody trains, the coordinator does not
-answer, time is up) it leaves with what it holds, of which others have the copies.
+The server drains itself as `axon-ps drain` would. If that is impossible (it is the last server, the job has no workers,
+the coordinator does not answer, time is up), it leaves with its slices, of which others have the copies.
 """
 
 from __future__ import annotations
@@ -16,31 +16,31 @@ from axon_ps.shard.server.job_watch import JobWatch
 _logger = logging.getLogger(__name__)
 
 ANSWER_S: Final = 10.0
-"""How long the coordinator may take to answer."""
+"""Seconds that the coordinator may take to answer."""
 
 AWAY_S: Final = 30.0
-"""How long it may be away meanwhile."""
+"""Seconds that the coordinator may be away meanwhile."""
 
 
 class Drains(Protocol):
-    """The needed part of the session with the coordinator."""
+    """The part of the session with the coordinator that is needed here."""
 
     @property
     def rank(self) -> int:
-        """Of this server."""
+        """The rank of this server."""
 
     async def drain(self, rank: int, timeout_s: float | None = ...) -> int:
-        """As `coordinator.client.calls.Calls.drain`."""
+        """Drain a server; see `coordinator.client.calls.Calls.drain`."""
 
 
 async def hand_over(session: Drains, watch: JobWatch, failure: asyncio.Future[None], limit_s: float) -> None:
-    """Give everything up to other servers; return when that cannot be.
+    """Hand over all slices to other servers; returns if that is impossible.
 
     Args:
         session: with the coordinator.
         watch: of the job.
-        failure: ends with `Drained` when this server holds nothing any more.
-        limit_s: how long it may take, in seconds.
+        failure: ends with `Drained` when this server does not hold any slice.
+        limit_s: time limit in seconds.
 
     Raises:
         Drained: it is done.
@@ -63,7 +63,7 @@ async def hand_over(session: Drains, watch: JobWatch, failure: asyncio.Future[No
 
 
 async def _handed_over(watch: JobWatch, failure: asyncio.Future[None]) -> str:
-    """Wait until nothing is held any more, or it makes no sense to; then why."""
+    """Wait until all slices are handed over, or waiting is useless; returns the reason, empty for success."""
     while not failure.done():
         await watch.until(lambda: failure.done() or not (watch.trains and watch.connected))
         if not watch.trains:

@@ -1,11 +1,12 @@
-"""Forwards the summed gradients of one model from the primary of a slice to its backups, chunk by chunk.
+"""Forwarding of one model's summed gradients from the primary of a slice to its backups, chunk by chunk.
 
-Each backup has a stream and a queue; a chunk is queued when its sum is complete, and looked up again when it is its
-turn, so what the decision has made pointless is dropped. A backup's `ready` is the acknowledgement: no step commits
-before it has every chunk. After a broken stream, everything complete is queued again; the backup drops duplicates.
-Nothing is sent back: what is read is the end of the stream, or nobody would notice that what was written last is lost.
-The first chunk by each placement says which that is: a backup takes none before it has heard that it is one.
-On one host a chunk is not sent but leased, and the backup copies it from the accumulator (`same_host.leases`).
+Each backup has a stream and a queue. A chunk is queued when its sum is complete, and looked up again when it is sent,
+so chunks that a decision has made useless are dropped. A backup's `ready` is the acknowledgement: no step commits
+before the backup has every chunk. After a broken stream, everything complete is queued again; the backup drops
+duplicates. The backup sends nothing back. The primary reads only the end of the stream, to notice that the last chunks
+are lost. The first chunk under each placement names that placement: a server takes no chunk before it knows that it is
+a backup.
+On one host a chunk is leased instead of sent, and the backup copies it from the accumulator (`same_host.leases`).
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class _Sum:
-    """A chunk whose sum is complete: of which slice, which chunk, which attempt and step."""
+    """A chunk whose sum is complete: its slice, index, attempt and step."""
 
     slice: int
     index: int
@@ -48,9 +49,10 @@ class _Sum:
 
 @dataclass
 class _Follower:
-    """One server: what is yet to be sent to it, the slices of which it follows us, and what sends.
+    """One backup server: its queue, the slices of which it is a backup, and the task that sends.
 
-    It is waited for from a step's first sum until the step is decided: nothing else acknowledges what was sent.
+    The server counts as waited for from a step's first sum until the decision, since only the decision acknowledges
+    sums.
     """
 
     waiting: Wait
@@ -60,7 +62,7 @@ class _Follower:
     task: asyncio.Task[None] | None = None
 
     def refill(self, items: Iterable[_Sum]) -> None:
-        """Send all of these on the next stream: what was sent on the last one may be lost."""
+        """Replace the queue for the next stream, since chunks on the last one may be lost."""
         self.queue.clear()
         self.queue.extend(items)
 
@@ -70,9 +72,9 @@ class Forwarding:
 
     Args:
         model: its number.
-        engine: has the sums.
+        engine: the model's engine, which has the sums.
         links: to the other servers.
-        corrupt: called when a sum was found not to hold what was summed.
+        corrupt: called if a sum was found to be corrupt.
     """
 
     def __init__(self, model: int, engine: ShardEngine, links: Links, corrupt: Callable[[OwnedSlice], object]) -> None:
@@ -86,10 +88,10 @@ class Forwarding:
         self._placed = 0  # number of the placement
 
     def place(self) -> None:
-        """The placement has changed: end the streams to servers that follow no more, and catch up new ones."""
+        """Apply a new placement: end the streams to former backups, and send the complete sums to new ones."""
         placement, slices = self._engine.placement, self._engine.slices
         assert placement is not None
-        missed, self._placed = placement.number > self._placed + 1, placement.number  # what a server holds may be new
+        missed, self._placed = placement.number > self._placed + 1, placement.number  # a server may hold a new copy
         primaries = [s for s in slices.values() if s.primary and s.trainable]
         self._followers_of = {s.number: placement.holders[s.number].followers for s in primaries}
         wanted: dict[int, set[int]] = {}
@@ -107,7 +109,7 @@ class Forwarding:
                 self._put(rank, item)
 
     def restart(self) -> None:
-        """Another generation: the streams of the one before end."""
+        """End the streams of the previous generation."""
         for rank in list(self._followers):
             self._end(rank)
         if self._engine.placement is not None:
@@ -120,14 +122,14 @@ class Forwarding:
             self._end(rank)
 
     def completed(self, owned: OwnedSlice, index: int, number: int) -> None:
-        """The sum of a chunk is complete."""
+        """Forward a chunk whose sum is complete."""
         if ranks := self._followers_of.get(owned.number):
             item = _Sum(owned.number, index, number, self._engine.gradients.attempts[number].step)
             for rank in ranks:
                 self._put(rank, item)
 
     def settled(self) -> None:
-        """A step is decided: its sums are about to be used or dropped."""
+        """Revoke the leases of a decided step, whose sums will be used or dropped."""
         for follower in self._followers.values():
             follower.waiting.end()
         self._leases.revoke()
@@ -149,7 +151,7 @@ class Forwarding:
             follower.task.cancel()
 
     def _complete(self, numbers: Set[int]) -> Iterator[_Sum]:
-        """The complete sums of those slices that are still here."""
+        """Yield the complete sums of those slices that are still here."""
         gradients = self._engine.gradients
         for number, attempt in enumerate(gradients.attempts):
             for owned in map(self._engine.slices.__getitem__, sorted(numbers & self._engine.slices.keys())):
@@ -157,7 +159,7 @@ class Forwarding:
                     yield _Sum(owned.number, index, number, attempt.step)
 
     async def _run(self, rank: int, follower: _Follower) -> None:
-        """Send what is queued until cancelled."""
+        """Send queued chunks until cancelled."""
         leases = True
         while True:
             stream: Stream | None = None
@@ -172,16 +174,16 @@ class Forwarding:
                     continue
                 unforeseen = not isinstance(error, AxonError)
                 level = logging.ERROR if unforeseen else logging.INFO
-                if not isinstance(error, GenerationChanged):  # of which we are about to hear
+                if not isinstance(error, GenerationChanged):  # the event is about to arrive
                     _logger.log(level, "forwarding to server %d: %s; trying again", rank, error, exc_info=unforeseen)
                 await self._check(follower)
                 self._links.forget(rank)
-                leases = not leases  # what failed is not tried the same way again
+                leases = not leases  # the next attempt uses the other way
                 await asyncio.sleep(_RETRY_S)
                 follower.refill(self._complete(follower.slices))
 
     def _is_wanted(self, item: _Sum, follower: _Follower) -> bool:
-        """Whether a sum is still of the step under way, and of a slice that is followed."""
+        """True if a sum is still of the step under way, and of a slice with this backup."""
         attempts = self._engine.gradients.attempts
         here = item.slice in follower.slices and item.slice in self._engine.slices
         if not here or item.number >= len(attempts):
@@ -191,17 +193,17 @@ class Forwarding:
         return complete and not accumulator.spoiled
 
     async def _check(self, follower: _Follower) -> None:
-        """A backup may have got something else than was summed, and refused it: look whether that is so here."""
+        """Check the sums here, since the backup may have refused a corrupt one."""
         for item in list(self._complete(follower.slices)):
             if self._is_wanted(item, follower):
                 owned = self._engine.slices[item.slice]
                 if not owned.check_gradient(item.number, item.index):
                     self._corrupt(owned)
-            await asyncio.sleep(0)  # there may be GiBs
+            await asyncio.sleep(0)  # there may be GiBs to check
 
     async def _send(self, stream: Stream, follower: _Follower, peer: HostPeer | None) -> None:
         engine, wire = self._engine, self._engine.precision.grad
-        header, known = common_pb2.Chunk(), 0  # the placement that the follower knows we go by
+        header, known = common_pb2.Chunk(), 0  # the placement that the follower was sent
         while True:
             if not stream.is_current():
                 raise Broken(f"{stream.place} goes on with newer credentials")
@@ -244,6 +246,6 @@ class Forwarding:
 
 
 async def _read_end(stream: Stream) -> None:
-    """Wait for the end of a stream on which nothing is sent back; raises why it ended."""
+    """Wait for the end of a stream on which the backup sends nothing; raises the reason of the end."""
     await stream.read()
     raise Broken(f"{stream.place} was ended by the backup")

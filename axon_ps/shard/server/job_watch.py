@@ -1,7 +1,7 @@
-"""A shard server's knowledge of the whole job: copies that slices lack, and workers that train.
+"""A shard server's knowledge of the job: copies that slices lack, and workers that train.
 
-A rolling update of shard servers asks both: the next server may go when no slice lacks a copy, and one that is asked to
-go hands over what it holds while there are steps between which that can happen.
+A rolling update of shard servers needs both. The next server may leave when no slice lacks a copy. A leaving server
+hands over its slices between steps, so it needs workers that train.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from axon_ps.wire.events import Event, JobState, SessionLost, SessionRestored
 
 
 class JobWatch:
-    """Follows the events of a server's session; on its event loop.
+    """The job as seen through the events of a server's session. One event loop.
 
     Attributes:
         connected: whether the session with the coordinator is up, as far as is known.
@@ -41,7 +41,7 @@ class JobWatch:
 
     @property
     def trains(self) -> bool:
-        """Whether the job has workers, between whose steps slices can change hands."""
+        """True if the job has workers; slices are handed over between their steps."""
         return self._membership is not None and bool(self._membership.workers)
 
     @property
@@ -58,7 +58,7 @@ class JobWatch:
 
     @property
     def safe(self) -> bool:
-        """Whether it is known that no slice lacks a copy."""
+        """True if it is known that no slice lacks a copy."""
         return self.connected and self._membership is not None and not self.lacking
 
     async def until(self, condition: Callable[[], bool]) -> None:

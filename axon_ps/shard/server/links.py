@@ -15,13 +15,13 @@ from axon_ps.wire.v1.common_pb2 import CallContext
 
 
 class Links:
-    """The other servers: how to reach them, and with which memory is shared.
+    """The other servers: the connections to them, and the shared memory.
 
     Args:
         security: TLS and token.
-        node: name of this host; "" = memory is shared with nobody.
+        node: name of this host; "" = memory is not shared.
         job: name of the job.
-        incarnation: ours.
+        incarnation: this server's incarnation.
     """
 
     def __init__(self, security: Security, node: str, job: str, incarnation: str) -> None:
@@ -32,11 +32,11 @@ class Links:
         self._generation, self._state_id = 0, ""
 
     def probe(self, report: ConnectivityReport) -> None:
-        """Have the other servers asked whether they answer: each once, and those that something waits for."""
+        """Probe the other servers: each once, and again those that a call waits for."""
         self._peers.probe(report, lambda: self.context(0), everybody=True)
 
     def waiting(self) -> Wait:
-        """A call that is about to wait for other servers; use it as a context."""
+        """The context of a call that will wait for other servers."""
         return self._peers.waiting()
 
     def set_members(self, membership: Membership) -> None:
@@ -58,20 +58,20 @@ class Links:
         )
 
     async def stub(self, rank: int) -> Stub:
-        """The client of a server, once it is a member; callers that wait are cancelled when the generation ends."""
+        """The client of a server, once it is a member; waiting callers are cancelled when the generation ends."""
         return await self._peers.stub(rank, 0, Deadline(None))
 
     @property
     def has_neighbours(self) -> bool:
-        """Whether there are other servers on this host."""
+        """True if there are other servers on this host."""
         return self._same_host.has_servers
 
     async def peer(self, rank: int, stub: Stub, model: int) -> HostPeer | None:
-        """A server that memory is shared with; None if it is not."""
+        """The shared memory of a server; None if memory is not shared with it."""
         return await self._same_host.access(rank, stub, lambda: self.context(model))
 
     def forget(self, rank: int) -> None:
-        """After a failure: shake hands with a server again."""
+        """Make the next handshake with a server a new one, after a failure."""
         self._same_host.forget(rank)
 
     async def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Allocates the memory of one model on a shard server, away from its event loop."""
+"""Allocation of the memory of one model on a shard server, off its event loop."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _logger = logging.getLogger(__name__)
 
 
 class OutOfMemory(Busy):
-    """There is not enough memory for slices of a model, which does without them or is not here; that is reported."""
+    """There is not enough memory for slices of a model. The server goes on without them and has reported it."""
 
 
 class ModelCapacity:
-    """Allocates the memory of a model on this server, which may not have enough.
+    """The memory of a model on this server, which may not have enough.
 
     Args:
         server: the server's shell.
@@ -28,7 +28,7 @@ class ModelCapacity:
         number: the model's.
 
     Attributes:
-        missing: why there is none for the model, as text; empty when there is.
+        missing: the reason, in words, why the model has no memory here; empty if it has.
     """
 
     def __init__(self, server: ServerShell, engine: ShardEngine, number: int) -> None:
@@ -39,10 +39,10 @@ class ModelCapacity:
         self._name = ""
 
     async def configure(self, name: str, spec: JobSpec, optimizer: OptimizerSpec | None, placement: Placement) -> None:
-        """Make our slices of the model, which has this name from now on.
+        """Make this server's slices of the model, and set the model's name.
 
         Raises:
-            OutOfMemory: there is no memory for them; nothing is here then.
+            OutOfMemory: there is not enough memory; no slice was made.
         """
         engine, rank, self._name = self._engine, self._reports.rank, name
         try:
@@ -57,7 +57,7 @@ class ModelCapacity:
         """Make the optimizer's state.
 
         Raises:
-            OutOfMemory: there is no memory for it; the model makes no step then.
+            OutOfMemory: there is not enough memory; the model cannot step.
         """
         engine = self._engine
         try:
@@ -69,11 +69,11 @@ class ModelCapacity:
             raise self._without("there is no memory for the optimizer's state", placement.number) from error
 
     async def place(self, placement: Placement) -> list[OwnedSlice]:
-        """Make the slices that a placement gives us in addition; returns those that it takes from us.
+        """Make the slices that a placement adds to this server; returns the slices that it removes.
 
         Raises:
-            OutOfMemory: there is no memory for it; what is here stays.
-            InvalidRequest: it is not of the slices that there can be.
+            OutOfMemory: there is not enough memory; the present slices stay.
+            InvalidRequest: it is not a placement of the model's slices.
         """
         engine = self._engine
         engine.slices.check(placement)
@@ -92,7 +92,7 @@ class ModelCapacity:
         return engine.place(placement, rank, made)
 
     def _without(self, why: str, placement: int) -> OutOfMemory:
-        """The model is not here: its callers are told, and the other models go on."""
+        """Report that the model is not held here, and return the error for its callers; other models go on."""
         _logger.error("model %r cannot be held here: %s", self._name, why)
         self.missing = f"model {self._name!r} is not held by shard server {self._reports.rank}: {why}"
         self._reports.out_of_memory(self._number, placement, Busy(why))

@@ -1,20 +1,20 @@
-"""Around the engine of one model: its waits and threads, and what it reports. Decides nothing.
+"""The shell around the engine of one model: its waits, threads and reports. All decisions are the engine's.
 
-Everything here runs on one event loop, apart from what the apply pool and the files' thread do. Events of the
-coordinator's session that are about the model come in through `on_event`, streams through the coroutines that the
-servicer calls. What all models of a server share is `shard.server.shell`'s.
+Everything here runs on one event loop, except for the work of the apply pool and the files' thread. Events of the
+coordinator's session about the model come in through `on_event`, streams through the coroutines that the servicer
+calls. State that all models of a server share is in `shard.server.shell`.
 
 Note: [In order]
-    A decision that needs no report of this server first (replicas step asynchronously, or another model's values are
-    copied) may come while an earlier one is applied. It waits for its turn, and everything about the model that comes
-    after it waits behind it. What must find the model as it is between two events, a snapshot of it or a copy from it,
-    is queued in the same order (`in_order`).
+    A decision may arrive while an earlier one is applied if it needs no report of this server first: replicas step
+    asynchronously, or another model's values are copied. It is queued, and all later events about the model are queued
+    behind it. Calls that need the model in its state between two events, a snapshot of it or a copy from it, are queued
+    in the same order (`in_order`).
 
 Note: [Long work]
-    What takes long because a slice may have GiBs runs in a thread (`ServerShell.off_loop`), so that the event loop can
-    send heartbeats and serve others: allocating slices, hashing and encoding values, filling memory that workers map.
-    Meanwhile events about the model wait behind that work, in order (`EventOrder.begin_work`): no step is begun,
-    nothing is restored and no slice comes or goes. Streams go on; they touch what is summed, not the values.
+    Work that takes long, because a slice may have GiBs, runs in a thread (`ServerShell.off_loop`), so that the event
+    loop can send heartbeats and serve other calls. It is: allocating slices, hashing and encoding values, filling
+    memory that workers map. Meanwhile events about the model wait behind that work, in order (`EventOrder.begin_work`):
+    no step begins, no restore begins, and no slice is added or removed. Streams go on; they change sums, not values.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ _logger = logging.getLogger(__name__)
 
 
 def warm_up(spec: JobSpec) -> None:
-    """Compile what a server needs for a layout. Any thread but the loop's: it may take seconds."""
+    """Compile the loops that a server needs for a layout. Not in the event loop's thread: it may take seconds."""
     precision = spec.precision
     for dtype in (precision.param, precision.grad):
         cast.warm_up(dtype)
@@ -69,7 +69,7 @@ def warm_up(spec: JobSpec) -> None:
 
 @dataclass(frozen=True)
 class Averaging:
-    """A decision to copy the values of `source`; `pinned` gives the pin that keeps them unchanged until it is done."""
+    """A decision to copy the values of `source`; `pinned` gives the pin that keeps them unchanged meanwhile."""
 
     decision: Decision
     source: ModelShell
@@ -77,24 +77,24 @@ class Averaging:
 
 
 class ModelShell:
-    """One model's engine with what it needs to run.
+    """One model's engine, with its waits, threads and streams.
 
     Args:
-        number: of the model.
-        server: whose it is.
-        threads: for applying; None = one per core this process may use.
-        limits: what subscribers get; None = the default.
+        number: number of the model.
+        server: the server that it belongs to.
+        threads: threads for applying; None = one per core this process may use.
+        limits: limits of subscribers; None = the default.
 
     Attributes:
-        engine: the state.
+        engine: the state of the model.
         subscriptions: to this model.
-        values: where its values come from.
-        corruptions: what is done about memory that fails.
+        values: the sources of its values.
+        corruptions: the handling of corrupt memory.
         pins: versions that snapshots and copies still read.
         members: the workers by incarnation, each with the replica that it contributes to here.
-        name: its name in the job; empty until that is known.
-        capacity: of this server for it.
-        order: of the events about it, and what they wait for.
+        name: its name in the job; empty until it is known.
+        capacity: its memory on this server.
+        order: the queue of events about it.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class ModelShell:
         self._pool = ApplyPool(self.engine, self.pins, threads, self._finished, server.fail)
         self._applying = 0
         self._apply_trace = ApplyTrace(server.tracer, self.engine)
-        self._copy: tuple[ModelShell, Pin] | None = None  # what is copied to here
+        self._copy: tuple[ModelShell, Pin] | None = None  # the copy under way to this model
         self.order: EventOrder[Event | Averaging] = EventOrder(self._take, self._must_wait)
         self.subscriptions = Subscriptions(self, limits or SubscriberLimits())
         self.values = ModelValues(number, self.engine, server, self._waiters, self.order, self.subscriptions.wake)
@@ -140,7 +140,7 @@ class ModelShell:
         await asyncio.to_thread(self._pool.close)
 
     async def release(self) -> None:
-        """The job has the model no more: end what is under way, and give its memory back."""
+        """End everything under way and free the memory, after the job has released the model."""
         self._released = True
         for task in self._pushing:
             task.cancel()
@@ -156,19 +156,19 @@ class ModelShell:
     def on_event(self, event: Event | Averaging) -> None:
         """Take one event of the session, in order, on the loop's thread. See Note: [In order].
 
-        Where replicas step asynchronously at most as many decisions wait as there are replicas, since each needs our
-        report on its next attempt; a copy needs every worker's vote.
+        If replicas step asynchronously, at most as many decisions wait as there are replicas, since each needs this
+        server's report on its next attempt. A copy needs every worker's vote.
         """
         self.order.on_event(event)
 
     def _must_wait(self, event: Event | Averaging | Callable[[], None]) -> bool:
-        """True if the step that is being applied has to be over first."""
+        """True if an event or call must wait for the step that is being applied."""
         if not self._applying:
             return False
         return self.engine.gradients.asynchronous or callable(event) or isinstance(event, Averaging)
 
     def in_order(self, call: Callable[[], None]) -> None:
-        """Call something when everything that came before it has been taken."""
+        """Call a function once all earlier events have been taken."""
         self.order.call(call)
 
     @property
@@ -179,12 +179,12 @@ class ModelShell:
         return self.values.served, self.engine.version
 
     def pin_for_copy(self, version: int) -> Pin:
-        """Keep each unit at `version`, once it is there, until a copy is done and calls `unpin_copy`."""
+        """Keep each unit at `version`, once it has reached it, until `unpin_copy` is called."""
         self.order.begin()
         return self.pins.pin(version, expires=False)
 
     def unpin_copy(self, pin: Pin) -> None:
-        """A copy is done."""
+        """Release the pin of a copy that is done."""
         self.pins.release(pin)
         self.order.end()
 
@@ -231,7 +231,7 @@ class ModelShell:
         self._wake_all()
 
     async def _make(self, job: JobState, exclusive: AbstractAsyncContextManager[None]) -> None:
-        """Make what the state of the job asks for, which may take long."""
+        """Make the slices and optimizer state that the job requires, which may take long."""
         try:
             async with exclusive:
                 await self._make_slices(job)
@@ -247,14 +247,14 @@ class ModelShell:
             assert job.placement is not None
             await self._server.off_loop(partial(warm_up, job.spec))
             await self.capacity.configure(self.name, job.spec, job.optimizer, job.placement)
-            self.values.served = job.epoch  # what is copied to us is of it; if it is being restored, the order follows
+            self.values.served = job.epoch  # copies are of this epoch; the order of a restore follows
             if (links := self._server.links) is not None:
                 self._forwarding = Forwarding(self.number, self.engine, links, self.corruptions.report)
                 work, epoch = self._server.off_loop, lambda: self.values.served
                 self._copying = Copying(self.number, self.engine, links, epoch, self._on_copied, reports, work)
             self._placed()
             self._renumber(job.spec.replica_is_node)
-            # nothing is owned here, and no restore is on its way
+            # no slice is owned here, and no restore will follow
             if self.engine.parameters.initialized and self.values.epoch == 0:
                 reports.initialized(version=job.version, epoch=0, model=self.number)
         if job.optimizer is not None and self.engine.updater is None and self.engine.configured:
@@ -265,7 +265,7 @@ class ModelShell:
             await self._server.off_loop(partial(_close, removed))
 
     def _placed(self) -> None:
-        """There is another placement: reports are to be made for it, streams to other servers begin and end."""
+        """Apply a new placement: repeat reports, and begin and end streams to other servers."""
         self._reported.clear()
         if self._forwarding is not None and self._copying is not None:
             self._forwarding.place()
@@ -273,12 +273,12 @@ class ModelShell:
         self._report_ready()
 
     def _on_copied(self, owned: OwnedSlice) -> None:
-        """A slice has come from its primary."""
+        """Use a slice that was copied from its primary."""
         self._waiters.wake_unit(owned.chunks.unit)
         self._report_ready()
 
     def _renumber(self, by_node: bool) -> None:
-        """The layout defines what a replica is, which may differ from what the membership took it to be."""
+        """Number the replicas as the layout defines them, if the membership numbered them in another way."""
         if self._membership is not None and self._membership.by_node != by_node:
             numbered = self._membership.numbered(by_node)
             self.members = {m.incarnation: m for m in numbered.workers}
@@ -307,7 +307,7 @@ class ModelShell:
             self._apply_trace.begin(decision, len(slices))
 
     async def _copy_from(self, copying: Averaging, targets: list[OwnedSlice]) -> None:
-        """Copy all chunks, each slice once the other model is at the version wanted."""
+        """Copy all chunks, each slice once the other model has reached the version wanted."""
         source, how = copying.source, copying.decision.copy
         assert how is not None
         weight, version, slices = how.weight, how.version, source.engine.slices
@@ -327,7 +327,7 @@ class ModelShell:
     def _finished(self, owned: OwnedSlice) -> None:
         owned.finish()
         self.corruptions.report(owned)
-        if self.engine.slices.get(owned.number) is not owned:  # it was given up meanwhile
+        if self.engine.slices.get(owned.number) is not owned:  # it was removed meanwhile
             self._server.start(self._server.off_loop(partial(_close, [owned])))
         self.pins.notify()
         self._waiters.wake_unit(owned.chunks.unit)
@@ -365,7 +365,7 @@ class ModelShell:
     # ------------------------------------------------------------------ checkpoints
 
     def write(self, uri: str, version: int, pin: Pin, throttle: Throttle, work: Work) -> SnapshotFile:
-        """Write our slices of a checkpoint, in the files' thread; see `snapshot.write`."""
+        """Write this server's slices of a checkpoint, in the files' thread; see `snapshot.write`."""
         try:
             num_cuts = 1 if self.engine.placement is None else self.engine.placement.num_cuts
             entry = snapshot.write(
@@ -376,22 +376,22 @@ class ModelShell:
         return SnapshotFile(name=entry.name, sha256=entry.sha256, bytes=entry.bytes, model=self.number)
 
     def works(self) -> Iterator[Work]:
-        """The first values and copies of slices that are still to come."""
+        """Yield the work of missing first values and missing copies of slices."""
         yield from self.values.works()
         if self._copying is not None:
             yield from self._copying.works()
 
     async def wait_withdrawn(self, epoch: int, generation: int) -> None:
-        """Before first values are stored: wait until those that they replace, if any, are withdrawn.
+        """Wait, before first values are stored, until the values that they replace, if any, are withdrawn.
 
-        The worker that brings them may have received the order before this server.
+        The worker that uploads them may have received the order before this server.
 
         Args:
-            epoch: how often the model had been restored when they were sent.
-            generation: the worker's.
+            epoch: number of restores of the model when they were sent.
+            generation: the worker's generation.
 
         Raises:
-            GenerationChanged: while it waited.
+            GenerationChanged: the generation ended meanwhile.
         """
         while self.values.waits_for(epoch):
             await self._waiters.wait()
@@ -400,10 +400,10 @@ class ModelShell:
     # ------------------------------------------------------------------ streams
 
     def check_generation(self, generation: int) -> None:
-        """Refuse a generation that is over, and calls for a model that was released.
+        """Check that a generation is the current one, and that the model was not released.
 
         Raises:
-            GenerationChanged: it is.
+            GenerationChanged: it is not.
             Misuse: the model was released.
         """
         self.check_released()
@@ -413,24 +413,24 @@ class ModelShell:
             )
 
     def has_ended(self, generation: int) -> bool:
-        """Whether `check_generation` refuses it."""
+        """True if `check_generation` raises for it."""
         return self._released or self.engine.generation != generation
 
     def check_released(self) -> None:
-        """Refuse calls for a model that was released.
+        """Check that the model was not released.
 
         Raises:
-            Misuse: it was.
+            Misuse: it was released.
         """
         if self._released:
             raise Misuse(f"model {self.name!r} was released: its parameters are on the shard servers no more")
 
     def pushing(self, generation: int) -> Pushing:
-        """A stream of gradients is under way in the calling task, in the context: it ends when the generation does."""
+        """The context of a stream of gradients in the calling task; the stream ends with the generation."""
         return Pushing(self, generation, self._pushing)
 
     async def push(self, at: PushedAt, dtype: DType, grad: Array | None, *, borrowed: bool = False) -> bool:
-        """Add a gradient chunk when its turn comes, or queue it; False for a duplicate. See `GradientSums.push`."""
+        """Add a gradient chunk in replica order, or queue it; False for a duplicate. See `GradientSums.push`."""
         gradients, (_, unit, offset, replica) = self.engine.gradients, at
         while (done := gradients.push(*at, dtype, grad, borrowed=borrowed)) is Push.WAIT:
             self.corruptions.report(self.engine.slices.of(unit, offset))
@@ -446,11 +446,11 @@ class ModelShell:
         return done is not Push.DUPLICATE
 
     async def push_sum(self, header: Chunk, total: Array | None, placement: int) -> bool:
-        """Take a chunk of a sum from the primary; False for a duplicate, or one that is of no use any more.
+        """Take a chunk of a sum from the primary; returns False if it is a duplicate or useless by now.
 
         Raises:
-            Broken: its digest is another one.
-            SliceMoved: by `placement`, the number of the one that the primary goes by, this server is no backup.
+            Broken: its digest does not match.
+            SliceMoved: this server is not a backup by `placement`, the number of the primary's placement.
         """
         at = header.step, header.unit, header.offset, header.replica
         digest = header.digest if header.HasField("digest") else None
@@ -470,25 +470,25 @@ class ModelShell:
         return True
 
     async def push_absent(self, step: int, unit: int, offset: int, numel: int, replica: int) -> int:
-        """Record that a replica has no gradient for elements [offset, offset + numel); returns how many were new."""
+        """Record that a replica has no gradient for some chunks of a unit; returns the number of new ones."""
         chunks = self.engine.slices.of(unit, offset).chunks
         first, last = chunks.range_of(offset, offset + numel)
         dtype, new = self.engine.gradients.dtype, 0
         for at, _ in chunks.bounds[first:last]:
             new += await self.push((step, unit, at, replica), dtype, None)
-            await asyncio.sleep(0)  # each may complete a sum
+            await asyncio.sleep(0)  # each chunk may complete a sum
         return new
 
     async def available(self, unit: int, begin: int, epoch: int, min_version: int, generation: int) -> None:
         """Wait until the slice with an element can be served at `min_version` of `epoch` or later.
 
-        Versions grow within an epoch only. The caller may know of a restore before this server does, or after it.
+        Versions grow only within an epoch. The caller may learn of a restore before or after this server.
 
         Raises:
-            InvalidRequest: the model will not have such a version soon.
-            GenerationChanged: while it waited.
+            InvalidRequest: the version is too far ahead of the model's.
+            GenerationChanged: the generation ended meanwhile.
             StepAborted: the parameters are of a later epoch.
-            SliceMoved: the slice is not here, or no longer.
+            SliceMoved: the slice is not here.
         """
         _check_version(self, min_version)
         while True:
@@ -502,14 +502,14 @@ class ModelShell:
             self.check_generation(generation)
 
     async def frames(self, unit: int, begin: int, end: int, generation: int) -> tuple[bytes, ...]:
-        """The frames of a range that is `available`, where parameters do not travel as differences.
+        """The frames of a range that is `available`, if parameters are not sent as differences.
 
-        They are made now if nobody has wanted them yet.
+        They are made now if they do not exist yet.
 
         Raises:
             InvalidRequest: the range does not begin and end where chunks of this server do.
-            GenerationChanged: while it waited.
-            SliceMoved: the slice is not here, or no longer, or corrupt.
+            GenerationChanged: the generation ended meanwhile.
+            SliceMoved: the slice is not here, or is corrupt.
         """
         parameters = self.engine.parameters
         if self.engine.slices.of(unit, begin).wire.frames:
@@ -517,7 +517,7 @@ class ModelShell:
         owned = await self.unchanging(unit, begin, generation)
         async with self.order.begin_work():
             self.engine.counters["encodings"] += await self._server.off_loop(owned.ensure_frames)
-            owned.refuse_corrupt()  # as something else may have found meanwhile
+            owned.refuse_corrupt()  # another check may have found corruption meanwhile
             return parameters.frames(unit, begin, end)
 
     async def prepared(
@@ -526,7 +526,7 @@ class ModelShell:
         """The speculative frame of one chunk, once it can be made. See `ShardEngine.prepare_chunk`.
 
         Raises:
-            GenerationChanged: while it waited.
+            GenerationChanged: the generation ended meanwhile.
             SliceMoved: the slice is not here any more.
         """
         engine = self.engine
@@ -544,13 +544,13 @@ class ModelShell:
         return frame
 
     async def unchanging(self, unit: int, begin: int, generation: int, version: int = 0) -> OwnedSlice:
-        """Wait until a slice has values, at a version or later, and no step is being applied to it.
+        """Wait until a slice has values at `version` or later, and no step is being applied to it.
 
-        Its frames may be served before.
+        Its frames may be served earlier.
 
         Raises:
-            GenerationChanged: while it waited.
-            SliceMoved: the slice is not here, or no longer.
+            GenerationChanged: the generation ended meanwhile.
+            SliceMoved: the slice is not here.
         """
         while (owned := self.engine.slices.of(unit, begin)).applying or not self.engine.parameters.available(
             unit, begin, version
@@ -560,12 +560,12 @@ class ModelShell:
         return owned
 
     async def copy_of(self, number: int, version: int, epoch: int, generation: int) -> OwnedSlice:
-        """The slice of a number once it is at the version that another server wants a copy of.
+        """The slice with a number, once it is at the version that another server wants to copy.
 
         Raises:
             InvalidRequest: there is no such slice.
             SliceMoved: it is not here.
-            StepAborted: it is not of that version and epoch any more.
+            StepAborted: it is past that version or epoch.
         """
         spec, placement = self.engine.spec, self.engine.placement
         assert spec is not None
@@ -584,7 +584,7 @@ class ModelShell:
 
 
 def _close(slices: list[OwnedSlice]) -> None:
-    """Free slices, the last of which are in this list, one after the other."""
+    """Free slices one after the other; this list must have the last references."""
     while slices:
         slices.pop().close()
 
@@ -615,7 +615,7 @@ class Pushing:
 
 
 def _check_version(model: ModelShell, version: int) -> None:
-    """Refuse a version that a model will not have soon: nobody waits for it.
+    """Check that a version is not too far ahead of the model's.
 
     Raises:
         InvalidRequest: it is.
@@ -627,7 +627,7 @@ def _check_version(model: ModelShell, version: int) -> None:
 
 
 def _ready(model: ModelShell, step: int, sums_of_squares: tuple[float, ...], replica: int) -> Ready:
-    """The report that every gradient of a step is here."""
+    """Return the report that every gradient of a step is here."""
     engine = model.engine
     assert engine.placement is not None
     return Ready(

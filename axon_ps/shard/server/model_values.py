@@ -1,7 +1,7 @@
-"""The sources of a model's values: first values, and those that replace others, epoch by epoch; and mapping them.
+"""The sources of a model's values: first values, and replacements, epoch by epoch; and the mapping of values.
 
-Performs the coordinator's orders to restore a model, from a checkpoint or from what a worker uploads, and stores
-uploads. Decides nothing: `shard.core.parameters` does. One event loop; files are read in the files' thread.
+The coordinator's orders to restore a model, from a checkpoint or a worker's upload, are performed here, and uploads are
+stored. The decisions are `shard.core.parameters`'s. One event loop; files are read in the files' thread.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ class ModelValues:
     """The epochs of one model's values.
 
     Args:
-        number: of the model.
-        engine: has the values.
-        server: whose it is.
-        waiters: woken when there are other values.
-        order: of the events about the model.
-        replaced: called when there are values that were not there before.
+        number: number of the model.
+        engine: the model's engine, which has the values.
+        server: the server that it belongs to.
+        waiters: woken when values are replaced.
+        order: the queue of events about the model.
+        replaced: called when there are new values.
 
     Attributes:
-        epoch: the newest that is known.
-        served: epoch of the values that there are.
+        epoch: the newest epoch known.
+        served: epoch of the present values.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class ModelValues:
     ) -> None:
         self.epoch = 0
         self.served = 0
-        self._ordered = 0  # epoch of the newest order, and of the newest that has room for a worker's values
+        self._ordered = 0  # epoch of the newest order; below, of the newest withdrawal for a worker's values
         self._withdrawn = 0
         self._number = number
         self._engine = engine
@@ -66,24 +66,24 @@ class ModelValues:
         self._on_replaced = replaced
 
     def begin(self, order: RestoreOrder) -> None:
-        """Take the coordinator's order."""
+        """Begin to carry out the coordinator's order."""
         uploaded = order.uri in (UPLOADED, FIRST_VALUES)
         self._engine.parameters.begin_restore(uploaded=uploaded)
         self._ordered = order.epoch
         self._server.start(self._replace(order, uploaded=uploaded))
 
     async def _replace(self, order: RestoreOrder, *, uploaded: bool) -> None:
-        """Carry orders out one after the other: of two that wait for the model to be idle, either could go on first."""
+        """Carry out one order at a time; otherwise two that wait for the model to be idle could be reordered."""
         async with self._one_at_a_time:
             await self._order.idle.wait()
-            self._engine.parameters.begin_restore(uploaded=uploaded)  # the one before has ended its own meanwhile
+            self._engine.parameters.begin_restore(uploaded=uploaded)  # the previous order has ended its restore
             if uploaded:
                 self._make_room(order)
             else:
                 await self._load(order)
 
     async def _load(self, order: RestoreOrder) -> None:
-        """Replace the values by those of a checkpoint. They are withdrawn when all of it has been read and checked."""
+        """Replace the values by those of a checkpoint. They are withdrawn once all of it has been read and checked."""
         engine, reports = self._engine, self._server.reports
         assert reports is not None
         try:
@@ -98,7 +98,7 @@ class ModelValues:
         except AxonError as error:
             _logger.error("restoring version %d from %s failed: %s", order.version, order.uri, error)
             engine.parameters.cancel_restore()
-            self.served = order.epoch  # what is left, if anything is, is all that this epoch has
+            self.served = order.epoch  # the remaining values, if any, are all that this epoch has
             reports.restore_report(order.epoch, error, model=self._number)
         else:
             engine.restored(order.version, restore.optimizer)
@@ -108,11 +108,11 @@ class ModelValues:
         self._waiters.wake_all()
 
     def _make_room(self, order: RestoreOrder) -> None:
-        """Withdraw the values: a worker is about to upload others."""
+        """Withdraw the values before a worker uploads others."""
         self._engine.parameters.withdraw()
         self._withdrawn = order.epoch
         self._waiters.wake_all()
-        if self._engine.parameters.initialized:  # nothing is owned here
+        if self._engine.parameters.initialized:  # no slice is owned here
             self._replaced()
 
     def _replaced(self) -> None:
@@ -128,7 +128,7 @@ class ModelValues:
         self._on_replaced()
 
     async def mapped(self, owned: OwnedSlice) -> SharedCopy | None:
-        """A slice's wire copy in memory that is passed to workers; None where they must be sent it.
+        """A slice's wire copy in memory that workers can map; None if it must be sent.
 
         Only while the slice is `available` and no step is applied to it.
 
@@ -142,7 +142,7 @@ class ModelValues:
                 if owned.wire.mapped is None:
                     make = partial(mapped_units.filled_copy, owned, self._engine.precision.param)
                     memory = await self._server.off_loop(make)
-                    owned.refuse_corrupt()  # as something else may have found meanwhile
+                    owned.refuse_corrupt()  # another check may have found corruption meanwhile
                     if memory is not None:
                         owned.map(memory)
         mapped = owned.wire.mapped
@@ -158,16 +158,16 @@ class ModelValues:
             yield Work("upload", 4 * total, 4 * (total - lacking))
 
     def waits_for(self, epoch: int) -> bool:
-        """Whether first values of an epoch came before the order to make room for them, or before there is room."""
+        """True if first values of an epoch arrived before the values that they replace were withdrawn."""
         return self._withdrawn < epoch and self._ordered <= epoch
 
     async def upload(self, epoch: int, unit: int, offset: int, values: Array) -> bool:
-        """Store first values of a chunk, unless a restore was ordered since; True once this server has all of them."""
+        """Store first values of a chunk, unless a restore was ordered since; True if this server has all values."""
         parameters, version = self._engine.parameters, self._engine.version
         if epoch < self._ordered:
             return parameters.initialized
         if (stored := parameters.store(unit, offset, values, version)) is not None:
-            # the uploader may go meanwhile, and nobody uploads the slice again
+            # the uploader may leave meanwhile, and the slice is not uploaded again
             await asyncio.shield(self._server.start(self._publish(stored, version)))
         return parameters.initialized
 

@@ -1,4 +1,4 @@
-"""The interface of a server to the shell of a model that it holds."""
+"""The interface that a server offers to the shells of its models."""
 
 from __future__ import annotations
 
@@ -22,42 +22,42 @@ class Reports(Protocol):
     """The reports of a shard server to the coordinator; `coordinator.client.session.CoordinatorClient` is one.
 
     Attributes:
-        rank: our number among the shard servers.
+        rank: this server's number among the shard servers.
     """
 
     rank: int
 
     def ready(self, ready: Ready, replica: int | None = None) -> None:
-        """Every slice has every replica's gradients, or those of `replica` where replicas step asynchronously."""
+        """Report that every slice has all gradients, or those of `replica` if replicas step asynchronously."""
 
     def copied(self, copied: Copied) -> None:
-        """We have got slices that we were to copy."""
+        """Report the slices that have been copied to this server."""
 
     def corrupted(self, report: Corrupted) -> None:
-        """Memory of a slice does not hold what was written to it."""
+        """Report that memory of a slice is corrupt."""
 
     def initialized(self, *, version: int, epoch: int, model: int = 0) -> None:
-        """Every slice of a model has its values."""
+        """Report that every slice of a model has its values."""
 
     def snapshot_report(self, id: int, files: tuple[SnapshotFile, ...] = (), error: AxonError | None = None) -> None:
-        """Our files of a checkpoint are written, or why not."""
+        """Report this server's files of a checkpoint, or the error."""
 
     def restore_report(self, epoch: int, error: AxonError, *, model: int = 0) -> None:
-        """We could not restore a model."""
+        """Report that this server could not restore a model."""
 
     def out_of_memory(self, model: int, placement: int, error: AxonError) -> None:
-        """We have no memory for the slices of a model that a placement gives us."""
+        """Report that there is not enough memory for the slices of a placement."""
 
 
 class ServerShell(Protocol):
-    """The needs of a model's shell of its server's; see `shard.server.shell.ShardShell`.
+    """The part of the server's shell that a model's shell needs; see `shard.server.shell.ShardShell`.
 
     Attributes:
         reports: the way to the coordinator.
-        links: the way to the other shard servers; None where there are none.
+        links: the connections to the other shard servers; None if there are none.
         tracer: the spans of this process.
-        capacity: the memory that it has.
-        queue: of it, for gradients that come before their turn.
+        capacity: the memory that the server may allocate.
+        queue: the part of it for gradients that arrive out of order.
     """
 
     reports: Reports | None
@@ -67,19 +67,19 @@ class ServerShell(Protocol):
     queue: QueueLimit
 
     def start(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Run something, whoever waits for it; if it raises, the server ends."""
+        """Run a coroutine to its end, even if its caller is cancelled; if it raises, the server ends."""
 
     async def in_files_thread(self, work: Callable[[], Any]) -> Any:
-        """Do something slow in the thread for that, after what was given to it before."""
+        """Run slow work in the files' thread, after earlier work there."""
 
     async def off_loop(self, work: Callable[[], T]) -> T:
-        """Do something to much memory in the thread for that; it is over when this returns, also when cancelled."""
+        """Run work on much memory in its thread; it is over when this returns, also after cancellation."""
 
     def working(self, kind: str) -> AbstractContextManager[Work]:
-        """Long work, shown in our measures as long as the context lasts."""
+        """Show long work in this server's metrics while the context lasts."""
 
     def fail(self, error: BaseException) -> None:
-        """This server cannot go on."""
+        """End this server, which cannot go on."""
 
     def wake(self) -> None:
-        """Something about a model changed that callers wait for."""
+        """Wake callers after a change of a model that they may wait for."""

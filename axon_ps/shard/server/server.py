@@ -1,4 +1,4 @@
-"""One shard server as a process runs it: a gRPC server, a session with the coordinator, and the shell between them."""
+"""One shard server: a gRPC server, a session with the coordinator, and the shell between them."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from axon_ps.wire.events import Event, KnownNames
 from axon_ps.wire.v1 import shard_pb2
 
 QUEUE_FRACTION: Final = 8
-"""The memory that could be had, over what gradients that come before their turn may take of it by default."""
+"""The free memory divided by this is the default for gradients that arrive out of order."""
 
 _logger = logging.getLogger(__name__)
 _SERVICE = shard_pb2.DESCRIPTOR.services_by_name["Shard"]
@@ -52,23 +52,26 @@ class ShardConfig:
         job: name of the job.
         host: address to listen on, or a host of this process (see `rpc.in_process`).
         port: port to listen on; 0 = any free one.
-        advertise: "host" or "host:port" where workers reach us; empty = `host`, or our host name if that is a wildcard.
+        advertise: "host" or "host:port" at which workers reach this server; empty = `host`, or the machine's host name
+            if that is a wildcard.
         bulk_port: port for bulk connections (`rpc.bulk`), on the same host; 0 = any free one; None = there are none.
-        advertise_bulk_port: where they reach it; 0 = there, and there are none where `advertise` names another port
-            than ours: that of somebody who would not pass these connections on.
-        node: host or container we run on; empty = our host name.
+        advertise_bulk_port: the bulk port that workers connect to; 0 = `bulk_port`. With 0, there are no bulk
+            connections if `advertise` names another port than `port`, since the proxy at that port would not forward
+            them.
+        node: host or container of this server; empty = the host name.
         rank: wanted number among the shard servers; -1 = any.
-        threads: for applying steps; None = one per core we may use.
+        threads: threads for applying steps; None = one per core this process may use.
         security: TLS and token.
-        limits: what subscribers get.
-        join_timeout_s: how long the coordinator may take to answer.
-        reconnect_timeout_s: how long the coordinator may be away later; then this server ends, and its parameters too.
-        grace_s: how long streams under way may take when we stop.
-        drain_s: how long others may take to get what this server holds when it is asked to stop; 0 = it just leaves.
-        tracing: which steps are traced.
-        memory_bytes: what this process may have in all; 0 = what the machine and its control groups let it have.
-        queue_bytes: of it, for gradients that come before their turn (see `shard.core.queued`); 0 = none, and they
-            wait; None = an eighth of what could be had when it began.
+        limits: limits of subscribers.
+        join_timeout_s: seconds that the coordinator may take to answer.
+        reconnect_timeout_s: seconds that the coordinator may be away later; then this server ends, and its parameters
+            are lost.
+        grace_s: seconds that streams under way may take when this server stops.
+        drain_s: seconds to hand over slices to others when this server is asked to stop; 0 = it leaves at once.
+        tracing: the steps that are traced.
+        memory_bytes: memory limit of this process; 0 = the limit of the machine and its control groups.
+        queue_bytes: part of it for gradients that arrive out of order (see `shard.core.queued`); 0 = none, and they
+            wait; None = an eighth of the memory that is free at the start.
     """
 
     coordinator: str
@@ -100,10 +103,10 @@ async def serve(
 ) -> None:
     """Serve until `stop` is set, then drain: hand over, report NOT_SERVING, leave the job, end the streams.
 
-    The health of the service is SERVING while no slice of the job lacks a copy, so that another server may go.
+    The health of the service is SERVING while no slice of the job lacks a copy, so that another server may leave.
 
     Args:
-        config: how to run.
+        config: the settings.
         ready: called with the port once workers can be served, that is after joining the job.
         stop: set it (on this loop) to end.
         http: its HTTP endpoint, not started; None = it has none.
@@ -112,7 +115,7 @@ async def serve(
         ConfigurationError: the address cannot be listened on, or TLS files cannot be used.
         Unreachable: the coordinator did not answer in time.
         PermissionDenied: wrong job name or token.
-        AxonError: the session ended for good, or this server's parameters can no longer be right.
+        AxonError: the session ended permanently, or this server's parameters can no longer be valid.
     """
     retain_message_memory()
     capacity = Capacity(config.memory_bytes)
@@ -181,7 +184,7 @@ async def serve(
 
 
 async def _report_health(server: Server | InProcessServer, watch: JobWatch) -> None:
-    """Have the health of our service be that of the job's copies, until cancelled."""
+    """Report the health of the job's copies as the health of the service, until cancelled."""
     while True:
         safe = watch.safe
         await server.set_serving(safe)
@@ -189,7 +192,7 @@ async def _report_health(server: Server | InProcessServer, watch: JobWatch) -> N
 
 
 def _known_names(host: str) -> KnownNames | None:
-    """The kinds that this process can make; not listed beside a worker, whose program may register more at any time."""
+    """The kinds that this process can make; None beside a worker, whose program may register more at any time."""
     if is_in_process(host):
         return None
     return KnownNames(optimizers=frozenset(optimizers.names()), compressors=frozenset(compressors.names()))
@@ -204,7 +207,7 @@ def _metrics(job: str, rank: int, node: str, shell: ShardShell) -> Route:
 
 
 async def _first_of(stop: asyncio.Event, failure: asyncio.Future[None]) -> None:
-    """Wait for `stop`; raise what `failure` has if that comes first."""
+    """Wait for `stop`; raise the exception of `failure` if it comes first."""
     stopped = asyncio.ensure_future(stop.wait())
     ends: list[asyncio.Future[Any]] = [stopped, failure]
     try:
@@ -216,7 +219,7 @@ async def _first_of(stop: asyncio.Event, failure: asyncio.Future[None]) -> None:
 
 
 def _advertised(config: ShardConfig, port: int) -> str:
-    """The address that workers get."""
+    """The address that workers connect to."""
     advertise = config.advertise or ("" if config.host in ("0.0.0.0", "::", "[::]") else config.host)
     if _port_in(advertise) is not None:
         return advertise
@@ -224,7 +227,7 @@ def _advertised(config: ShardConfig, port: int) -> str:
 
 
 def _is_behind_another(config: ShardConfig) -> bool:
-    """Whether somebody passes connections on to us, and not those to our port of bulk connections."""
+    """True if a proxy forwards connections to this server, but not those to its bulk port."""
     return _port_in(config.advertise) not in (None, config.port) and not config.advertise_bulk_port
 
 

@@ -1,11 +1,11 @@
-"""The Shard service: protocol only. Decodes and checks messages, and leaves what they mean to the shell.
+"""The Shard service: protocol only. It decodes and checks messages, and the shell interprets them.
 
-Clients pool streams: each serves one gather, push, upload or collective after the other. See `rpc.stream_pool`.
+Clients pool streams: a stream serves one gather, push, upload or collective after the other. See `rpc.stream_pool`.
 
 Note: [Two kinds of first message]
     The first message of a push names caller, step, unit, replica and range. With a payload (or `absent`) it is a chunk
-    as any other, and nothing is sent back until the reply: that is the lean way. Without payload it asks where to go on
-    after a broken stream, and the answer comes at once.
+    like any other, and the server sends nothing before the reply. That is the normal case. Without payload it asks for
+    the element at which to resume after a broken stream, and the server answers at once.
 """
 
 from __future__ import annotations
@@ -49,18 +49,18 @@ class ShardServicer:
         self._warm: set[DType] = set()
 
     def drain(self) -> None:
-        """End the streams that nothing is under way on, now and from now on: they would be waited for."""
+        """End idle streams, now and from now on, since the server waits for open streams when it stops."""
         self._idle.drain()
 
     async def all_gather(self, context: ServerStream) -> None:
-        """Gathers, one after the other."""
+        """Serve gathers, one after the other."""
         while (request := await self._idle.next(context.read())) is not EOF:
             tracer, calling = self._shell.tracer, self._shell.calling(request.context.incarnation)
             with calling, tracer.serving("gather", request.context.traceparent) as span:
                 await self._gather(request, context, span)
 
     async def _gather(self, request: shard_pb2.AllGatherRequest, context: ServerStream, span: Span | None) -> None:
-        """Chunks of a range, once the unit is at the version asked for."""
+        """Send chunks of a range, once the unit is at the version asked for."""
         shell, member = await self._shell.fence(request.context)
         engine, generation = shell.engine, request.context.generation
         if span is not None:
@@ -94,7 +94,7 @@ class ShardServicer:
                     await context.write(frame)
             else:
                 if dtype not in self._warm:
-                    await self._shell.off_loop(partial(cast.warm_up, dtype))  # it may compile
+                    await self._shell.off_loop(partial(cast.warm_up, dtype))  # which may compile
                     self._warm.add(dtype)
                 for index in range(*owned.chunks.range_of(request.begin, request.end)):
                     owned = await shell.unchanging(request.unit, request.begin, generation)
@@ -108,7 +108,7 @@ class ShardServicer:
     async def _send_since(
         self, shell: ModelShell, request: shard_pb2.AllGatherRequest, context: ServerStream, span: Span | None
     ) -> None:
-        """Chunks of a range where parameters travel as differences: those that the caller lacks, or all."""
+        """Send chunks of a range as differences that the caller lacks, or all values."""
         parameters, where = shell.engine.parameters, (request.unit, request.begin)
         since, generation = request.since if request.HasField("since") else None, request.context.generation
         if not (frames := parameters.since(*where, request.end, since)):
@@ -128,7 +128,7 @@ class ShardServicer:
     async def _lease_to(
         self, member: Member, shell: ModelShell, request: shard_pb2.AllGatherRequest, span: Span | None
     ) -> bytes:
-        """The message that leases a range of the wire copy in place of its chunks; empty, if they must be sent."""
+        """The message that leases a range of the wire copy instead of its chunks; empty if they must be sent."""
         peer = self._shell.same_host.find(member.id) if request.accept_leases else None
         return b"" if peer is None else await _lease(shell, request, peer, span)
 
@@ -140,7 +140,7 @@ class ShardServicer:
         dtype: DType,
         member: Member,
     ) -> None:
-        """Send a lease on the unit, to be used where it lies; none, if the caller must gather a copy."""
+        """Send a lease on the unit's memory, or an empty message if the caller must gather a copy."""
         engine = shell.engine
         peer = self._shell.same_host.find(member.id)
         while True:
@@ -162,7 +162,7 @@ class ShardServicer:
     async def _gather_speculative(
         self, shell: ModelShell, request: shard_pb2.AllGatherRequest, context: ServerStream, span: Span | None
     ) -> None:
-        """Chunks of a range as an undecided step is expected to make them, each as soon as it can be made."""
+        """Send chunks of a range as an undecided step is expected to make them, each as soon as it can be made."""
         engine = shell.engine
         precision = engine.precision
         compressed = precision.param_compression is not None
@@ -178,7 +178,7 @@ class ShardServicer:
             await context.write(frame)
 
     async def reduce_scatter(self, context: ServerStream) -> None:
-        """Pushes, one after the other."""
+        """Serve pushes, one after the other."""
         while (message := await self._idle.next(context.read())) is not EOF:
             header, payload = _first(message)
             tracer, calling = self._shell.tracer, self._shell.calling(header.context.incarnation)
@@ -189,7 +189,7 @@ class ShardServicer:
     async def _push(
         self, message: Any, header: common_pb2.Chunk, payload: memoryview, context: ServerStream, span: Span | None
     ) -> shard_pb2.ReduceScatterReply:
-        """Gradient chunks of one replica. See Note: [Two kinds of first message]."""
+        """Add gradient chunks of one replica. See Note: [Two kinds of first message]."""
         shell, member = await self._shell.fence(header.context)
         engine = shell.engine
         if span is not None:
@@ -222,17 +222,17 @@ class ShardServicer:
                         dtype, grad = _gradient(engine, header, one)
                         summed += await shell.push((step, unit, header.offset, replica), dtype, grad, borrowed=leased)
                         if leased:
-                            await asyncio.sleep(0)  # a lease has MiBs
+                            await asyncio.sleep(0)  # a lease may have MiBs
                 message = None
         return shard_pb2.ReduceScatterReply(step=step, chunks=summed)
 
     async def upload(self, context: ServerStream) -> None:
-        """First values, a slice after the other."""
+        """Serve uploads of first values, one slice after the other."""
         while (message := await self._idle.next(context.read())) is not EOF:
             await context.write(await self._store(message, context))
 
     async def _store(self, message: Any, context: ServerStream) -> shard_pb2.UploadReply:
-        """First values of a slice, f32."""
+        """Store first values of a slice, f32."""
         header, payload = _first(message)
         shell, _ = await self._shell.fence(header.context)
         engine, epoch, unit = shell.engine, header.epoch, header.unit
@@ -251,7 +251,7 @@ class ShardServicer:
         return shard_pb2.UploadReply(complete=complete)
 
     async def replicate(self, context: ServerStream) -> None:
-        """Sums of gradients, from the primary of the slices."""
+        """Take sums of gradients from the primary of the slices."""
         message = await self._idle.next(context.read())
         if message is EOF:
             return
@@ -276,7 +276,7 @@ class ShardServicer:
                         placement = header.context.placement
 
     async def copy(self, context: ServerStream) -> None:
-        """Everything of a slice, for a server that is to hold it, too."""
+        """Send all of a slice to a server that becomes a holder."""
         while (request := await self._idle.next(context.read())) is not EOF:
             shell, _ = await self._shell.fence_server(request.context)
             generation = request.context.generation
@@ -286,20 +286,20 @@ class ShardServicer:
                 await context.write(chunk)
 
     async def collective(self, context: ServerStream) -> None:
-        """A worker's part in collectives and messages of its groups, one after the other."""
+        """Serve a worker's collectives and messages of its groups, one after the other."""
         await servicer.serve(self._shell.collectives, self._idle, context)
 
     async def subscribe(self, context: ServerStream) -> None:
-        """Versions of a model, for a caller that need not be a member."""
+        """Serve versions of a model to a caller that need not be a member."""
         await subscriptions.serve(self._shell, self._idle, context)
 
     async def handshake(self, request: shard_pb2.HandshakeRequest, context: Any) -> shard_pb2.HandshakeReply:
-        """The address for a worker or server of this host, so that memory can be shared."""
+        """Return the socket address for a worker or server of this host, so that memory can be shared."""
         member = await self._shell.fence_member(request.context)
         return self._shell.same_host.handshake(member.id)
 
     async def echo(self, context: ServerStream) -> None:
-        """Messages that are sent back as they came, whatever this server is busy with."""
+        """Send messages back unchanged, also while this server is busy."""
         while (request := await self._idle.next(context.read())) is not EOF:
             check_job(request.context, self._shell.job)
             if len(request.payload) > ECHO_BYTES:
@@ -307,20 +307,20 @@ class ShardServicer:
             await context.write(request)
 
     async def stats(self, request: shard_pb2.StatsRequest, context: Any) -> shard_pb2.StatsReply:
-        """Counters of this server. An operator may ask, who is no worker."""
+        """Return the counters of this server. The caller may be an operator, not a member."""
         check_job(request.context, self._shell.job)
         return shard_pb2.StatsReply(values=self._shell.statistics() | self._shell.collectives.engine.statistics())
 
     def _about(self, shell: ModelShell, member: Member, unit: int) -> dict[str, Value]:
-        """The attributes of a span of what a worker asks for."""
+        """The attributes of the span of a worker's call."""
         rank = -1 if self._shell.reports is None else self._shell.reports.rank
         return {"unit": shell.engine.unit_name(unit), "worker": member.rank, "server": rank}
 
     def _leased_sum(self, engine: ShardEngine, member: Member, header: common_pb2.Chunk) -> Array:
-        """A sum from the memory of the primary; one that was revoked meanwhile belongs to a step that is over.
+        """Copy a sum from the memory of the primary. If its lease was revoked meanwhile, its step is over.
 
         Raises:
-            InvalidRequest: it is no chunk of ours.
+            InvalidRequest: it is larger than a chunk.
             Broken: the lease was revoked, or memory is not shared with the primary any more.
         """
         assert engine.spec is not None
@@ -335,11 +335,11 @@ class ShardServicer:
     def _leased_payloads(
         self, engine: ShardEngine, member: Member, header: common_pb2.Chunk, span: Span | None
     ) -> Iterator[memoryview]:
-        """Payloads of the chunks of a leased gradient, where its sender has them; `header` becomes that of each.
+        """Yield the payloads of a leased gradient's chunks, in the sender's memory; `header` is set for each.
 
         Raises:
-            InvalidRequest: it was leased otherwise than our clients do it.
-            Broken: memory is not shared with the caller, or not what it names.
+            InvalidRequest: the lease does not have the form that clients use.
+            Broken: memory is not shared with the caller, or not the memory that it names.
         """
         assert engine.spec is not None
         chunk_numel, lease = engine.spec.options.chunk_numel, header.lease
@@ -364,7 +364,7 @@ class ShardServicer:
 
 
 async def _lease(shell: ModelShell, request: shard_pb2.AllGatherRequest, peer: HostPeer, span: Span | None) -> bytes:
-    """See `ShardServicer._lease_to`."""
+    """Lease a range of the wire copy; see `ShardServicer._lease_to`."""
     engine = shell.engine
     owned = engine.slices.of(request.unit, request.begin)
     begin, end = request.begin - owned.chunks.begin, request.end - owned.chunks.begin
@@ -407,7 +407,7 @@ def _range_of(engine: ShardEngine, header: common_pb2.Chunk) -> tuple[int, int]:
 
 
 def _gradient(engine: ShardEngine, header: common_pb2.Chunk, payload: memoryview) -> tuple[DType, Array]:
-    """A gradient chunk's element type (U8 when it is compressed) and elements."""
+    """A gradient chunk's element type (U8 if it is compressed) and elements."""
     dtype = dtype_from_proto(header.dtype)
     if dtype not in WIRE_DTYPES:
         raise InvalidRequest(f"gradients cannot travel as {dtype.value}")
@@ -417,7 +417,7 @@ def _gradient(engine: ShardEngine, header: common_pb2.Chunk, payload: memoryview
 
 
 def _total(header: common_pb2.Chunk, payload: memoryview) -> Array:
-    """The elements of a forwarded sum, f32; widened if it travelled as bf16 or f16."""
+    """The elements of a forwarded sum, f32; widened if it was sent as bf16 or f16."""
     dtype = dtype_from_proto(header.dtype)
     if dtype not in WIRE_DTYPES:
         raise InvalidRequest(f"sums cannot travel as {dtype.value}")
@@ -440,14 +440,14 @@ def _first(message: Any) -> tuple[common_pb2.Chunk, memoryview]:
 
 
 def _chunk(message: Any) -> tuple[common_pb2.Chunk, memoryview]:
-    """A message that must be there: header and payload."""
+    """The header and payload of a message, which must not be the end of the stream."""
     if message is EOF:
         raise InvalidRequest("the stream ended before everything had come that its first message announced")
     return decode_chunk(message)
 
 
 def _check_chunk(header: common_pb2.Chunk, unit: int, position: int) -> None:
-    """Refuse a chunk whose turn it is not."""
+    """Check that a chunk is the next one."""
     if (header.unit, header.offset) != (unit, position) or not header.numel:
         raise InvalidRequest(
             f"{header.numel} elements at {header.offset} of unit {header.unit} came; expected were those from "

@@ -1,7 +1,7 @@
-"""Around the engines of a shard server: one `ModelShell` a model, and what they share. Decides nothing.
+"""The shell around the engines of a shard server: one `ModelShell` per model, and their shared state.
 
-Everything here runs on one event loop, apart from what threads do. Events of the coordinator's session come in through
-`on_event` and go to the model that they are about, or to all.
+All decisions are the engines'. Everything here runs on one event loop, except for work in threads. Events of the
+coordinator's session come in through `on_event` and go to the model that they are about, or to all.
 """
 
 from __future__ import annotations
@@ -57,31 +57,31 @@ MAX_MEMBER_CALLS: Final = 1024
 
 _MEASURED = ("version", "step", "missing_chunks")
 _MEMORY = ("master_bytes", "accumulator_bytes", "state_bytes", "residual_bytes", "frame_bytes", "shared_bytes")
-"""Those of the statistics that heartbeats carry: as they are, and summed."""
+"""Statistics in heartbeats: the first are sent as they are, these are summed."""
 
 _NOT_SUMMED = frozenset(("generation", "step", "version"))
-"""Statistics that are not added up over models: the first model's are given."""
+"""Statistics that are not added up over models; the first model's are reported."""
 
 
 class ShardShell:
-    """One shard server's models with what they need to run.
+    """One shard server's models, with their connections, threads and timers.
 
     Args:
         job: name of the job; calls for another one are refused.
-        threads: for applying, a model; None = one per core this process may use.
-        limits: what subscribers get; None = the default.
-        capacity: the memory that it has; None = as much as the machine lets it have.
-        queue: of it, for gradients that come before their turn; None = none, and they wait.
+        threads: threads for applying, per model; None = one per core this process may use.
+        limits: limits of subscribers; None = the default.
+        capacity: the memory that the server may allocate; None = the limit of the machine.
+        queue: the part of it for gradients that arrive out of order; None = none, and they wait.
 
     Attributes:
-        pacer: decides when subscribers get what they pull.
-        collectives: what workers do together here; nothing of it concerns the parameters.
+        pacer: the schedule of chunks for subscribers.
+        collectives: the collectives of workers; independent of the parameters.
         same_host: the workers and servers that this one shares memory with.
         reports: the way to the coordinator; set before the first event.
-        links: the way to the other shard servers; set before the first event, if there can be any.
+        links: the connections to the other shard servers; set before the first event, if there can be any.
         failure: set when this server cannot go on; the server ends with it.
         tracer: the spans of this process.
-        capacity: the memory that it has.
+        capacity: the memory that the server may allocate.
     """
 
     def __init__(
@@ -140,7 +140,7 @@ class ShardShell:
     # ------------------------------------------------------------------ the models
 
     def model(self, number: int = 0) -> ModelShell:
-        """The model of a number; made when it is first named."""
+        """The model with a number; made when it is first named."""
         if number not in self._models:
             model = self._models[number] = ModelShell(number, self, self._threads, self._limits)
             model.engine.slices.allocate = self._sum_memory
@@ -155,11 +155,11 @@ class ShardShell:
 
     @property
     def engine(self) -> ShardEngine:
-        """That of the first model."""
+        """The engine of the first model."""
         return self.model().engine
 
     def statistics(self) -> dict[str, float]:
-        """`ShardEngine.statistics` of all models together; where there are several, memory of each, too."""
+        """The sum of `ShardEngine.statistics` over all models; with several models, also the memory of each."""
         total: Counter[str] = Counter()
         models = sorted(self._models.items())
         for number, model in models:
@@ -172,7 +172,7 @@ class ShardShell:
 
     @contextlib.contextmanager
     def working(self, kind: str) -> Iterator[Work]:
-        """Long work, shown in our measures as long as the context lasts."""
+        """Show long work in this server's metrics while the context lasts."""
         work = Work(kind)
         self._works.append(work)
         try:
@@ -181,7 +181,7 @@ class ShardShell:
             self._works.remove(work)
 
     def measures(self) -> dict[str, float]:
-        """The measures in heartbeats: bytes, memory, the progress of this server, and the long work it is at."""
+        """The measures in heartbeats: bytes, memory, the progress of this server, and its long work."""
         statistics = self.statistics()
         measures = {name: statistics[name] for name in _MEASURED if name in statistics}
         measures["slice_bytes"] = sum(v for name, v in statistics.items() if name in _MEMORY)
@@ -219,7 +219,7 @@ class ShardShell:
             self.fail(event.error)
 
     def _copy(self, decision: Decision) -> None:
-        """Have a model take another's values, which are pinned until it has."""
+        """Have a model copy another's values, which are pinned until the copy is done."""
         assert decision.copy is not None
         source, version = self.model(decision.copy.source), decision.copy.version
         pinned: asyncio.Future[Pin] = asyncio.get_running_loop().create_future()
@@ -234,7 +234,7 @@ class ShardShell:
         self.wake()
 
     def _order_snapshot(self, order: SnapshotOrder) -> None:
-        """Pin every model's version at its place among the events, then write the models one after the other."""
+        """Pin every model's version in the order of events, then write the models one after the other."""
         versions = {p.model: p.version for p in order.models}
         if 0 in self._models and (self._models[0].engine.configured or not versions):
             versions[0] = order.version
@@ -269,29 +269,29 @@ class ShardShell:
             reports.snapshot_report(order.id, tuple(files))
 
     async def _discard(self, uri: str, files: list[SnapshotFile]) -> None:
-        """Remove files that are of no use without the other models' files; if that fails, they stay."""
+        """Remove files that are useless without the other models' files; if that fails, they stay."""
         try:
             await self.in_files_thread(lambda: discard(uri, [f.name for f in files]))
         except AxonError as error:
             _logger.warning("files of the checkpoint that failed are left at %s: %s", uri, error)
 
     async def in_files_thread(self, work: Callable[[], Any]) -> Any:
-        """Do something slow in the thread for that, after what was given to it before.
+        """Run slow work in the files' thread, after earlier work there.
 
         Raises:
-            InternalError: it raised what is no error of ours.
+            InternalError: it raised another error than an `AxonError`.
         """
         return await self._perform(asyncio.get_running_loop().run_in_executor(self._files, work))
 
     async def off_loop(self, work: Callable[[], T]) -> T:
-        """Do something to much memory in the thread for that, after what was given to it before.
+        """Run work on much memory in its thread, after earlier work there.
 
-        A slice may have GiBs, and allocating, hashing or encoding them takes seconds, in which the event loop would
-        send no heartbeat. The work is over when this returns, also when the task is cancelled meanwhile.
+        A slice may have GiBs. Allocating, hashing or encoding them takes seconds, in which the event loop could not
+        send heartbeats. The work is over when this returns, also if the task is cancelled meanwhile.
 
         Raises:
-            MemoryError: there is not that much memory.
-            InternalError: it raised what is no error of ours.
+            MemoryError: there is not enough memory.
+            InternalError: it raised another error than an `AxonError`.
         """
         future, cancelled = asyncio.get_running_loop().run_in_executor(self._memory, work), False
         while not future.done():
@@ -314,7 +314,7 @@ class ShardShell:
             raise InternalError(f"{type(error).__name__}: {error}") from error
 
     def start(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Run something, whoever waits for it; if it raises, the server ends."""
+        """Run a coroutine to its end, even if its caller is cancelled; if it raises, the server ends."""
         task = asyncio.get_running_loop().create_task(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._ended)
@@ -326,20 +326,20 @@ class ShardShell:
             self.fail(error)
 
     def fail(self, error: BaseException) -> None:
-        """This server cannot go on."""
+        """End this server, which cannot go on."""
         if not self.failure.done():
             if not isinstance(error, Drained):
                 _logger.critical("this shard server cannot go on: %s", error)
             self.failure.set_exception(error)
 
     def wake(self) -> None:
-        """Something about a model changed that callers wait for in `fence`."""
+        """Wake callers that wait in `fence`, after a change of a model."""
         self._waiters.wake_all()
 
     # ------------------------------------------------------------------ streams
 
     async def fence(self, context: CallContext) -> tuple[ModelShell, Member]:
-        """The model and the worker that calls, once our generation is the caller's and we know its placement.
+        """Return the model and the calling worker, once this server knows the caller's generation and placement.
 
         Raises:
             PermissionDenied: another job, or not a worker of the generation it names.
@@ -371,13 +371,13 @@ class ShardShell:
         return model, member
 
     async def fence_member(self, context: CallContext) -> Member:
-        """As `fence`, for a call of a worker or a shard server; returns which."""
+        """As `fence`, for a call of a worker or a shard server; returns the caller."""
         await self._fence(context)
         server = self._servers.get(context.incarnation)
         return server if server is not None else (await self.fence(context))[1]
 
     def observed(self, context: CallContext) -> tuple[Subscriptions, ShardEngine]:
-        """The subscriptions to a model, and its values, for a caller that need not be a member.
+        """Return the subscriptions to a model, and its engine, for a caller that need not be a member.
 
         Raises:
             PermissionDenied: another job.
@@ -415,8 +415,8 @@ class ShardShell:
         """Wait until this server knows enough to serve or to refuse a call; see `rpc.limits.FENCE_S`.
 
         Raises:
-            InvalidRequest: it is of a generation or a placement that this job will not have soon.
-            Broken: this server has not heard of it in time.
+            InvalidRequest: its generation or placement is too far ahead of the job's.
+            Broken: this server has not learned of them in time.
         """
         model = self._models.get(context.model)
         placement = None if model is None else model.engine.placement
@@ -433,18 +433,18 @@ class ShardShell:
                         await self._waiters.wait()
             except TimeoutError:
                 if context.model in self._models and self._models[context.model].order.is_busy:
-                    continue  # it has heard of it, and allocates memory for it
+                    continue  # it knows them, and allocates memory
                 raise Broken(
                     f"this server has not heard of generation {context.generation} and placement {context.placement} "
                     f"of model {context.model} within {FENCE_S:g} s; it knows generation {self._generation}"
                 ) from None
 
     def calling(self, caller: str) -> MemberCall:
-        """A call of an incarnation is under way as long as the context lasts."""
+        """Count a call of an incarnation while the context lasts."""
         return MemberCall(self._calls, caller)
 
     def _can_answer(self, context: CallContext) -> bool:
-        """Whether this server knows enough to serve or to refuse a call."""
+        """True if this server knows enough to serve or to refuse a call."""
         if context.model in self._released or context.generation < self._generation:
             return True
         model = self._models.get(context.model)
@@ -459,11 +459,11 @@ class MemberCall:
     """The context of a call of a member.
 
     Args:
-        calls: how many each incarnation has under way.
-        caller: whose it is.
+        calls: number of calls under way, by incarnation.
+        caller: incarnation of the caller.
 
     Raises:
-        Busy: it has too many under way.
+        Busy: the caller has too many calls under way.
     """
 
     __slots__ = ("_caller", "_calls")

@@ -1,11 +1,11 @@
 """The slices of a shard server in a checkpoint: written from live arrays, read back at any server count.
 
-A server writes one safetensors file, of the slices of which it is the primary; `storage.contents` says what is in it.
-Which file has a slice is in the manifest.
+A server writes one safetensors file with the slices of which it is the primary; its format is in `storage.contents`.
+The manifest names the file of each slice.
 
 Reading goes by parameter name (`sharding.plan.moves_into`), so the job that restores may have another number of servers
-and other units. Everything that can be wrong with a checkpoint is found in `prepare`, before `load` overwrites values:
-`load` reads from the files that `prepare` has opened and checked, so all that can still fail is their storage.
+and other units. Everything wrong with a checkpoint is found in `prepare`, before `load` overwrites values. `load` reads
+from the files that `prepare` has opened and checked, so only their storage can still fail.
 """
 
 from __future__ import annotations
@@ -48,17 +48,17 @@ def write(
 ) -> FileEntry:
     """Write the slices of which this server is the primary, as they are at `version`.
 
-    Runs in a thread of its own; see `shard.server.apply`.
+    It runs in the files' thread; see `shard.server.apply`.
 
     Args:
-        engine: whose slices.
+        engine: the engine that has the slices.
         uri: the checkpoint's directory.
         version: the version to write, which `pin` preserves.
-        server: our number.
-        num_servers: shard servers of the job.
-        pins: what makes applies wait for us, slice by slice.
-        pin: ours.
-        throttle: of the writing.
+        server: this server's number.
+        num_servers: number of shard servers of the job.
+        pins: the pins, by which applies wait for this snapshot slice by slice.
+        pin: the pin of this snapshot.
+        throttle: the limit of the writing rate.
         work: counts its bytes.
 
     Raises:
@@ -111,14 +111,14 @@ def _write_slice(writer: SafetensorsWriter, owned: OwnedSlice, states: list[str]
 
 @dataclass(frozen=True, kw_only=True)
 class Restore:
-    """A checkpoint that fits and is whole: what `load` does. `close` it.
+    """A checkpoint that is complete and fits the layout, prepared for `load`; `close` must follow.
 
     Attributes:
         source: the slices of the checkpoint that are needed, open.
-        moves: by the number of a slice, where its values come from.
-        updates: by the number of a slice of a trainable unit, per parameter of the unit its update count; 0 for those
-            that lie outside the slice.
-        initial: the moments of the checkpoint's optimizer, and the value of each where there is none yet.
+        moves: the sources of each slice's values, by its number.
+        updates: per parameter of the unit, its update count, by the number of a slice of a trainable unit; 0 for
+            parameters outside the slice.
+        initial: the initial value of each moment of the checkpoint's optimizer.
     """
 
     source: OpenSlices
@@ -137,11 +137,11 @@ class Restore:
         return self.manifest.optimizer
 
     def close(self) -> None:
-        """Read no more. Harmless when repeated."""
+        """Close the files. May be repeated."""
         self.source.close()
 
     def check_slices(self, engine: ShardEngine) -> None:
-        """Refuse slices that came after the checkpoint was prepared, unless they are copied from their primary.
+        """Check that no slice was added after the checkpoint was prepared, except copies from a primary.
 
         Raises:
             Busy: there is one.
@@ -154,23 +154,23 @@ class Restore:
 def prepare(
     engine: ShardEngine, uri: str, version: int, section: str = "", work: Work | None = None, *, sha256: str = ""
 ) -> Restore:
-    """Read what a server needs of a checkpoint, and check that it is whole and fits the layout; changes nothing.
+    """Read the parts of a checkpoint that a server needs, and check that it is complete and fits; changes nothing.
 
     Args:
-        engine: whose slices.
+        engine: the engine that has the slices.
         uri: the checkpoint.
         version: the version it must hold.
-        section: what the checkpoint calls the model; empty = the only one in it.
-        work: gets the bytes to read, here and in `load`, and those that were.
+        section: name of the model in the checkpoint; empty = the only one in it.
+        work: counts the bytes to read and those read, here and in `load`.
         sha256: the hash of the manifest that was checked; empty = any.
 
     Raises:
         Misuse: no layout is registered yet.
-        InvalidRequest: it lacks the model or a parameter of it, has it in another shape, or has an optimizer that is
-            not known here.
+        InvalidRequest: it lacks the model or one of its parameters, has one in another shape, or has an optimizer that
+            is not known here.
         CheckpointNotFound: there is no complete checkpoint.
-        CheckpointCorrupt: a file that we need is missing, truncated, altered or not what the manifest says, or it is
-            of another version.
+        CheckpointCorrupt: a needed file is missing, truncated, altered or does not match the manifest, or the version
+            is another one.
         CheckpointError: a file could not be read.
     """
     if engine.spec is None:
@@ -183,7 +183,7 @@ def prepare(
         raise CheckpointCorrupt(
             f"the checkpoint at {uri} is of version {manifest.version}; version {version} was ordered"
         )
-    layout, slices = engine.spec.layout, engine.slices.copy()  # this is a thread; the placement may change meanwhile
+    layout, slices = engine.spec.layout, engine.slices.copy()  # in a thread: the placement may change meanwhile
     moves = {
         number: moves_into(
             Slice(unit=s.chunks.unit, server=0, begin=s.chunks.begin, end=s.chunks.end), layout, manifest.layout
@@ -204,11 +204,11 @@ def prepare(
 
 
 def load(engine: ShardEngine, restore: Restore, work: Work | None = None) -> None:
-    """Fill the slices from a prepared checkpoint and encode their frames. In a thread; nothing is applied meanwhile.
+    """Fill the slices from a prepared checkpoint and encode their frames. In a thread, while no step is applied.
 
     Raises:
-        CheckpointError: a file could not be read after all; the slices hold anything.
-        Busy: a slice came after the checkpoint was prepared; the slices hold anything.
+        CheckpointError: a file could not be read; the slices hold arbitrary values.
+        Busy: a slice was added after the checkpoint was prepared; the slices hold arbitrary values.
     """
     restore.check_slices(engine)
     for number, owned in engine.slices.copy().items():
@@ -222,7 +222,7 @@ def load(engine: ShardEngine, restore: Restore, work: Work | None = None) -> Non
 
 
 def _fill(owned: OwnedSlice, restore: Restore, number: int) -> None:
-    """Parameters, moments and update counts of one slice."""
+    """Fill parameters, moments and update counts of one slice."""
     if owned.trainable:
         present, owned.master.state = owned.master.state, {}
         for name, value in restore.initial.items():
@@ -242,7 +242,7 @@ def _fill(owned: OwnedSlice, restore: Restore, number: int) -> None:
 
 
 def _home(layout: Layout) -> dict[str, tuple[int, int]]:
-    """By the name of a parameter, its unit and its place in it."""
+    """The unit of each parameter and its index in it, by name."""
     return {
         name: (u, index)
         for u, unit in enumerate(layout.units)
@@ -254,7 +254,7 @@ def _home(layout: Layout) -> dict[str, tuple[int, int]]:
 def _updates(
     owned: OwnedSlice, layout: Layout, source: OpenSlices, home: Mapping[str, tuple[int, int]]
 ) -> tuple[int, ...]:
-    """Per parameter of a slice's unit, its update count; 0 for those that lie outside the slice."""
+    """The update count of each parameter of a slice's unit; 0 for parameters outside the slice."""
     updates: list[int] = []
     for p in layout.units[owned.chunks.unit].parameters:
         begin = max(p.offset, owned.chunks.begin)
@@ -270,7 +270,7 @@ def _updates(
 
 
 def _overlaps(move: Move, slices: tuple[Slice, ...]) -> Iterator[tuple[Slice, int, int]]:
-    """The old slices that a move reads from, each with the range it gives."""
+    """Yield the old slices that a move reads from, each with the range to read."""
     for s in slices:
         begin, end = max(move.source_begin, s.begin), min(move.source_begin + move.numel, s.end)
         if begin < end:

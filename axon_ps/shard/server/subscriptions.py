@@ -1,12 +1,12 @@
-"""Serves versions of a model to subscribers. `shard.core.publications` decides which are retained.
+"""The service of a model's versions to subscribers; `shard.core.publications` decides which are retained.
 
-A version without frames is encoded in a thread, under a pin: a step that would change it waits until it is (see
-`shard.server.apply`, Note: [Apply and copy]). Steps are usually long enough for none to wait.
+A version without frames is encoded in a thread, under a pin: a step that would change it waits until it is encoded (see
+`shard.server.apply`, Note: [Apply and copy]). Steps are usually so long that none waits.
 
 Note: [Subscribers give way]
-    Gathers of the job's workers come before subscribers. A chunk for a subscriber waits while a gather is being
-    answered, for at most `GIVE_WAY_S`. Chunks of all subscribers are written for at most half of the time, and at most
-    at the rate that was set. So a gather finds at most one chunk of each subscriber before it.
+    Gathers of the job's workers have priority over subscribers. A chunk for a subscriber waits while a gather is being
+    answered, for at most `GIVE_WAY_S`. Chunks for all subscribers are written for at most half of the time, and at most
+    at the configured rate. So at most one chunk of each subscriber is ahead of a gather.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ from axon_ps.wire.frames import encode_chunk
 from axon_ps.wire.v1 import common_pb2, shard_pb2
 
 DUTY_CYCLE = 0.5
-"""How much of the time chunks for subscribers are being written."""
+"""The largest fraction of time in which chunks for subscribers are written."""
 
 GIVE_WAY_S = 0.05
-"""How long a chunk waits for gathers."""
+"""Most seconds that a chunk waits for gathers."""
 
 _LOOK_S = 0.002
 
@@ -50,9 +50,9 @@ class SubscriberLimits:
     """The limits of subscribers of a shard server.
 
     Attributes:
-        rate_bytes_s: bytes per second that all of them get together.
-        max_bytes: of memory for versions that are retained for them, for each model.
-        retain_s: for how long a version is retained for one that does not get it; and how long a write may take.
+        rate_bytes_s: bytes per second for all of them together.
+        max_bytes: memory for versions that are retained for them, per model.
+        retain_s: seconds that a version is retained for a subscriber that does not pull it, and that a write may take.
     """
 
     rate_bytes_s: float = math.inf
@@ -61,13 +61,13 @@ class SubscriberLimits:
 
 
 class Pacer:
-    """Decides when a chunk for a subscriber is written.
+    """The schedule of chunks for subscribers.
 
     Args:
-        limits: the rate, and how long a write may take.
+        limits: the rate, and the time limit of a write.
 
     Attributes:
-        gathers: how many are being answered.
+        gathers: number of gathers being answered.
     """
 
     def __init__(self, limits: SubscriberLimits) -> None:
@@ -76,7 +76,7 @@ class Pacer:
         self._free_s = 0.0
 
     async def write(self, write: Callable[[bytes], Any], frame: bytes) -> None:
-        """Write a frame when it is its turn. See Note: [Subscribers give way].
+        """Write a frame when the schedule permits. See Note: [Subscribers give way].
 
         Raises:
             Timeout: the subscriber does not read.
@@ -96,12 +96,12 @@ class Pacer:
 
 
 class PublishedModel(Protocol):
-    """The needs of subscriptions of their model.
+    """The part of a model that subscriptions need.
 
     Attributes:
         engine: its slices.
         pins: versions that are still read.
-        corruptions: what is done about memory that fails.
+        corruptions: the handling of corrupt memory.
     """
 
     corruptions: Corruptions
@@ -110,24 +110,24 @@ class PublishedModel(Protocol):
 
     @property
     def published(self) -> tuple[int, int] | None:
-        """Epoch and version of the values, none of which is changing; None while they are."""
+        """Epoch and version of the values; None while they are changing."""
 
     def pin_for_copy(self, version: int) -> Pin:
         """Keep each slice at `version`."""
 
     def unpin_copy(self, pin: Pin) -> None:
-        """They are copied."""
+        """Release the pin of `pin_for_copy`."""
 
     def check_released(self) -> None:
-        """Refuse calls for a model that was released."""
+        """Check that the model was not released."""
 
 
 class Subscriptions:
     """The subscribers of one model.
 
     Args:
-        model: what they subscribe to.
-        limits: of memory and time.
+        model: the model.
+        limits: limits of memory and time.
     """
 
     def __init__(self, model: PublishedModel, limits: SubscriberLimits) -> None:
@@ -137,10 +137,10 @@ class Subscriptions:
         self._thread: ThreadPoolExecutor | None = None
         self._encoding: set[asyncio.Future[None]] = set()
         self._subscribers = 0
-        self._at = 0, -1  # epoch and version that were retained for whoever wanted them
+        self._at = 0, -1  # epoch and version last published
 
     def wake(self) -> None:
-        """A version was reached, or the model has changed: retain it for those who want it."""
+        """Retain the present version for its subscribers, after the model has changed."""
         if not self._subscribers:
             return
         corrupt = any(owned.corrupt for owned in self._model.engine.slices.primaries)
@@ -149,13 +149,13 @@ class Subscriptions:
         self._waiters.wake_all()
 
     def close(self) -> None:
-        """End the thread, once it is done with what it has begun."""
+        """End the thread after its current work."""
         if self._thread is not None:
             self._thread.shutdown(wait=False)
 
     @asynccontextmanager
     async def subscriber(self) -> AsyncIterator[Subscriber]:
-        """A subscriber, for as long as its stream lives."""
+        """Add a subscriber for the lifetime of its stream."""
         subscriber = Subscriber()
         self._publications.add(subscriber)
         self._subscribers += 1
@@ -166,12 +166,12 @@ class Subscriptions:
             self._publications.remove(subscriber)
 
     async def reserve(self, subscriber: Subscriber, wish: Wish) -> tuple[int, int]:
-        """Retain versions for a subscriber; epoch and version of the first, once there is one.
+        """Retain versions for a subscriber; returns epoch and version of the first, once there is one.
 
         Raises:
             Misuse: the model was released.
         """
-        await self._in_thread(cast.warm_up, wish.dtype)  # it may compile, which no step is to wait for
+        await self._in_thread(cast.warm_up, wish.dtype)  # it may compile, which must not delay a step
         self._publications.reserve(subscriber, wish)
         self.wake()
         while not subscriber.reserved:
@@ -180,10 +180,10 @@ class Subscriptions:
         return subscriber.reserved[0].key[:2]
 
     async def chosen(self, subscriber: Subscriber, epoch: int, version: int) -> Publication:
-        """A version that a subscriber has reserved, once it is encoded.
+        """Return a version that a subscriber has reserved, once it is encoded.
 
         Raises:
-            Busy: it is not retained, or no longer.
+            Busy: it is not retained.
             Misuse: the model was released.
         """
         while True:
@@ -194,13 +194,13 @@ class Subscriptions:
             await self._waiters.wait()
 
     async def compare(self, subscriber: Subscriber, publication: Publication, since: int) -> None:
-        """Encode what makes a publication of the one that a subscriber has, if that is retained still."""
+        """Encode the changes from the subscriber's last version to a publication, if that version is still retained."""
         base = subscriber.base
         if base is not None and base.key[1] == since and base.key[2] is publication.key[2] and base.complete:
             await self._in_thread(self._encode_changes, publication, base)
 
     def done(self, subscriber: Subscriber, *, compare: bool) -> None:
-        """A subscriber has got its version."""
+        """Record that a subscriber has received its version."""
         self._publications.done(subscriber, compare=compare)
 
     def _publish(self, epoch: int, version: int) -> None:
@@ -246,20 +246,20 @@ class Subscriptions:
 
 
 class ObservedServer(Protocol):
-    """The needs of `serve` of the server.
+    """The part of the server that `serve` needs.
 
     Attributes:
-        pacer: decides when chunks are written.
+        pacer: the schedule of chunks.
     """
 
     pacer: Pacer
 
     def observed(self, context: common_pb2.CallContext) -> tuple[Subscriptions, ShardEngine]:
-        """The subscriptions to a model, and its values, for a caller that need not be a member."""
+        """Return the subscriptions to a model, and its engine, for a caller that need not be a member."""
 
 
 async def serve(server: ObservedServer, idle: IdleStreams, context: ServerStream) -> None:
-    """One subscription: `reserve` and `pull` in turn, until the stream ends."""
+    """Serve one subscription: `reserve` and `pull` alternate until the stream ends."""
     request = await idle.next(context.read())
     if request is EOF:
         return

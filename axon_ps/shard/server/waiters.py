@@ -1,4 +1,4 @@
-"""Streams of a shard server that came before their turn, and events about a model that have to wait. One event loop."""
+"""Waiting streams of a shard server, and queued events about a model. One event loop."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ E = TypeVar("E")
 
 
 class Waiters:
-    """Futures by what they wait for: a unit, and in it optionally one replica's turn at one chunk.
+    """The futures of waiting streams, by unit, and optionally by chunk and the replica next in order there.
 
-    Waking is a hint, never a promise: whoever wakes looks again.
+    Waking is only a hint: the woken caller checks its condition again.
     """
 
     def __init__(self) -> None:
         self._units: dict[int, dict[tuple[int, int], list[asyncio.Future[None]]]] = {}
 
     async def wait(self, unit: int = -1, offset: int = -1, replica: int = -1) -> None:
-        """Wait until something about `unit` changes, or the turn of `replica` at chunk `offset` may have come.
+        """Wait until `unit` may have changed, or `replica` may be next in order at chunk `offset`.
 
         Without arguments: until `wake_all`.
         """
@@ -35,19 +35,19 @@ class Waiters:
                 self._forget(unit, (offset, replica), future)
 
     def wake_turn(self, unit: int, offset: int, replica: int) -> None:
-        """The turn of `replica` at chunk `offset` of `unit` has come."""
+        """Wake the stream of `replica`, which is next in order at chunk `offset` of `unit`."""
         if unit in self._units:
             _wake(self._units[unit].pop((offset, replica), ()))
             if not self._units[unit]:
                 del self._units[unit]
 
     def wake_unit(self, unit: int) -> None:
-        """Something about `unit` changed."""
+        """Wake the streams that wait for `unit`."""
         for waiting in self._units.pop(unit, {}).values():
             _wake(waiting)
 
     def wake_all(self) -> None:
-        """Anything may have changed."""
+        """Wake all streams."""
         units, self._units = self._units, {}
         for unit in units.values():
             for waiting in unit.values():
@@ -70,14 +70,14 @@ def _wake(waiting: list[asyncio.Future[None]] | tuple[()]) -> None:
 
 
 class EventOrder(Generic[E]):
-    """The events about one model, each taken when what came before it allows that.
+    """The queue of events about one model, which are taken in order.
 
     Args:
-        take: takes one.
-        must_wait: whether an event, or a call, has to wait for the step that is being applied.
+        take: takes one event.
+        must_wait: returns whether an event or a call has to wait for the step that is being applied.
 
     Attributes:
-        idle: set while nothing is applied to the model, nobody copies from it, and nothing long is done to it.
+        idle: set while no step is applied to the model, no copy is made from it, and no long work is under way.
     """
 
     def __init__(self, take: Callable[[E], None], must_wait: Callable[[E | Callable[[], None]], bool]) -> None:
@@ -92,12 +92,12 @@ class EventOrder(Generic[E]):
         self._stopped = False
 
     def stop(self) -> None:
-        """Take nothing any more: the server ends, and the model is not touched by events that waited for work."""
+        """Drop all waiting events and take no more: the server ends."""
         self._stopped = True
         self._waiting.clear()
 
     def on_event(self, event: E) -> None:
-        """Take an event when everything that came before it has been taken and it need not wait."""
+        """Take an event once all earlier ones have been taken and it need not wait."""
         if self._stopped:
             return
         if self._waiting or self._long or self._must_wait(event):
@@ -106,7 +106,7 @@ class EventOrder(Generic[E]):
             self._take(event)
 
     def call(self, call: Callable[[], None]) -> None:
-        """Call something when everything that came before it has been taken."""
+        """Call a function once all earlier events have been taken."""
         if self._stopped:
             return
         if self._waiting or self._long:
@@ -115,12 +115,12 @@ class EventOrder(Generic[E]):
             call()
 
     def begin(self) -> None:
-        """A step or a copy begins; `end` must follow."""
+        """Record that a step or a copy begins; `end` must follow."""
         self._under_way += 1
         self.idle.clear()
 
     def end(self) -> None:
-        """End a step or a copy, and take what has waited for it."""
+        """Record that a step or a copy has ended, and take the events that waited for it."""
         while self._waiting and not (self._long or self._must_wait(self._waiting[0])):
             event = self._waiting.popleft()
             if callable(event):
@@ -133,11 +133,11 @@ class EventOrder(Generic[E]):
 
     @property
     def is_busy(self) -> bool:
-        """True while something long is done to the model."""
+        """True while long work on the model is under way."""
         return self._long > 0
 
     def begin_work(self) -> AbstractAsyncContextManager[None]:
-        """Have events wait from now on to the end of the context, in which long work is done, one after the other."""
+        """Hold events back until the end of the context, in which long work runs; works run one after the other."""
         self._long += 1
         self.begin()
         return self._work()
@@ -147,7 +147,7 @@ class EventOrder(Generic[E]):
         try:
             async with self._working:
                 yield
-        except GeneratorExit:  # the loop has ended, and with it all that would take an event
+        except GeneratorExit:  # the loop has ended, so no event can be taken
             self.stop()
             raise
         finally:
