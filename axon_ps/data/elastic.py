@@ -1,13 +1,13 @@
-"""Samples of each step, and those of each worker, whichever members are there. Pure: knows no framework and no world.
+"""The samples of each step and of each worker, for any set of members. Pure: knows no framework and no world.
 
-An epoch is an order of all samples (see `Permutation`); a step takes the next `batch_size` of it, by all workers
-together. They are cut into micro-batches of nearly equal size, at least one for each replica, and dealt to the replicas
-in turn: with fewer replicas each takes more of them, and the step is of the same samples. What the next step takes
-follows from the number of samples used alone. So that number is all that has to be stored, and every worker that knows
-it and the members knows what it has to compute.
+An epoch is an order of all samples (see `Permutation`). A step takes the next `batch_size` samples of it, over all
+workers together. They are cut into micro-batches of nearly equal size, at least one for each replica. The micro-batches
+are dealt to the replicas round-robin. With fewer replicas each takes more of them, and the step has the same samples.
+The number of samples used determines the samples of the next step, so only that number is stored. From it and the
+members every worker derives its micro-batches.
 
 Invariants:
-- The micro-batches of all workers in a step, those of weight 0 left out, have each sample of the step exactly once.
+- Each sample of a step is in exactly one micro-batch of a weight above 0, over all workers.
 - Their weights add up to 1, and each is the micro-batch's part of the step's samples.
 - With the same members the same samples are cut in the same way.
 """
@@ -25,7 +25,7 @@ from axon_ps.errors import InvalidRequest
 from axon_ps.texts import value_of_json
 
 _ORDER: Final = ("length", "shuffle", "seed")
-"""What a position means nothing without."""
+"""Fields without which a position means nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,11 +47,11 @@ class Place:
 
 @dataclass(frozen=True, kw_only=True)
 class Position:
-    """The extent to which the data was used.
+    """A position in the data.
 
     Attributes:
         epoch: the data epoch.
-        samples: how many of its samples, by all workers together.
+        samples: samples of it that were used, by all workers together.
     """
 
     epoch: int = 0
@@ -60,15 +60,15 @@ class Position:
 
 @dataclass(frozen=True, kw_only=True)
 class MicroBatch:
-    """Samples that a worker computes a gradient of at a time.
+    """The samples of one gradient computation of a worker.
 
     Attributes:
         before: the position at which the step begins.
         after: the position that it leads to.
-        begin, end: which samples they are in the order of the epoch.
-        weight: the part that they are of the step's samples; 0 if they are another worker's, since there are too few.
-        index: its number among the worker's of this step.
-        count: how many these are.
+        begin, end: their range in the order of the epoch.
+        weight: their fraction of the step's samples; 0 if there are too few, so that they are another worker's.
+        index: its number among the worker's micro-batches of this step.
+        count: the number of those.
     """
 
     before: Position
@@ -85,8 +85,8 @@ class ElasticBatch:
     """The batch of a step, and how it is cut.
 
     Args:
-        samples: of a step, by all workers together.
-        at_a_time: most samples that a worker computes with at a time.
+        samples: samples of a step, over all workers.
+        at_a_time: maximum number of samples in a micro-batch.
 
     Raises:
         InvalidRequest: one of them is less than 1.
@@ -102,9 +102,9 @@ class ElasticBatch:
             )
 
     def cut(self, begin: int, count: int, place: Place) -> list[tuple[int, int]]:
-        """The ranges of a step's samples, which are `count` from `begin` on, that a worker computes with.
+        """Return a worker's ranges of a step's samples, which are `count` samples from `begin` on.
 
-        At least one; it is empty if there are fewer samples than workers. The shortest come first.
+        There is at least one range. It is empty if there are fewer samples than workers. The shortest come first.
         """
         fitting = -(-count // (self.at_a_time * place.workers))
         ranges = _divided(begin, count, max(fitting, min(place.num_replicas, count // place.workers), 1))
@@ -113,7 +113,7 @@ class ElasticBatch:
 
 
 def _divided(begin: int, count: int, ranges: int) -> list[tuple[int, int]]:
-    """Ranges of nearly equal length, the longer ones first."""
+    """Return ranges of nearly equal length, the longer ones first."""
     each, longer = divmod(count, ranges)
     ends = [begin + each * (i + 1) + min(i + 1, longer) for i in range(ranges)]
     return list(zip([begin, *ends[:-1]], ends, strict=True))
@@ -124,13 +124,13 @@ class SamplePlan:
 
     Args:
         length: samples of the data set.
-        batch: what a step takes.
-        shuffle: whether each epoch has another order; if not it is that of the data set.
-        seed: which orders.
-        drop_last: leave what is less than a step's batch at the end of an epoch; if not, the last step is smaller.
+        batch: the batch of a step.
+        shuffle: whether each epoch has another order; if not, the order is that of the data set.
+        seed: selects the orders.
+        drop_last: leave out an incomplete batch at the end of an epoch; if not, the last step is smaller.
 
     Attributes:
-        end: how many samples of an epoch are used.
+        end: number of samples of an epoch that are used.
 
     Raises:
         InvalidRequest: a number is out of range, or an epoch has no step.
@@ -152,11 +152,11 @@ class SamplePlan:
             )
 
     def current(self, position: Position) -> Position:
-        """The same position; at the end of an epoch, the beginning of the next one."""
+        """Return the same position; at the end of an epoch, the beginning of the next one."""
         return position if position.samples < self.end else Position(epoch=position.epoch + 1)
 
     def micro_batches(self, position: Position, place: Place) -> Iterator[MicroBatch]:
-        """The samples of a worker in the rest of an epoch, if the members stay."""
+        """Yield the micro-batches of a worker in the rest of an epoch, as long as the members stay the same."""
         while (count := min(self.batch.samples, self.end - position.samples)) > 0:
             begin, after = position.samples, Position(epoch=position.epoch, samples=position.samples + count)
             ranges = self.batch.cut(begin, count, place)
@@ -173,17 +173,17 @@ class SamplePlan:
             position = after
 
     def indices(self, micro: MicroBatch) -> list[int]:
-        """Their indexes in the data set."""
+        """Return the indexes of a micro-batch's samples in the data set."""
         positions, epoch = np.arange(micro.begin, micro.end, dtype=np.int64), micro.before.epoch
         if self.shuffle and self._order_of != epoch:
             self._order, self._order_of = Permutation(self.length, self.seed, epoch), epoch
         indices: list[int] = (positions if self._order is None else self._order[positions]).tolist()
         return indices
 
-    # ------------------------------------------------------------------ as it is stored
+    # ------------------------------------------------------------------ the stored state
 
     def state(self, position: Position) -> dict[str, Any]:
-        """A position, with all that every worker's plan must agree on."""
+        """Return a position, with everything that the plans of all workers must agree on."""
         return {
             "epoch": position.epoch,
             "samples": position.samples,
@@ -194,10 +194,10 @@ class SamplePlan:
         }
 
     def position(self, state: str | None) -> Position:
-        """The position in a stored state, which may be of another batch size; the beginning if there is none.
+        """Return the position in a stored state, which may be of another batch size; the beginning if it is None.
 
         Raises:
-            InvalidRequest: it is of another data set or order, or no state.
+            InvalidRequest: it is of another data set or order, or is not a state.
         """
         if state is None:
             return Position()

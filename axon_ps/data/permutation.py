@@ -1,13 +1,13 @@
-"""`Permutation`: the shuffled order of an epoch, any stretch of which is computed without the rest.
+"""`Permutation`: the shuffled order of an epoch, any range of which is computed without the rest.
 
 Short orders are the ranks of random keys: every order is as likely as every other. Long ones are computed position by
-position by a cipher on the smallest power of two that holds them (a Feistel network of alternating halves; a result
-beyond the end is enciphered again until it is not: Black and Rogaway 2002, Ciphers with Arbitrary Finite Domains), so
-a billion samples take no memory, and an epoch resumes anywhere at once.
+position, by a cipher on the smallest power of two that is large enough. The cipher is a Feistel network of alternating
+halves. A result beyond the end is enciphered again until it is not (Black and Rogaway 2002, Ciphers with Arbitrary
+Finite Domains). So a billion samples take no memory, and an epoch resumes anywhere at once.
 
 Invariants:
-- An order is a function of (length, seed, epoch) alone: on every machine and with every version of numpy, of which only
-  the raw stream of Philox is used, which numpy never changes. Integer arithmetic, nothing else.
+- An order is a function of (length, seed, epoch) alone, on every machine and with every version of numpy. Of numpy only
+  the raw stream of Philox is used, which never changes. All arithmetic is on integers.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class Permutation:
     """An order of the numbers from 0 to length - 1.
 
     Args:
-        length: how many, from 0 to 2**62 - 1.
-        seed: which order, with `epoch`; from 0 to 2**64 - 1.
+        length: number of elements, from 0 to 2**62 - 1.
+        seed: selects the order, with `epoch`; from 0 to 2**64 - 1.
         epoch: the data epoch; from 0 to 2**64 - 1.
 
     Raises:
@@ -53,7 +53,7 @@ class Permutation:
         return self.length
 
     def __getitem__(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The values at some positions.
+        """Return the values at some positions.
 
         Args:
             positions: i64[n], each from 0 to length - 1.
@@ -69,7 +69,7 @@ class Permutation:
         return result.astype(np.int64)
 
     def _encipher(self, x: NDArray[np.uint64]) -> NDArray[np.uint64]:
-        """A permutation of all numbers of `sum(self._halves)` bits."""
+        """Permute the numbers of `sum(self._halves)` bits."""
         high_bits, low_bits = self._halves
         for key in self._keys:
             high, low = x >> np.uint64(low_bits), x & np.uint64((1 << low_bits) - 1)
@@ -79,14 +79,14 @@ class Permutation:
 
 
 def _mixed(z: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """A hash of 64 bits: every bit of the result depends on every bit given."""
+    """Return a hash of 64 bits: every bit of the result depends on every bit of `z`."""
     for multiplier in _MULTIPLIERS:
         z = (z ^ (z >> _SHIFT)) * multiplier
     return z ^ (z >> _SHIFT)
 
 
 def check(length: int, seed: int, epoch: int) -> None:
-    """See that there is such an order.
+    """Check that there is such an order.
 
     Raises:
         InvalidRequest: a number is out of range.

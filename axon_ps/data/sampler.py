@@ -1,21 +1,21 @@
-"""`DistributedSampler`: which samples each replica takes, so that all together take each once in an epoch.
+"""`DistributedSampler`: the samples of each replica, such that all replicas together take each once in an epoch.
 
-Owns: the position in an epoch, and dealing what is left to the replicas. Refuses: to guess what was trained on; it is
-told by `advance`.
+Owns: the position in an epoch, and dealing the remaining samples to the replicas. Refuses: to guess the samples that
+were trained on; the caller reports them by `advance`.
 
-An epoch is an order of all samples (see `Permutation`). What is left of it, from a position on, is dealt out like
-cards: with R replicas, replica r takes positions begin + r, begin + r + R, begin + r + 2 R and so on. When the number
-of replicas changes, what is left from the position reached is dealt out anew. So
+An epoch is an order of all samples (see `Permutation`). The rest of it, from a position on, is dealt out round-robin:
+with R replicas, replica r takes positions begin + r, begin + r + R, begin + r + 2 R and so on. When the number of
+replicas changes, the rest from the position reached is dealt out anew. So
 
-- every sample is taken once in an epoch, however often the number of replicas changes; only what does not divide at the
-  end is repeated (padding) or left (`drop_last`): less than one sample for each replica.
-- the samples of a step are one stretch of the order: R replicas with batches of B train on the same samples, step by
+- every sample is taken once in an epoch, however often the number of replicas changes. Only a remainder at the end is
+  repeated (padding) or left out (`drop_last`): less than one sample for each replica.
+- the samples of a step are one range of the order: R replicas with batches of B train on the same samples, step by
   step, as R/2 replicas with batches of 2 B.
 
 Note: [Consumed, not yielded]
-A loader's workers fetch ahead of the training loop, so what the sampler has yielded is not what was trained on, and a
-state of what was yielded would skip samples. The position is therefore moved by `advance` alone, which the loop calls
-when a step has committed. Nothing is lost then either when a step aborts: its samples have not been counted, and a new
+A loader's workers fetch ahead of the training loop, so some samples that the sampler has yielded were not trained on.
+A state that counted yielded samples would skip these. The position is therefore moved by `advance` alone, which the
+loop calls when a step has committed. No sample is lost when a step aborts: its samples have not been counted, and a new
 iteration yields them again.
 """
 
@@ -30,28 +30,28 @@ from axon_ps.data.permutation import Permutation, check
 from axon_ps.errors import InvalidRequest, Misuse
 
 _BLOCK = 1 << 14
-"""Samples of a replica that are computed at a time."""
+"""Number of a replica's samples that are computed at a time."""
 
 
 class DistributedSampler:
-    """The samples of one replica: an iterable of indices, for `torch.utils.data.DataLoader(sampler=...)` or anything.
+    """The samples of one replica: an iterable of indices, for example for `torch.utils.data.DataLoader(sampler=...)`.
 
-    Every replica makes one with the same arguments but `rank`, calls `set_epoch` before each epoch, and `advance` when
-    samples have been trained on. Iterating begins behind what was consumed. One iteration at a time: `set_epoch`,
-    `resize` and `load_state_dict` end the one before.
+    Every replica makes one with the same arguments except `rank`. It calls `set_epoch` before each epoch, and `advance`
+    when samples have been trained on. An iteration begins after the samples consumed. There is one iteration at a time:
+    a new one, `set_epoch`, `resize` and `load_state_dict` end the previous one.
 
     Args:
         dataset: the data set, of which only the length is used, or the length.
         num_replicas: replicas that share it: `world.num_replicas`, or `mesh.size("data")`.
-        rank: this one: `world.replica`, or `mesh.coordinate("data")`.
-        shuffle: whether each epoch has another order; if not it is that of the data set.
-        seed: which orders; the same on every replica.
-        drop_last: leave what does not divide at the end of the epoch.
-        pad: without `drop_last`: repeat samples of the epoch's beginning, so that all replicas have as many. If not,
-            some have one more than others and every sample is taken exactly once: for evaluation.
+        rank: this replica: `world.replica`, or `mesh.coordinate("data")`.
+        shuffle: whether each epoch has another order; if not, the order is that of the data set.
+        seed: selects the orders; the same on every replica.
+        drop_last: leave out the remainder at the end of the epoch.
+        pad: without `drop_last`: repeat samples of the epoch's beginning, so that all replicas have equally many. If
+            not, some have one more than others and every sample is taken exactly once: for evaluation.
 
     Attributes:
-        epoch: the current one.
+        epoch: the current data epoch.
 
     Raises:
         InvalidRequest: a number is out of range.
@@ -76,25 +76,25 @@ class DistributedSampler:
         check(self.length, seed, self.epoch)
         self._deal(0, num_replicas, rank)
 
-    # ------------------------------------------------------------------ what there is to take
+    # ------------------------------------------------------------------ iterating
 
     @property
     def position(self) -> int:
-        """Samples of this epoch that all replicas together have consumed: the same number on each."""
+        """Number of samples of this epoch that all replicas together have consumed: the same on each."""
         return min(self.length, self._begin + self._consumed * self.num_replicas)
 
     def __len__(self) -> int:
-        """The number of samples that the next iteration yields."""
+        """Return the number of samples that the next iteration yields."""
         left, n = self.length - self.position, self.num_replicas
         if self.drop_last:
             return left // n
         return -(-left // n) if self.pad else max(0, -(-(left - self.rank) // n))
 
     def __iter__(self) -> Iterator[int]:
-        """This replica's samples of the epoch, from what was consumed on.
+        """Iterate over this replica's samples of the epoch that were not consumed yet.
 
         Raises:
-            Misuse: on going on with an iteration that a later one, `set_epoch`, `resize` or `load_state_dict` ended.
+            Misuse: the iteration was ended by a later one, `set_epoch`, `resize` or `load_state_dict`.
         """
         self._iteration += 1
         self._yielded = self._consumed
@@ -104,7 +104,7 @@ class DistributedSampler:
         order = Permutation(self.length, self.seed, self.epoch) if self.shuffle else None
         for begin in range(0, count, _BLOCK):
             steps = np.arange(begin, min(begin + _BLOCK, count), dtype=np.int64)
-            positions = (first + steps * self.num_replicas) % self.length  # what pads comes from the beginning
+            positions = (first + steps * self.num_replicas) % self.length  # padding comes from the beginning
             for index in (positions if order is None else order[positions]).tolist():
                 if iteration != self._iteration:
                     raise Misuse("the sampler began another iteration, epoch or deal; iterate over the loader anew")
@@ -112,16 +112,16 @@ class DistributedSampler:
                 self._was_used = True
                 yield index
 
-    # ------------------------------------------------------------------ what was taken
+    # ------------------------------------------------------------------ the position
 
     def advance(self, num_samples: int) -> None:
-        """Say that this replica has consumed samples: call it when a step has committed, on every replica.
+        """Record that this replica has consumed samples: call it when a step has committed, on every replica.
 
         Args:
-            num_samples: how many of this replica's samples since the last call: its batch.
+            num_samples: number of this replica's samples since the last call: its batch.
 
         Raises:
-            InvalidRequest: so many have not been yielded.
+            InvalidRequest: fewer have been yielded.
         """
         if not 0 <= num_samples <= self._yielded - self._consumed:
             raise InvalidRequest(
@@ -132,7 +132,7 @@ class DistributedSampler:
         self._reports_consumed = True
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin an epoch; the current one, on being named again, goes on where it is.
+        """Begin an epoch; nothing changes if it is the current one.
 
         Raises:
             InvalidRequest: it is negative or too large.
@@ -143,13 +143,13 @@ class DistributedSampler:
             self._deal(0, self.num_replicas, self.rank)
 
     def resize(self, num_replicas: int, rank: int) -> None:
-        """Deal out what is left of the epoch among another number of replicas; every replica does, at one position.
+        """Deal out the rest of the epoch to another number of replicas; every replica calls it at the same position.
 
-        A replica that comes anew takes another one's state instead (`load_state_dict`).
+        A new replica loads the state of another one instead (`load_state_dict`).
 
         Args:
-            num_replicas: how many there are now.
-            rank: which this one is now.
+            num_replicas: the new number of replicas.
+            rank: the new rank of this one.
 
         Raises:
             InvalidRequest: there is no such replica.
@@ -157,9 +157,9 @@ class DistributedSampler:
         self._deal(self.position, num_replicas, rank)
 
     def state_dict(self) -> dict[str, Any]:
-        """The state within the epoch, for a checkpoint or a new replica: JSON values, the same on all replicas.
+        """Return the state within the epoch, for a checkpoint or a new replica: JSON values, the same on all replicas.
 
-        It counts what was consumed (see `advance`), not what was yielded.
+        It counts the samples consumed (see `advance`), not those yielded.
 
         Raises:
             Misuse: samples were yielded, and `advance` was never called.
@@ -178,10 +178,10 @@ class DistributedSampler:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where a sampler was, of any number of replicas; order and seed become that one's.
+        """Continue from the state of a sampler, of any number of replicas; its order and seed are taken over.
 
         Raises:
-            InvalidRequest: it is of another data set, or no state. Nothing was changed.
+            InvalidRequest: it is of another data set, or is not a state. Nothing was changed.
         """
         try:
             epoch, position, length, seed = (int(state[k]) for k in ("epoch", "position", "length", "seed"))
@@ -197,7 +197,7 @@ class DistributedSampler:
         self._deal(position, self.num_replicas, self.rank)
 
     def _deal(self, position: int, num_replicas: int, rank: int) -> None:
-        """Give each replica its part of what is left."""
+        """Give each replica its part of the rest, from `position` on."""
         if num_replicas < 1 or not 0 <= rank < num_replicas:
             raise InvalidRequest(
                 f"replica {rank} of {num_replicas} was asked for; they go from 0 to {num_replicas - 1}"

@@ -1,13 +1,13 @@
-"""`Child`: a child process that ends with its parent, and everything that is done to it until it is reaped.
+"""`Child`: a child process that ends with its parent: starting it, sending it signals, reaping it.
 
 Owns: the command that ties a child's life to this process (`tether.py` runs first), its process group, the pipe on
-which it reports one line (where it listens), its signals, and its end.
+which it reports its address in one line, its signals, and its end.
 
 Invariants:
 - Children are started by `exec`, never by a bare fork, which a process with open gRPC channels must not do.
 - A child's life is tied to the *thread* that starts it: start it from a thread that outlives it.
 - A child leads a process group of its own, so that Ctrl-C reaches it only through its parent.
-- The methods of one child are for one thread.
+- The methods of a child are called by one thread.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Child:
         reap: waits for its end, reaps it, and returns its exit code, negative for a signal.
         log: the file that its output is appended to; None = it has none.
         stdin: the pipe to its standard input; None when it has none.
-        ready_fd: the pipe on which it writes where it listens; -1 when it does not.
+        ready_fd: the pipe on which it writes the address at which it listens; -1 when it does not.
 
     Attributes:
         was_signalled: whether it was sent a signal while it ran.
@@ -88,7 +88,7 @@ class Child:
             name: its name in messages.
             command: the command, found on the path.
             environment: its complete environment.
-            last_signal: what it is sent when the thread that starts it is gone, even by kill -9.
+            last_signal: the signal that it is sent when the thread that starts it is gone, even by kill -9.
             output: the file that its output is appended to, or the descriptors of its standard output and error;
                 None = those of this process.
             stdin: whether it has a pipe for `send_line`; else its standard input is empty.
@@ -153,7 +153,7 @@ class Child:
         return self._log.read_bytes()[-_MAX_OUTPUT_BYTES:].decode("utf-8", "replace")
 
     def ready_line(self, deadline: float) -> str:
-        """The address at which it listens; empty when it died or `deadline` (of `time.monotonic`) passed."""
+        """Return the address at which it listens; empty when it died or `deadline` (of `time.monotonic`) passed."""
         content = b""
         if self.ready_fd < 0:  # it has ended
             return ""
@@ -164,7 +164,7 @@ class Child:
         return content.decode().strip() if content.endswith(b"\n") else ""
 
     def send_line(self, line: str) -> None:
-        """Write a line to its standard input and close that; if it has died, its output shows why."""
+        """Write a line to its standard input and close that; if it has died, its output shows the reason."""
         assert self._stdin is not None, "started without a pipe to its standard input"
         with contextlib.suppress(BrokenPipeError):
             if not self._stdin.closed:  # it has not ended
@@ -176,16 +176,16 @@ class Child:
         self._send(os.kill, number)
 
     def signal_group(self, number: int) -> None:
-        """Send a signal to it and all that it has started; harmless when it has ended."""
+        """Send a signal to its process group; harmless when it has ended."""
         self._send(os.killpg, number)
 
     def wait(self, timeout_s: float) -> int | None:
-        """Its exit code, or None when it still runs after `timeout_s` seconds."""
+        """Return its exit code, or None when it still runs after `timeout_s` seconds."""
         wait_for_any([self], time.monotonic() + timeout_s)
         return self.exit_code
 
     def end(self, *steps: tuple[int, float]) -> int:
-        """End its group: send each signal and wait up to that many seconds, then kill it and what it left behind.
+        """End its group: send each signal, wait up to that many seconds, then kill it and the rest of its group.
 
         Returns:
             Its exit code; -9 when it had to be killed.
@@ -196,7 +196,7 @@ class Child:
             self.wait(grace_s)
         self.signal_group(signal.SIGKILL)
         exit_code = self._reaped()
-        with contextlib.suppress(ProcessLookupError):  # what it left behind
+        with contextlib.suppress(ProcessLookupError):  # other processes of its group
             os.killpg(self.pid, signal.SIGKILL)
         self._close_stdin()
         if self.ready_fd >= 0:
@@ -225,7 +225,7 @@ class Child:
 
 
 def wait_for_any(children: Sequence[Child], deadline: float) -> list[Child]:
-    """Wait until a child has ended; returns those that have, none after `deadline` (of `time.monotonic`)."""
+    """Wait until a child has ended, and return those that have; none after `deadline` (of `time.monotonic`)."""
     while not (ended := [child for child in children if child.exit_code is not None]):
         if not _readable([child.pidfd for child in children], deadline - time.monotonic()):
             break
@@ -233,12 +233,12 @@ def wait_for_any(children: Sequence[Child], deadline: float) -> list[Child]:
 
 
 def _tethered(command: Sequence[str], last_signal: int) -> list[str]:
-    """`command` such that it gets `last_signal` when the thread that starts it is gone."""
+    """Wrap `command` so that it gets `last_signal` when the thread that starts it is gone."""
     return [sys.executable, "-I", "-S", str(_TETHER), str(os.getpid()), str(int(last_signal)), *command]
 
 
 def _readable(fds: Iterable[int], timeout_s: float) -> bool:
-    """Whether one of the descriptors is readable, or has been closed at its other end, within that time."""
+    """Return True if a descriptor is readable, or has been closed at its other end, within that time."""
     poll = select.poll()
     for fd in fds:
         poll.register(fd, select.POLLIN)

@@ -1,18 +1,18 @@
-"""Forks of a worker: data loaders, pools and programs fork it at any moment, which must do no harm to either process.
+"""Forks of a worker: data loaders, pools and programs may fork it at any moment; this keeps both processes unharmed.
 
-Owns: gRPC's own fork handlers, which are off; whether this process is a fork of one that had opened connections, and
-what such a fork refuses and does not touch.
+Owns: switching gRPC's own fork handlers off, detecting a fork of a process that had opened connections, and the limits
+on such a fork.
 
 Note: [A fork of a worker]
     A fork has the memory and the descriptors of its parent and none of its threads: no event loop, no thread that
     releases a lock, no thread that serves gRPC. So in a fork of a process in which connections were opened (`opened`):
-    - what talks to others raises `Misuse` at once, before it takes a lock (`check`);
-    - nothing is closed: callbacks of `at_exit` and `finalize` are not called, objects of the parent are not collected,
-      and what would close itself with its last reference stays referenced (`in_child`);
-    - it may not join a job: gRPC can be started once in a process, and here it was, in the parent.
-    gRPC's own handlers do the opposite: they stop its threads, start others in the child, and end what is open there,
-    which is a segmentation fault when an event loop uses gRPC meanwhile. They can be turned off only before gRPC is
-    loaded, by a variable. Where a program has loaded gRPC with them before `axon_ps`, forking is refused instead.
+    - every call that communicates raises `Misuse` at once, before it takes a lock (`check`);
+    - nothing is closed: callbacks of `at_exit` and `finalize` are not called, and objects of the parent are not
+      collected. Objects that close themselves with their last reference stay referenced (`in_child`);
+    - it may not join a job: gRPC can be started once in a process, and the parent has started it.
+    gRPC's own handlers do the opposite: they stop its threads, start others in the child, and end the connections
+    there. That is a segmentation fault when an event loop uses gRPC meanwhile. The handlers can be turned off only
+    before gRPC is loaded, by a variable. If a program has loaded gRPC with them before `axon_ps`, forking is refused.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ _ON, _OFF = ("1", "t", "true", "y", "yes"), ("0", "f", "false", "n", "no")
 _FORKS: Final = ("os.fork", "os.forkpty")  # events of audit hooks
 
 _logger = logging.getLogger(__name__)
-_opened = False  # connections, in this process or one that it was forked from
-_parent = 0  # what this process was forked from, when that had opened connections
+_opened = False  # connections, in this process or in an ancestor that it was forked from
+_parent = 0  # id of the process that this one was forked from, when that had opened connections
 _handlers_are_on = False
 _in_child: list[Callable[[], object]] = []
 _retained: list[object] = []
@@ -45,7 +45,7 @@ _at_exit: dict[Callable[[], object], Callable[[], None]] = {}
 
 
 def turn_grpc_handlers_off() -> None:
-    """Have gRPC loaded without its fork handlers; called by `import axon_ps`, so before anything of ours loads it.
+    """Have gRPC loaded without its fork handlers; `import axon_ps` calls it before any module of ours loads gRPC.
 
     See Note: [A fork of a worker].
     """
@@ -67,7 +67,7 @@ def turn_grpc_handlers_off() -> None:
 
 
 def opened() -> None:
-    """Mark this process as one that opens connections. See Note: [A fork of a worker]."""
+    """Record that this process opens connections. See Note: [A fork of a worker]."""
     global _opened
     if not _opened and _handlers_are_on:
         sys.addaudithook(_refuse_forks)
@@ -75,7 +75,7 @@ def opened() -> None:
 
 
 def is_fork() -> bool:
-    """Whether this process was forked from one that had opened connections."""
+    """Return True if this process was forked from a process that had opened connections."""
     return _parent != 0
 
 
@@ -83,7 +83,7 @@ def check() -> None:
     """Raise in a fork of a process that had opened connections; do nothing elsewhere.
 
     Raises:
-        Misuse: this process was forked from one that had opened connections.
+        Misuse: this process was forked from a process that had opened connections.
     """
     if _parent:
         raise Misuse(
@@ -98,7 +98,7 @@ def check_may_join() -> None:
     """Return if this process may join a job.
 
     Raises:
-        Misuse: it is a fork of a worker, or `multiprocessing` has started it and it is importing the main module again.
+        Misuse: it is a fork of a worker, or was started by `multiprocessing` and is importing the main module again.
     """
     check()
     processes = sys.modules.get("multiprocessing.process")
@@ -111,13 +111,13 @@ def check_may_join() -> None:
 
 
 def in_child(callback: Callable[[], object]) -> Callable[[], object]:
-    """Have `callback` called at the beginning of every fork of a worker; what it returns lives as long as the fork."""
+    """Have `callback` called at the beginning of every fork of a worker; its result lives as long as the fork."""
     _in_child.append(callback)
     return callback
 
 
 def at_exit(callback: Callable[[], object]) -> None:
-    """`atexit.register`, but not for forks."""
+    """Register a callback like `atexit.register`, but not for forks."""
 
     def call() -> None:
         if not _parent:
@@ -133,7 +133,7 @@ def not_at_exit(callback: Callable[[], object]) -> None:
 
 
 def finalize(owner: object, callback: Callable[..., object], *args: Any) -> weakref.finalize[..., Any]:
-    """`weakref.finalize`, but not in forks."""
+    """Make a `weakref.finalize` that does nothing in forks."""
     return weakref.finalize(owner, _finalize, callback, args)
 
 
@@ -156,7 +156,7 @@ def _begin_child() -> None:
     if not _opened:
         return
     _parent = os.getppid()
-    gc.freeze()  # no collection of the child's finds what its parent has left
+    gc.freeze()  # the child never collects objects of its parent
     _retained.extend(callback() for callback in _in_child)
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(_retained))  # also when the interpreter ends, and clears this module
 

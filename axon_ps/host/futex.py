@@ -1,18 +1,18 @@
 """Waiting for a change of a counter that lies in memory shared by several processes.
 
-Owns: `wait` and `wake` (Linux futexes, without the PRIVATE flag) and `fence`. Refuses: to know what is counted.
+Owns: `wait` and `wake` (Linux futexes, without the PRIVATE flag) and `fence`. Refuses: to know the meaning of counters.
 
 Note: [Memory order]
     Counters in shared memory are aligned integers of 4 or 8 bytes with one writer each, read and written through
     memoryviews, which compile to single loads and stores. Two more things are needed:
 
-    - *Publish*: data written before a counter is seen by all who see the counter. x86 orders stores, and loads, so
-      nothing is needed there; elsewhere the writer calls `fence()` before it stores the counter, and the reader
-      `fence()` after it loaded it (`settle()` is that: nothing on x86).
+    - *Publish*: data written before a counter is visible to every process that sees the counter. x86 orders stores, and
+      loads, so nothing is needed there. Elsewhere the writer calls `fence()` before it stores the counter, and the
+      reader calls `fence()` after it has loaded it (`settle()` is that: nothing on x86).
     - *Sleep*: when two processes each store their own counter and then load the other's, at least one sees the other's
       store. That needs a full fence between the store and the load on every machine.
 
-    On x86 `fence()` takes and releases a lock of Python: both are locked instructions, which are full fences. On other
+    On x86 `fence()` takes and releases a Python lock: both are locked instructions, which are full fences. On other
     machines it is the membarrier system call, which the kernel begins and ends with a full fence.
 """
 
@@ -32,14 +32,14 @@ _WAIT, _WAKE, _EVERYBODY = 0, 1, 0x7FFFFFFF
 _MEMBARRIER_CMD_GLOBAL_EXPEDITED = 2
 
 AVAILABLE = sys.platform == "linux" and sys.byteorder == "little" and _FUTEX_CALL > 0
-"""Whether this module works on this machine."""
+"""True if this module works on this machine."""
 
 
 class _Timespec(ctypes.Structure):
     _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
 
 
-# One declared function per call, because each declares its argument types: a variadic call would pass ints as 32 bits.
+# Each call has a function of its own, which declares its argument types: a variadic call would pass ints as 32 bits.
 # ctypes releases the GIL during the call.
 def _syscall(*arguments: type) -> Callable[..., int]:
     function = ctypes.CDLL(None)["syscall"] if sys.platform == "linux" else ctypes.CFUNCTYPE(ctypes.c_long)(lambda: -1)
@@ -66,7 +66,7 @@ def wait(address: int, expected: int, timeout_s: float) -> None:
 
 
 def wake(address: int) -> None:
-    """Wake all who sleep on the counter, in any process. A full fence, too."""
+    """Wake every thread that sleeps on the counter, in any process. This is a full fence, too."""
     _futex(_FUTEX_CALL, address, _WAKE, _EVERYBODY, None, None, 0)
 
 

@@ -1,11 +1,11 @@
-"""A process of this host that this one shares segments with: those that it was passed, and those that it passed.
+"""A process of this host with which this one shares segments, passed in both directions.
 
-Owns: which segments of each side the other has mapped, and what that may take here. Refuses: to know what is in them,
-and when their contents may be used; leases (`host.leases`) and collectives know.
+Owns: the record of segments that each side has mapped, and the limit on them here. Refuses: to know their contents, and
+when these may be used; leases (`host.leases`) and collectives know.
 
-A segment is passed once, before the message that names it by its number. Who is named one that he does not know empties
-his socket first; if it is not there either, the sender is wrong. A segment that its owner has closed is named to the
-peer, too, which then drops its mapping.
+A segment is passed once, before the message that names it by its number. A receiver that does not know a number reads
+its socket first; if the segment is not there either, the sender is wrong. When an owner closes a segment, it sends the
+number to the peer, which then drops its mapping.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from axon_ps.host.shared_memory import Access, Segment, total_bytes
 from axon_ps.types import Array
 
 MAX_SEGMENTS = 1024
-"""How many segments of a peer are mapped at a time. Each takes the peer a descriptor, of often 1024, and us one of
+"""Most segments of a peer that are mapped at a time. Each takes a descriptor of the peer (often 1024), and one of our
 65530 mappings."""
 
 _MESSAGE = struct.Struct("<Q")  # number of a segment: passed if a descriptor comes with it, else closed
@@ -30,11 +30,11 @@ class HostPeer:
     """The segments that this process and another have passed each other. One thread at a time.
 
     Args:
-        socket: connected to it.
-        access: what we may do in its segments.
+        socket: connected to the other process.
+        access: the access that this process has to its segments.
 
     Attributes:
-        pid: its id.
+        pid: its process id.
     """
 
     def __init__(self, socket: PeerSocket, access: Access) -> None:
@@ -48,15 +48,15 @@ class HostPeer:
         self._mapped_bytes = 0
 
     def __len__(self) -> int:
-        """The number of its segments that are mapped here."""
+        """Return the number of its segments that are mapped here."""
         return len(self._mapped)
 
     # ------------------------------------------------------------------ ours
 
     def offer(self, segment: Segment) -> bool:
-        """Pass a segment unless the peer has it; False: it cannot have it now, so send what is in it.
+        """Pass a segment unless the peer has it; False: that is impossible now, so the contents have to be sent.
 
-        Counts in `messages` how often anything was sent to it.
+        `messages` counts the messages sent to the peer.
         """
         try:
             if self._closed_seen != Segment.closed and not self._forget_closed():
@@ -65,13 +65,13 @@ class HostPeer:
                 return True
             if segment.fd < 0 or len(self._sent) >= MAX_SEGMENTS or not self._send(segment.number, segment.fd):
                 return False
-        except Broken:  # who depends on the peer notices otherwise
+        except Broken:  # callers that depend on the peer notice otherwise
             return False
         self._sent[segment.number] = segment
         return True
 
     def forget_closed(self) -> None:
-        """Name the segments to the peer that were closed here since."""
+        """Send the peer the numbers of segments that were closed here since the last call."""
         if self._closed_seen != Segment.closed:
             try:
                 self._forget_closed()
@@ -95,17 +95,17 @@ class HostPeer:
     # ------------------------------------------------------------------ its
 
     def view(self, number: int, offset: int, size_bytes: int) -> Array:
-        """u8[size_bytes]: bytes of a segment of the peer, where they lie.
+        """Return a view of a range of a peer's segment: u8[size_bytes], not copied.
 
         Args:
-            number: of the segment.
-            offset: where in it they begin.
-            size_bytes: how many.
+            number: the segment's number.
+            offset: of the first byte in it.
+            size_bytes: number of bytes.
 
         Raises:
-            InvalidRequest: they are not in it, or what the peer passed is refused.
+            InvalidRequest: the range is not in it, or a segment that the peer passed is refused.
             Broken: it passed no such segment, or has closed it, or has gone.
-            Busy: what it passed cannot be mapped.
+            Busy: a segment that it passed cannot be mapped.
         """
         if number not in self._mapped:
             self.take()
@@ -120,14 +120,14 @@ class HostPeer:
         return found[offset : offset + size_bytes]
 
     def memory(self, number: int) -> Array:
-        """u8[...]: a segment of the peer, all of it. Raises as `view` does."""
+        """Return a segment of the peer, all of it: u8[...]. Raises as `view` does."""
         self.view(number, 0, 0)
         return self._mapped[number]
 
     def take(self) -> None:
-        """Map what the peer has passed, and drop what it has closed. Raises as `view` does.
+        """Map the segments that the peer has passed, and drop those that it has closed. Raises as `view` does.
 
-        After an error: the connection is closed, and what is mapped stays until this ends.
+        After an error: the connection is closed, and the mappings stay until this object ends.
         """
         try:
             while (found := self._socket.receive()) is not None:
@@ -163,7 +163,7 @@ class HostPeer:
     # ------------------------------------------------------------------ the end
 
     def close(self) -> None:
-        """Hang up, and drop what is mapped; views of it stay. Harmless when repeated."""
+        """Hang up, and drop the mappings; views of them stay valid. Harmless when repeated."""
         self._socket.close()
         self._sent.clear()
         self._mapped.clear()

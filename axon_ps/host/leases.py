@@ -1,10 +1,10 @@
 """Read leases: bytes of a segment that another process of this host may read. Pure.
 
-A lease names a segment that was passed to the reader (`host.host_peer`), and where in it the bytes lie; the reader
-checks that against what it has mapped. A reader that copies the bytes some time later may find others: so the first
-8 bytes of a segment whose contents change are its tag, and a lease names the tag under which it holds. The owner
-changes the tag *before* it changes the bytes, and a reader that finds another tag after copying throws the copy away. A
-lease without a tag holds until the call that it came with is over.
+A lease names a segment that was passed to the reader (`host.host_peer`), and the range of the bytes in it; the reader
+checks that against its mappings. A reader that copies the bytes some time later may find others. So the first 8 bytes
+of a segment whose contents change are its tag, and a lease names the tag under which it is valid. The owner changes the
+tag *before* it changes the bytes. A reader that finds another tag after copying discards the copy. A lease without a
+tag is valid until the end of the call that it came with.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ TAG_BYTES = 8
 
 
 def address_of(array: Array) -> int:
-    """The address of an array in our memory."""
+    """Return the address of an array in this process."""
     try:
-        return ctypes.addressof(ctypes.c_char.from_buffer(array.data))  # in a third of the other's time
+        return ctypes.addressof(ctypes.c_char.from_buffer(array.data))  # takes a third of the time
     except (BufferError, TypeError, ValueError):  # read-only, empty, or of an element type that buffers do not know
         return int(array.__array_interface__["data"][0])
 
 
 def tag_of(memory: Array) -> Array:
-    """u64[1]: the tag at the beginning of a segment's memory, u8[...]."""
+    """Return the tag at the beginning of a segment's memory u8[...], as u64[1]."""
     return memory[:TAG_BYTES].view(np.uint64)
 
 
@@ -39,10 +39,10 @@ class ReadLease:
     Never changed once it is made; not frozen, because that takes three times as long to make.
 
     Attributes:
-        segment: its number.
-        offset: where in it they begin.
-        size_bytes: how many.
-        tag: what the segment's tag is as long as this holds; 0 = it holds until the call is over.
+        segment: the segment's number.
+        offset: of the first byte in it.
+        size_bytes: number of bytes.
+        tag: the segment's tag as long as this is valid; 0 = it is valid until the call is over.
     """
 
     segment: int

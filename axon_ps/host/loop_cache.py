@@ -1,10 +1,10 @@
 """The folder in which numba keeps this package's compiled loops, and the record that all of them are in it.
 
-Owns: which folder that is, by numba's own rule, and when a record counts. Refuses: to compile; `shard.loops` does that.
-Importing this imports no numba, so a command can look before it starts anything.
+Owns: the choice of the folder, by numba's own rule, and the validity of a record. Refuses: to compile; `shard.loops`
+does that. Importing this imports no numba, so a command can look before it starts anything.
 
-Invariant: a record names the files that it speaks of, and the machine and sources that they are of. Where one of them
-is gone, or anything is different, it does not count.
+Invariant: a record names the files that it covers, and their machine and sources. If a file is gone, or anything is
+different, the record is not valid.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from typing import Final
 
 _PACKAGE: Final = Path(__file__).parents[1]
 _SOURCES: Final = ("kernels", "optim", "compress", "shard/loops.py")
-"""The files that decide which loops there are, and with which types they are called."""
+"""The files that define the loops, and the types with which they are called."""
 _CPU: Final = ("vendor_id", "cpu family", "model", "stepping", "flags", "cpu implementer", "cpu part", "features")
-"""The fields of /proc/cpuinfo on the kind of a processor, and not on its clock."""
+"""The fields of /proc/cpuinfo that describe the kind of a processor, and not its clock."""
 
 
 def folder() -> Path | None:
-    """The folder of numba's loops: NUMBA_CACHE_DIR, one beside the sources, or the user's cache.
+    """Return the folder of numba's loops: NUMBA_CACHE_DIR, a folder beside the sources, or the user's cache.
 
-    It is the first of them that can be written. None where none can: then every process compiles what it calls.
+    It is the first of them that is writable. None if none is: then every process compiles the loops that it calls.
     """
     return next((place for place in _places() if _can_be_written(place)), None)
 
 
 def is_complete() -> bool:
-    """Whether every loop is compiled for this machine, as a record says; True where nothing can be kept."""
+    """Return True if a record shows that every loop is compiled for this machine, or if no folder is writable."""
     if (place := folder()) is None:
         return True
     try:
@@ -50,16 +50,16 @@ def is_complete() -> bool:
 
 
 def record(place: Path, sources: str) -> None:
-    """Write that all loops are in a folder.
+    """Write the record that all loops are in a folder.
 
     Args:
         place: the folder.
-        sources: the hash that is in the names of their files.
+        sources: the hash of the sources, which is in the names of the loops' files.
     """
     names = sorted(str(path.relative_to(place)) for path in place.rglob("*.nb[ic]") if sources in path.name)
     if not names:
         return
-    with contextlib.suppress(OSError):  # it is only asked again
+    with contextlib.suppress(OSError):  # without a record, the folder is only checked again
         fd, written = tempfile.mkstemp(dir=place)
         with os.fdopen(fd, "w", encoding="utf-8") as file:
             json.dump(names, file)
@@ -67,12 +67,12 @@ def record(place: Path, sources: str) -> None:
 
 
 def fill(source: Path) -> None:
-    """Copy another folder's loops to this machine's, if it has none: those of a container's image into its memory.
+    """Copy another folder's loops to this machine's folder, if that has none: for example those of a container's image.
 
-    Each file is there as a whole or not at all, and the indexes come after what they name.
+    Each file appears complete or not at all, and an index is copied after the files that it names.
 
     Args:
-        source: a folder that was NUMBA_CACHE_DIR when the loops were compiled; nothing is copied where there is none.
+        source: a folder that was NUMBA_CACHE_DIR when the loops were compiled; if it does not exist, nothing is copied.
     """
     if (place := folder()) is None or next(place.rglob("*.nbi"), None):
         return
@@ -87,12 +87,12 @@ def fill(source: Path) -> None:
 
 
 def compiler_environment() -> dict[str, str]:
-    """The environment of the program that compiles: without threads of numpy's, which a fork does not have."""
+    """Return the environment of the compiling program: numpy starts no threads in it, since a fork would lack them."""
     return {**os.environ, "OPENBLAS_NUM_THREADS": "1"}
 
 
 def record_name() -> str:
-    """The name of a record's file: of these sources, in this place, compiled by this numba for this processor."""
+    """Return the name of the record's file: it depends on the sources, their folder, numba and the processor."""
     settings = [f"{k}={v}" for k, v in sorted(os.environ.items()) if k.startswith("NUMBA_") and "CACHE" not in k]
     digest = hashlib.sha256("\n".join((_compiled_from(), *settings)).encode()).hexdigest()
     return f"axon-ps-{digest[:16]}.loops"
@@ -100,7 +100,7 @@ def record_name() -> str:
 
 @functools.cache
 def _compiled_from() -> str:
-    """The sources, the compiler, and the kind of processor."""
+    """Describe the sources, the compiler, and the kind of processor."""
     contents = hashlib.sha256()
     for path in (_PACKAGE / source for source in _SOURCES):
         for file in sorted(path.glob("*.py")) if path.is_dir() else [path]:
@@ -114,7 +114,7 @@ def _places() -> Iterator[Path]:
     if configured := os.environ.get("NUMBA_CACHE_DIR"):
         yield Path(configured)
     yield _PACKAGE / "kernels" / "__pycache__"
-    with contextlib.suppress(RuntimeError):  # a user without a home, as some containers have
+    with contextlib.suppress(RuntimeError):  # a user without a home directory, as in some containers
         yield Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "numba"
 
 
@@ -124,7 +124,7 @@ def _can_be_written(place: Path) -> bool:
 
 
 def _processor() -> list[str]:
-    """The kind of this processor."""
+    """Describe the kind of this processor."""
     try:
         first = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").partition("\n\n")[0]
     except OSError:

@@ -1,7 +1,7 @@
-"""Retaining the memory of messages for the next messages, a service's in few places, and rare garbage collections.
+"""Settings of malloc and of the garbage collector: message buffers are reused, arenas are few, collections are rare.
 
 glibc returns every block of more than 128 KiB to the kernel when it is freed, or as soon as it lies at the end of
-the heap, so that each chunk of 1 MiB that is sent or received costs a system call and a page fault for each of its 256
+the heap. So each chunk of 1 MiB that is sent or received costs a system call, and a page fault for each of its 256
 pages. *Measured* on one stream of 1 MiB chunks: 1.1 ms of CPU per MiB sent, of which 0.6 ms went into page faults.
 """
 
@@ -16,14 +16,14 @@ import os
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8  # malloc.h
 MMAP_THRESHOLD_BYTES = 16 << 20
-"""Smaller blocks come from the heap and are used again: all messages, since chunks have at most 4 Mi elements."""
+"""Smaller blocks come from the heap and are reused: all messages, since chunks have at most 4 Mi elements."""
 TRIM_THRESHOLD_BYTES = 64 << 20
-"""How much free memory a heap retains at its end."""
+"""Free memory that a heap retains at its end."""
 
 RETURNED_BYTES = 64 << 10
-"""Blocks from this size on are returned at once by `return_message_memory`: more than a small message needs."""
+"""After `return_message_memory`, freed blocks from this size on are returned at once: small messages are smaller."""
 RETURNED_TRIM_BYTES = 8 << 20
-"""So much a heap retains at its end then."""
+"""Free memory that a heap then retains at its end."""
 
 _logger = logging.getLogger(__name__)
 
@@ -33,7 +33,7 @@ def retain_message_memory() -> bool:
     """Have malloc retain freed message buffers for the next messages; once per process.
 
     Returns:
-        Whether it does: other C libraries than glibc have no such settings.
+        True if it does: other C libraries than glibc have no such settings.
     """
     try:
         mallopt = ctypes.CDLL(None).mallopt
@@ -46,11 +46,11 @@ def retain_message_memory() -> bool:
 
 
 def return_message_memory() -> None:
-    """Have malloc return freed message buffers to the kernel: of a coordinator, whose messages are small or rare.
+    """Have malloc return freed message buffers to the kernel: for a coordinator, whose messages are small or rare.
 
-    By default, glibc retains blocks as large as the largest that was ever freed, 32 MiB at most, so the memory of a
-    burst of large messages stays the process's. *Measured* on a coordinator of 73 MiB after 1,537 refused puts of
-    1 MiB, 64 at a time: 95 MiB; 177 where blocks of less than 128 KiB are retained.
+    By default, glibc retains blocks as large as the largest that was ever freed, 32 MiB at most. So the memory of a
+    burst of large messages stays with the process. *Measured* on a coordinator of 73 MiB after 1,537 refused puts of
+    1 MiB, 64 at a time: 95 MiB; 177 MiB if blocks of less than 128 KiB are retained.
     """
     with contextlib.suppress(OSError, AttributeError):
         mallopt = ctypes.CDLL(None).mallopt
@@ -61,17 +61,21 @@ def return_message_memory() -> None:
 def limit_arenas() -> None:
     """Have the threads of a service share one arena for each processor that it may use, not glibc's eight.
 
-    An arena keeps its free memory for its own threads, and what a call leaves, pinned by what gRPC never frees of calls
-    that their clients abandon. *Measured* on a coordinator, 2 processors: 131 MiB after 1,200 hostile connections,
-    145 after 4,800; with 16 arenas 142 and 171.
+    An arena keeps its free memory for its own threads. The memory of a call can also be pinned there, since gRPC never
+    frees some of it if the client abandons the call. *Measured* on a coordinator, 2 processors:
+
+    | hostile connections | limited | 16 arenas |
+    |---|---|---|
+    | 1,200 | 131 MiB | 142 MiB |
+    | 4,800 | 145 MiB | 171 MiB |
     """
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).mallopt(_M_ARENA_MAX, max(2, len(os.sched_getaffinity(0))))
 
 
 def collect_rarely() -> None:
-    """Have Python look for garbage in cycles after ever so many new objects: a service of many members has long lists.
+    """Have Python look for garbage in cycles less often: a service of many members has many live objects.
 
-    *Measured* on a coordinator of 10,000 members: one collection of all takes 0.2 s, and was due every third step.
+    *Measured* on a coordinator of 10,000 members: one full collection takes 0.2 s, and came every third step before.
     """
     gc.set_threshold(50_000, 20, 100)

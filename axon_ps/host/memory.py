@@ -1,4 +1,4 @@
-"""The memory that this process could still have: of the machine, of its control groups, of its own limits."""
+"""The memory that this process could still get, by the limits of the machine, its control groups and its own."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _UNLIMITED: Final = 1 << 60
 
 
 def available_bytes() -> int:
-    """Bytes that this process could allocate and use now; 0 where the system does not say."""
+    """Return the bytes that this process could allocate and use now; 0 if unknown."""
     found = [free for _, free in _pools()]
     soft = resource.getrlimit(resource.RLIMIT_AS)[0]
     if soft != resource.RLIM_INFINITY:
@@ -23,19 +23,19 @@ def available_bytes() -> int:
 
 
 def oom_kills() -> int:
-    """The number of processes that this machine's kernel has killed for lack of memory; 0 where it does not say."""
+    """Return the number of processes that the kernel has killed for lack of memory; 0 if unknown."""
     counts = dict(line.split() for line in _text(Path("/proc/vmstat")).splitlines())
     return int(counts.get("oom_kill", 0))
 
 
 def pool() -> str:
-    """Names the memory that `available_bytes` is of: processes with the same name share it."""
+    """Return a name of the memory that limits `available_bytes`: processes with the same name share it."""
     pools = sorted(_pools(), key=lambda pool: pool[1])
     return pools[0][0] if pools else ""
 
 
 def _pools() -> Iterator[tuple[str, int]]:
-    """The machine's memory, and that of every control group with a limit that we are in: name and free bytes."""
+    """Yield name and free bytes of the machine's memory, and of each of our control groups that has a limit."""
     machine = _text(Path("/proc/sys/kernel/random/boot_id"))
     for line in _text(Path("/proc/meminfo")).splitlines():
         if line.startswith("MemAvailable:"):
@@ -48,7 +48,7 @@ def _pools() -> Iterator[tuple[str, int]]:
 
 
 def _groups() -> Iterator[Path]:
-    """Our control groups, from ours to the root; of both versions."""
+    """Yield the control groups of this process, of both versions, each with its ancestors up to the root."""
     for line in _text(Path("/proc/self/cgroup")).splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers in ("", "memory"):
@@ -62,7 +62,7 @@ def _groups() -> Iterator[Path]:
 
 
 def _group_limit(group: Path) -> tuple[int, int]:
-    """Limit and use of a control group; pages of files that can be dropped do not count as used."""
+    """Return limit and use of a control group; pages of files that can be dropped do not count as used."""
     second = (group / "memory.max").exists()
     limit, used = ("memory.max", "memory.current") if second else ("memory.limit_in_bytes", "memory.usage_in_bytes")
     text = (group / limit).read_text().strip()
@@ -73,7 +73,7 @@ def _group_limit(group: Path) -> tuple[int, int]:
 
 
 def _size_bytes() -> int:
-    """Our address space."""
+    """Return the size of our address space."""
     try:
         return int(_text(Path("/proc/self/statm")).split()[0]) * os.sysconf("SC_PAGE_SIZE")
     except (ValueError, IndexError):

@@ -1,4 +1,4 @@
-"""Another process of this host: whether it lives."""
+"""`PeerProcess`: another process of this host, to detect its end."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ class PeerProcess:
     """One process of this host.
 
     Attributes:
-        pid: its id.
+        pid: its process id.
     """
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
         self._started = _started(pid)
         self._pidfd = -1
-        with contextlib.suppress(OSError):  # an old kernel, or a sandbox without it; then /proc has to do
+        with contextlib.suppress(OSError):  # an old kernel, or a sandbox without it; /proc is used then
             self._pidfd = os.pidfd_open(pid)
 
     def alive(self) -> bool:
-        """Whether it runs. A process that ended and was not reaped does not."""
+        """Return True if it runs. A process that ended and was not reaped does not."""
         if self._pidfd >= 0:
             return not self._ended(0)
         return bool(self._started) and _started(self.pid) == self._started
 
     def ends(self, within_s: float) -> bool:
-        """Whether it ends within that time. A process loses its memory a little before it counts as ended."""
+        """Wait for its end; False if it does not end in time. It loses its memory a bit before it counts as ended."""
         deadline = time.monotonic() + within_s
         while self.alive():
             left = deadline - time.monotonic()
@@ -43,7 +43,7 @@ class PeerProcess:
         return True
 
     def _ended(self, within_s: float) -> bool:
-        poll = select.poll()  # a new one, because one of them serves one thread only
+        poll = select.poll()  # a new one, because a poll object serves one thread only
         poll.register(self._pidfd, select.POLLIN)
         return bool(poll.poll(1000 * within_s))
 
@@ -55,7 +55,7 @@ class PeerProcess:
 
 
 def stat_of(pid: int) -> list[str]:
-    """The fields of /proc/PID/stat (proc(5)) after the command: state, parent, ...
+    """Return the fields of /proc/PID/stat (proc(5)) after the command: state, parent, ...
 
     Raises:
         OSError: there is no such process, or no /proc.
@@ -64,7 +64,7 @@ def stat_of(pid: int) -> list[str]:
 
 
 def _started(pid: int) -> str:
-    """When a process began, in the kernel's ticks; "" when it does not run."""
+    """Return the start time of a process, in the kernel's ticks; "" when it does not run."""
     try:
         fields = stat_of(pid)
     except OSError:

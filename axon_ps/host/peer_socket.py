@@ -1,15 +1,16 @@
-"""Unix sockets between two processes of one host: what passes descriptors, and says who the other process is.
+"""Unix sockets between two processes of one host: they pass descriptors, and identify the other process.
 
-Owns: meeting (`Listener`, `PeerSocket.connect`), what the kernel says of the peer, and messages with a descriptor.
-Refuses: to know what messages mean. Who proves by what that it is the process that was meant is the callers' business:
-a name and a secret go through a channel that has authenticated both (gRPC, the group's store).
+Owns: connecting (`Listener`, `PeerSocket.connect`), checking the peer's credentials, and messages with a descriptor.
+Refuses: to know the meaning of messages. The callers prove that the peer is the intended process: they pass a name and
+a secret through a channel that has authenticated both sides (gRPC, the group's store).
 
 Invariants:
-- Before a byte is used, both sides have asked the kernel: the peer runs as the same user, in a process namespace that
-  we see. Whoever is not is hung up on.
-- Nothing blocks: what was sent before is there at once, and who finds nothing comes again; a full buffer is an answer.
-- A message brings one descriptor at most. It was sent by the kernel, so it is what the peer has, whatever it claims.
-- Nothing remains: names are abstract, and end with the processes. Forks of a worker have none of the sockets.
+- Before a byte is used, both sides have checked with the kernel that the peer runs as the same user, in a visible
+  process namespace. Any other connection is closed.
+- No call blocks. A message that was sent is readable at once. Both an empty and a full buffer are reported to the
+  caller, which tries again later.
+- A message carries at most one descriptor. The kernel duplicates it, so the peer really has that file.
+- No file remains: names are abstract, and end with the processes. Forks of a worker have none of the sockets.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from axon_ps.errors import Broken, InvalidRequest, Unreachable
 from axon_ps.host import fork
 
 MESSAGE_BYTES = 2048
-"""A message is at most so long."""
+"""Most bytes of a message."""
 
 _PREFIX = "axon-ps-"
 _NAME = re.compile(rf"{_PREFIX}[0-9a-f]{{32}}")
@@ -54,7 +55,7 @@ def _register(made: socket.socket) -> socket.socket:
 
 @fork.in_child
 def _leave() -> object:
-    """A fork of a worker has no part in its parent's connections; these go on."""
+    """Close this fork's descriptors of its parent's connections; the parent keeps using them."""
     for each in list(_sockets):
         fd = each.detach()
         if fd >= 0:
@@ -66,7 +67,7 @@ class PeerSocket:
     """A connection to a process of this host and user. One thread at a time.
 
     Attributes:
-        pid: of the process, as the kernel says.
+        pid: the other process's id, from the kernel.
     """
 
     def __init__(self, connected: socket.socket) -> None:
@@ -91,8 +92,8 @@ class PeerSocket:
         """Connect to a `Listener` of that name.
 
         Raises:
-            Unreachable: it is not in this network namespace, or another user's, or is not accepted.
-            InvalidRequest: it is no name of a `Listener`.
+            Unreachable: it is not in this network namespace, or is another user's, or is not accepted.
+            InvalidRequest: it is not the name of a `Listener`.
             Misuse: this process is a fork of a worker.
         """
         if not _NAME.fullmatch(name):
@@ -109,7 +110,7 @@ class PeerSocket:
         return cls(connecting)
 
     def send(self, message: bytes, fd: int = -1) -> bool:
-        """Send a message, with a descriptor if `fd` is one; False: the peer has not taken what it has got yet.
+        """Send a message, with a descriptor if `fd` is not -1; False: the peer has not read earlier messages yet.
 
         Raises:
             Broken: the peer has gone.
@@ -124,16 +125,16 @@ class PeerSocket:
         return True
 
     def receive(self, *, descriptor: bool = True) -> tuple[bytes, int] | None:
-        """The next message and its descriptor, -1 if it brings none; None: there is none now.
+        """Return the next message and its descriptor, -1 if it has none; None: there is no message now.
 
         Args:
-            descriptor: whether it may bring one.
+            descriptor: whether it may have one.
 
         Raises:
             Broken: the peer has gone, or this process may open no more files.
-            InvalidRequest: it sends more than a message may have.
+            InvalidRequest: the message is longer, or has more descriptors, than is allowed.
 
-        After an error: the connection is of no use any more; nothing that came with the message is open here.
+        After an error: the connection is not usable any more; no descriptor of the message is open here.
         """
         room = socket.CMSG_LEN(_ONE_DESCRIPTOR.size) if descriptor else 0
         try:
@@ -162,7 +163,7 @@ class PeerSocket:
         return message, fds[0] if fds else -1
 
     def fileno(self) -> int:
-        """For `select.poll`: readable when there is a message, or the peer has hung up."""
+        """Return the descriptor for `select.poll`: readable when there is a message, or the peer has hung up."""
         return self._socket.fileno()
 
     def close(self) -> None:
@@ -174,7 +175,7 @@ class Listener:
     """A socket to which processes of this host connect. One thread at a time.
 
     Attributes:
-        name: what `PeerSocket.connect` takes; random, and in no file system.
+        name: the name for `PeerSocket.connect`; random, and in no file system.
 
     Raises:
         Unreachable: there are no such sockets here, or this process may open no more files.
@@ -194,11 +195,11 @@ class Listener:
         weakref.finalize(self, listening.close).atexit = False
 
     def next_peer(self) -> PeerSocket | None:
-        """The next connection of a process of this user; None: there is none now. Others are hung up on."""
+        """Return the next connection of a process of this user; None: there is none now. Others are closed."""
         while True:
             try:
                 accepted, _ = self._socket.accept()
-            except OSError:  # there is none, or no space for another descriptor: then they wait
+            except OSError:  # there is none, or no descriptor is free: then connections wait
                 return None
             with contextlib.suppress(Unreachable):
                 return PeerSocket(_register(accepted))

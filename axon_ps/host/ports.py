@@ -1,4 +1,4 @@
-"""Ports for programs that must be told theirs: torch's store, etcd, a coordinator that others are pointed at."""
+"""Ports for programs that need a port in advance: torch's store, etcd, a coordinator with a known address."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import itertools
 import os
 import socket
 
-_FIRST, _LAST = 20000, 32000  # below those the kernel gives away (Linux: from 32768 on)
+_FIRST, _LAST = 20000, 32000  # below the ephemeral ports (Linux: from 32768 on)
 
 _attempts = itertools.count()
 
 
 def free_ports(count: int = 1) -> int:
-    """The first of `count` ports in a row that are free on all addresses of this machine.
+    """Return the first of `count` ports in a row that are free on all addresses of this machine.
 
-    They are below those that the kernel gives to connections and to servers that ask for any, so that nobody takes one
-    before the program does. Each call gives others, and processes that ask at the same time begin at different ones.
+    They are below the ephemeral ports, so that the kernel does not give one to another program before it is used. Each
+    call returns other ports, and processes that call at the same time begin at different ones.
 
     Raises:
         OSError: none are free.

@@ -1,6 +1,6 @@
-"""The memory of a service, which holds parameters and the job's secret, is for root alone, as that of ssh-agent.
+"""Only root can read the memory of a service, which has parameters and the job's secret; ssh-agent does the same.
 
-Other processes of the same user could read it with a debugger, and a crash would write it to a file. Where that is
+Otherwise, processes of the same user could read it with a debugger, and a crash would write it to a file. If that is
 wanted (gdb, py-spy, core dumps), services are started with `--debuggable`.
 """
 
@@ -16,7 +16,7 @@ _logger = logging.getLogger(__name__)
 
 
 def make_memory_private() -> None:
-    """Have no process of the same user read this one's memory, and no core dumps written. Until the next `exec`."""
+    """Keep the user's other processes from reading this one's memory, and disable core dumps, until the next `exec`."""
     _, hard = resource.getrlimit(resource.RLIMIT_CORE)
     resource.setrlimit(resource.RLIMIT_CORE, (0, hard))
     if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0):

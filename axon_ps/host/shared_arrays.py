@@ -1,12 +1,12 @@
-"""Shared arrays: memory of this process that other processes of the host may be passed, so that nothing is copied.
+"""Shared arrays: memory of this process that can be passed to other processes of the host, so that nothing is copied.
 
-Owns: which ranges of our memory are segments, and until when. Refuses: to know what is in them and who is passed them;
-an array serves the collectives of every group of the process, and the shard servers of the host (`host.host_peer`).
+Owns: the list of segments in our memory, and their lifetime. Refuses: to know their contents and the receivers; an
+array serves the collectives of every group of the process, and the shard servers of the host (`host.host_peer`).
 
-A segment lives as long as an array (or a torch tensor, or any view) over it. Two things end sharing before, both for
+A segment lives as long as an array (or a torch tensor, or any view) over it. Two calls end sharing earlier, both for
 memory that others may still use when its owner wants to use it for something else:
-- *revoke*, of an array that others write to: the array moves to another segment, which is shared in its place;
-- *detach*, of an array that others read: what they have mapped stays as it is, and the array is ordinary memory.
+- *revoke*, of an array that others write to: the array moves to another segment, which is shared instead;
+- *detach*, of an array that others read: their mappings keep their contents, and the array becomes ordinary memory.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class SharedArray:
     """One segment of this process.
 
     Attributes:
-        base: where it begins here.
+        base: the address of its first byte in this process.
         segment: its file; another one after a `revoke`.
     """
 
@@ -43,16 +43,16 @@ _base = attrgetter("base")
 
 
 class SharedArrays:
-    """The shared arrays of a process. Any thread."""
+    """The shared arrays of a process. Any thread may call it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._arrays: list[SharedArray] = []  # by base
-        # The garbage collector appends to it, perhaps while we hold the lock; `_sweep` empties it.
+        # The garbage collector appends to it, perhaps while this thread has the lock; `_sweep` empties it.
         self._dead: deque[SharedArray] = deque()
 
     def empty(self, shape: tuple[int, ...], dtype: DType) -> Array:
-        """A new array in a segment of its own: zeros of `dtype.numpy` in `shape`.
+        """Return a new array in a segment of its own: zeros of `dtype.numpy` in `shape`.
 
         Raises:
             Busy: there is not enough memory; the message has the bytes needed and available.
@@ -69,14 +69,14 @@ class SharedArrays:
         return np.frombuffer(memory, dtype.numpy, numel).reshape(shape)
 
     def buffer(self, size_bytes: int) -> Array:
-        """u8[size_bytes], shared; ordinary memory where there is no shared memory."""
+        """Return u8[size_bytes], shared; ordinary memory if no shared memory is available."""
         try:
             return self.empty((size_bytes,), DType.U8)
         except Busy:
             return np.empty(size_bytes, np.uint8)
 
     def find(self, address: int, size_bytes: int) -> SharedArray | None:
-        """The shared array that contains a range of our memory, if any."""
+        """Return the shared array that contains a range of our memory, if any."""
         if not self._arrays:
             return None
         with self._lock:
@@ -85,21 +85,21 @@ class SharedArrays:
     def revoke(self, address: int, size_bytes: int) -> None:
         """Revoke the other processes' access to an array's memory; the array retains its address and its values.
 
-        Used after a collective that failed: a peer that was stopped in the middle may go on much later and still write.
-        It then writes to the old segment, which is no longer the array's memory.
+        Used after a collective that failed: a peer that was suspended may continue much later and still write. It then
+        writes to the old segment, which is no longer the array's memory.
         """
         with self._lock, contextlib.suppress(Busy):  # without memory for a copy nothing can be done
             if (found := self._find(address, size_bytes)) is not None:
                 found.segment = move_mapping(found.base, found.segment)
 
     def detach(self, address: int) -> None:
-        """If `address` lies in a shared array: stop sharing that. What others have mapped of it changes no more.
+        """Stop sharing the shared array at `address`, if any. The mappings of others keep their contents.
 
-        Used after a push that failed: a server may still read what it was lent. Here the array stays as it is, and may
+        Used after a push that failed: a server may still read under its lease. Here the array keeps its values, and may
         be written to.
 
         Raises:
-            Busy: the kernel refuses; all is as it was.
+            Busy: the kernel refuses; nothing has changed.
         """
         with self._lock:
             if (found := self._find(address, 1)) is not None:
@@ -107,13 +107,13 @@ class SharedArrays:
                 self._arrays.remove(found)
 
     def sweep(self) -> None:
-        """Close the segments whose arrays have ended, if the garbage collector could not do it itself."""
+        """Close the segments of collected arrays that could not be closed when they were collected."""
         if self._dead:
             with self._lock:
                 self._sweep()
 
     def _end(self, array: SharedArray) -> None:
-        """The memory of an array ends. Called by the garbage collector, so in any thread, at any moment."""
+        """Close an array's segment. Called by the garbage collector, so in any thread, at any moment."""
         self._dead.append(array)
         if self._lock.acquire(timeout=0):
             try:
@@ -122,7 +122,7 @@ class SharedArrays:
                 self._lock.release()
 
     def _find(self, address: int, size_bytes: int) -> SharedArray | None:
-        """See `find`. With the lock."""
+        """See `find`. The caller has the lock."""
         self._sweep()
         at = bisect.bisect(self._arrays, address, key=_base) - 1
         if at < 0:
@@ -138,4 +138,4 @@ class SharedArrays:
 
 
 shared_arrays = SharedArrays()
-"""Those of this process."""
+"""The shared arrays of this process."""

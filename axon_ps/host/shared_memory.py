@@ -1,19 +1,19 @@
 """Memory that processes of one host share.
 
 Owns: segments, from the check that there is memory to the mapping in another process. Refuses: to know their contents,
-and how they come to the other process; that is `host.peer_socket`'s.
+and to pass them to the other process, which `host.peer_socket` does.
 
 Invariants:
-- A segment never has a name: it is an anonymous file (memfd) that lives as long as a process has it open or mapped, so
-  nothing remains when processes are killed, however many at once. Only processes with its descriptor find it.
-- All of its pages are allocated when `create` returns, and it is sealed: no process can make it shorter. So touching it
-  never ends in SIGBUS, in no process. What comes from others is refused if that does not hold.
+- A segment never has a name: it is an anonymous file (memfd) that lives as long as a process has it open or mapped. So
+  nothing remains when processes are killed, however many at once. Only processes with its descriptor can map it.
+- All of its pages are allocated when `create` returns, and it is sealed: no process can make it shorter. So access to
+  it never ends in SIGBUS, in any process. A segment from another process is refused unless the same holds for it.
 - A segment that others only read is sealed against their writing, whatever they do with the descriptor.
 
 Note: [Memory is freed elsewhere]
-    The kernel takes 0.3 s to free a GiB, in the call that unmaps or closes it last. That may be any thread, an event
-    loop's too, since it is the one in which the last reference to an array ends. So large memory is unmapped and closed
-    in a thread that is made for it. To allocate it takes longer still (`create`): no event loop calls that.
+    The kernel takes 0.3 s to free a GiB, in the call that unmaps or closes it last. That call is in the thread in which
+    the last reference to an array ends, which may be an event loop's. So large memory is unmapped and closed in a
+    thread that is made for it. Allocating takes even longer (`create`), so no event loop calls that.
 """
 
 from __future__ import annotations
@@ -53,27 +53,27 @@ class Access(enum.Enum):
     """The access that a process has to a segment of another."""
 
     READ = enum.auto()
-    """Only read it."""
+    """It can only read."""
     WRITE = enum.auto()
-    """Change it, for all who have mapped it."""
+    """Its writes are seen by every process that has mapped the segment."""
     PRIVATE = enum.auto()
-    """What it writes it alone sees, until `discard_writes`; elsewhere it sees what the owner writes."""
+    """Its writes are seen by itself alone, until `discard_writes`; in other pages it sees the owner's writes."""
 
 
 class Segment:
-    """The file of a segment of this process: what others are given, to map it.
+    """The file of a segment of this process, which is passed to others so that they can map it.
 
     Attributes:
-        number: no other segment of this process ever has it.
+        number: its number, which no other segment of this process ever has.
         size_bytes: its size.
         fd: its descriptor; -1 once closed. Memory that is mapped stays.
     """
 
     closed = 0
-    """How many segments of this process were closed: who remembers some looks when it changes."""
+    """Number of segments of this process that were closed. A caller that keeps segments checks them when it changes."""
 
     open = 0
-    """How many are not closed; each takes a descriptor."""
+    """Number of segments that are not closed; each takes a descriptor."""
 
     _numbers = itertools.count(1)
 
@@ -84,7 +84,7 @@ class Segment:
         Segment.open += 1
 
     def close(self) -> None:
-        """Give it to no process any more. Harmless when repeated."""
+        """Close its descriptor, so that it can be passed to no process any more. Harmless when repeated."""
         if self.fd >= 0:
             fd, self.fd = self.fd, -1
             _free(self.size_bytes, os.close, fd)
@@ -96,11 +96,11 @@ def create(size_bytes: int, *, read_only: bool = False) -> tuple[Segment, Array]
     """Make a segment of zeros.
 
     Args:
-        size_bytes: how many; rounded up to whole pages.
-        read_only: only this process can write it, by what is returned; it cannot be moved by `move_mapping`.
+        size_bytes: its size, which is rounded up to full pages.
+        read_only: only the returned memory can be written, by this process; it cannot be moved by `move_mapping`.
 
     Returns:
-        Its file, and u8[size_bytes], the memory, which is unmapped with the last array or view of it.
+        Its file, and its memory u8[size_bytes], which is unmapped with the last array or view of it.
 
     Raises:
         Busy: there is not that much memory, or this process may open no more files; the message has the numbers.
@@ -142,11 +142,11 @@ def receive(fd: int, access: Access) -> Array:
 
     Args:
         fd: its descriptor, which is closed here in any case: a mapping needs none.
-        access: what this process may do in it.
+        access: the access that this process has to it.
 
     Raises:
-        InvalidRequest: it is no memory, or not sealed against being made shorter, or has holes.
-        Busy: the kernel refuses to map it so, or at all.
+        InvalidRequest: it is not memory, or not sealed against being made shorter, or has holes.
+        Busy: the kernel refuses to map it with this access, or at all.
     """
     try:
         return _map(fd, _checked_size(fd), access)
@@ -158,7 +158,7 @@ def receive(fd: int, access: Access) -> Array:
 
 def _checked_size(fd: int) -> int:
     try:
-        seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)  # asks no file system, which might take its time
+        seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)  # involves no file system, which could be slow
     except OSError as error:
         raise InvalidRequest(
             "what was passed as shared memory is no memory (memfd) but another kind of file"
@@ -178,7 +178,7 @@ def _checked_size(fd: int) -> int:
 
 
 class _Mapping:
-    """Memory that is mapped until nothing refers to this. `mmap.mmap` would hold a descriptor as long."""
+    """Memory that is mapped until nothing refers to this. `mmap.mmap` would keep a descriptor open as long."""
 
     def __init__(self, address: int, size_bytes: int, *, read_only: bool) -> None:
         self.__array_interface__ = {
@@ -191,11 +191,11 @@ class _Mapping:
 
 
 def _free(size_bytes: int, call: Callable[..., object], *args: int) -> None:
-    """Call what frees memory; see Note: [Memory is freed elsewhere]."""
+    """Call a function that frees memory; see Note: [Memory is freed elsewhere]."""
     if size_bytes >= _LARGE_BYTES:
         try:
             start_new_thread(call, args)
-        except RuntimeError:  # there can be no more threads
+        except RuntimeError:  # no more threads can be started
             pass
         else:
             return
@@ -203,7 +203,7 @@ def _free(size_bytes: int, call: Callable[..., object], *args: int) -> None:
 
 
 def _map(fd: int, size_bytes: int, access: Access) -> Array:
-    """u8[size_bytes] of a file."""
+    """Map a file: u8[size_bytes]."""
     how = mmap.MAP_PRIVATE if access is Access.PRIVATE else mmap.MAP_SHARED
     protection = mmap.PROT_READ | (0 if access is Access.READ else mmap.PROT_WRITE)
     address = _libc.mmap(None, size_bytes, protection, how, fd, 0)
@@ -226,19 +226,19 @@ _libc = _load_libc()
 
 
 def owner_of(memory: Array) -> object:
-    """An object that lives exactly as long as memory from `create` or `receive` is mapped."""
+    """Return the object that lives exactly as long as memory from `create` or `receive` is mapped."""
     owner: object = memory.base
     assert isinstance(owner, _Mapping), "all the memory of a segment"
     return owner
 
 
 def base_of(memory: Array) -> int:
-    """The address where an array begins in this process."""
+    """Return the address where an array begins in this process."""
     return int(memory.__array_interface__["data"][0])
 
 
 def discard_writes(memory: Array) -> None:
-    """Undo what was written to a private mapping here: it is again what its owner has written."""
+    """Undo this process's writes to a private mapping: it shows the owner's contents again."""
     if _has_own_pages(base_of(memory), memory.nbytes):
         _libc.madvise(base_of(memory), memory.nbytes, mmap.MADV_DONTNEED)
 
@@ -246,17 +246,17 @@ def discard_writes(memory: Array) -> None:
 def move_mapping(base: int, old: Segment) -> Segment:
     """Replace the segment behind the memory at `base` by a new one; the contents are copied.
 
-    A process that still writes to the old segment changes nothing here. No other may write at `base` meanwhile.
+    A process that still writes to the old segment changes nothing here. No other thread may write at `base` meanwhile.
 
     Args:
-        base: where the old segment begins in this process.
+        base: the address of the old segment in this process.
         old: the old segment, which is closed.
 
     Returns:
         The new segment.
 
     Raises:
-        Busy: there is no memory for it, or the kernel refuses; all is as it was.
+        Busy: there is no memory for it, or the kernel refuses; nothing has changed.
     """
     new, memory = create(old.size_bytes)
     ctypes.memmove(base_of(memory), base, new.size_bytes)
@@ -270,14 +270,14 @@ def move_mapping(base: int, old: Segment) -> Segment:
 
 
 def make_private(base: int, segment: Segment) -> None:
-    """From now on, what is written at `base` is seen by this process only; what others have mapped changes no more.
+    """Make a segment's memory private: writes at `base` do not reach the mappings of others any more.
 
     Args:
-        base: where a segment begins in this process.
+        base: the address of the segment in this process.
         segment: its file, which is closed.
 
     Raises:
-        Busy: the kernel refuses; all is as it was.
+        Busy: the kernel refuses; nothing has changed.
     """
     _map_at(base, segment, mmap.MAP_PRIVATE)
     segment.close()
@@ -290,7 +290,7 @@ def _map_at(base: int, segment: Segment, how: int) -> None:
 
 
 def boot_id() -> str:
-    """Random id of this life of the kernel: equal on processes of one host."""
+    """Return the random id of this boot of the kernel: equal in all processes of a host."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     except OSError:
@@ -298,12 +298,12 @@ def boot_id() -> str:
 
 
 def total_bytes() -> int:
-    """The memory of this machine, with what it can swap out."""
+    """Return the memory of this machine, including swap."""
     return sum(_meminfo(name) for name in ("MemTotal:", "SwapTotal:"))
 
 
 def available_bytes() -> int:
-    """The memory that a new segment may take: as much as the control group and the machine have left."""
+    """Return the memory that a new segment may take: as much as the control group and the machine have left."""
     limits = [_meminfo("MemAvailable:")]
     try:
         group = Path("/sys/fs/cgroup")
@@ -317,7 +317,7 @@ def available_bytes() -> int:
 
 
 def _meminfo(name: str) -> int:
-    """A row of /proc/meminfo in bytes; as good as endless where the kernel does not say."""
+    """Return a row of /proc/meminfo in bytes; 2**62 if it is not there."""
     try:
         for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
             if line.startswith(name):
@@ -340,9 +340,9 @@ def _populate(fd: int, memory: Array) -> None:
 
 
 def _has_own_pages(base: int, size_bytes: int) -> bool:
-    """Whether a page of a private mapping was written to, and so is a copy; true where that is unknown.
+    """Return True if a page of a private mapping was written to, and so is a copy, or if that is unknown.
 
-    Asking takes a tenth of what it costs to have every page of the mapping found again.
+    The check takes a tenth of the time that it takes to fault in every page of the mapping again.
     """
     try:
         with open("/proc/self/pagemap", "rb", buffering=0) as file:
@@ -360,12 +360,12 @@ def _no_room(size_bytes: int, available: int) -> Busy:
 
 
 def pack_text(text: str, size_bytes: int) -> bytes:
-    """A text in at most `size_bytes` bytes, its length first."""
+    """Return a text in at most `size_bytes` bytes, its length first."""
     raw = text.encode()[: size_bytes - 2]
     return struct.pack("<H", len(raw)) + raw
 
 
 def unpack_text(memory: memoryview) -> str:
-    """The inverse of `pack_text`."""
+    """Return the text that `pack_text` packed."""
     (length,) = struct.unpack_from("<H", memory)
     return bytes(memory[2 : 2 + length]).decode(errors="replace")

@@ -1,11 +1,11 @@
 """Become a command that dies with its parent: `tether.py PARENT SIGNAL COMMAND...`.
 
-The kernel sends SIGNAL to this process when the thread that started it is gone, even by kill -9; the setting survives
-`exec`, so the command itself needs to know nothing of it and its tracebacks show nothing of us. PARENT is the process
-id of the starter: when it is no longer our parent at the time of asking, it died before we asked, and we end as well.
+The kernel sends SIGNAL to this process when the thread that started it is gone, even by kill -9. The setting survives
+`exec`, so the command itself needs to know nothing of it, and its tracebacks show nothing of this file. PARENT is the
+process id of the starter. If it is no longer our parent after the setting was made, it died before, and we end too.
 
-Why a program and not `preexec_fn`: that forks, which a process with open gRPC channels must not.
-Imports nothing of ours and little of Python: it runs in front of every process we start.
+This is a program because `preexec_fn` would fork, which a process with open gRPC channels must not do.
+It imports nothing of ours and little of Python, since it runs before every process that is started.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ def check_array(name: str, array: Array, dtype: np.dtype[Any], shape: tuple[int,
 
 
 def readonly(array: Array) -> Array:
-    """A read-only view, so that received bytes and our own arrays share one compiled loop."""
+    """Return a read-only view, so that received bytes and our own arrays share one compiled loop."""
     view = array.view()
     view.flags.writeable = False
     return view

@@ -1,7 +1,7 @@
 """The compiled loops of `compress.block_top_k`, which checks arguments; these do not.
 
-bytes of a block of m numbers, of which k are sent: f32 low, f32 high; then k codes of 12 + bits bits, one behind
-    the other from the lowest bit up: the index in the block, the sign, then the level
+bytes of a block of m numbers, of which k are sent: f32 low, f32 high; then k codes of 12 + bits bits, packed from the
+    lowest bit up: the index in the block, the sign, then the level
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ def _scale_at(data: Any) -> Any:
 
 @compiled
 def _level(low: Any, high: Any, level: Any, levels: Any) -> Any:
-    """The magnitude of a level: the middle of one of equal parts from `low` to `high`."""
+    """Return the magnitude of a level: the middle of one of `levels` equal intervals from `low` to `high`."""
     return F32(low + F32(F32(high - low) * F32(F32(2 * level + 1) / F32(2 * levels))))
 
 
 @compiled
 def compress_block(total: Any, k: int, bits: int, out: Any, error: Any) -> None:
-    """The largest `k` of f32[m] → their bytes; they are quantised in `error`, f32[m], which others are copied to."""
+    """Encode the largest `k` of f32[m]; `error`, f32[m], gets their quantisation errors and copies of the others."""
     largest, selected, indices = U32(0), np.empty(k, np.float32), np.empty(k, np.uint32)
     for i in range(total.size):
         largest = max(largest, U32(np.float32(total[i]).view(np.uint32) & MAGNITUDE))
@@ -82,7 +82,7 @@ def compress_block(total: Any, k: int, bits: int, out: Any, error: Any) -> None:
 
 @compiled
 def decompress_block(data: Any, numel: int, k: int, bits: int, acc: Any, write: bool) -> Any:
-    """Add a block to f32[numel] if `write`; False, and no change, if it is none that `compress_block` writes."""
+    """Add a block to f32[numel] if `write`; False if `compress_block` cannot have written it."""
     low, high = _scale_at(data), _scale_at(data[4:])
     broken = np.isnan(low) and np.isnan(high)
     if not broken and not F32(0.0) <= low <= high < F32(np.inf):

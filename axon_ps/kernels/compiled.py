@@ -1,17 +1,17 @@
-"""The compilation of every loop here: for one thread, releasing the GIL, and to the same bits on every machine.
+"""The compilation of every loop here: for one thread, releasing the GIL, and with bit-identical results everywhere.
 
-There is no contraction and no reordering of floating-point operations. The compiled code is cached on disk, for each
+Floating-point operations are neither contracted nor reordered. The compiled code is cached on disk, for each
 combination of argument types. numba compiles it again when the file of the loop has changed, but does not look at the
-files of what the loop calls. So the name under which a loop is cached has a hash of all files of this package, and a
-loop must call nothing outside of it.
+files of the functions that the loop calls. So the name under which a loop is cached has a hash of all files of this
+package, and a loop must call nothing outside of it.
 
 Note: [Two processes that compile one loop]
-    numba's cache gives an entry the next free number of an index, writes the index and then the entry, and holds no
-    lock. So of two processes that do this at once, one's index is lost or, worse, tells a third one to load code that
+    numba's cache gives an entry the next free number of an index, writes the index and then the entry, and takes no
+    lock. If two processes do this at once, one index is lost. Worse, the index can make a third process load code that
     was compiled for other types (github.com/numba/numba/issues/10128 and 4807, which end in a segmentation fault). The
-    services of a host start at once. So a process holds a lock of the loop while it looks for it, compiles and saves
-    it, and the others find it in the cache. The lock is POSIX's and not BSD's: a process that is forked meanwhile, of a
-    data loader say, does not keep it.
+    services of a host start at once. So a process has the lock of a loop while it looks it up, compiles and saves it,
+    and the others find it in the cache. It is a POSIX lock and not a BSD lock: a process that is forked meanwhile, for
+    example by a data loader, does not keep it.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ import numba
 from numba.core.compiler_lock import global_compiler_lock
 
 LOCK_WAIT_S: Final = 60.0
-"""Seconds until a loop is compiled in spite of another process that compiles it, or is stopped while it does."""
+"""Seconds to wait for another process that compiles a loop, and may be suspended; then it is compiled without lock."""
 POLL_S: Final = 0.01
 
 _Loop = TypeVar("_Loop", bound=Callable[..., Any])
 
 
 def sources_hash(package: Path) -> str:
-    """A hash of the Python files of a folder."""
+    """Return a hash of the Python files of a folder."""
     contents = (path.read_bytes() for path in sorted(package.glob("*.py")))
     return hashlib.sha256(b"\0".join(contents)).hexdigest()[:12]
 
@@ -53,7 +53,7 @@ def compiled(function: _Loop) -> _Loop:
     lock, compile_or_load = Path(loop.stats.cache_path, f"{function.__qualname__}.lock"), loop.compile
 
     def compile_locked(signature: Any) -> Any:
-        with global_compiler_lock, locked(lock):  # a process's threads have its POSIX locks in common
+        with global_compiler_lock, locked(lock):  # the threads of a process share its POSIX locks
             return compile_or_load(signature)
 
     loop.compile = compile_locked
@@ -62,9 +62,9 @@ def compiled(function: _Loop) -> _Loop:
 
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Hold the lock of a file, which is made for it; see Note: [Two processes that compile one loop].
+    """Lock a file, which is made for it; see Note: [Two processes that compile one loop].
 
-    After `LOCK_WAIT_S`, and where a file cannot be made or locked, as in a read-only cache, it is done without.
+    It is not locked after `LOCK_WAIT_S`, or if a file cannot be made or locked, as in a read-only cache.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -80,7 +80,7 @@ def locked(path: Path) -> Iterator[None]:
 
 
 def _lock(fd: int) -> bool:
-    """Whether the lock was had, or cannot be had here (a network file system without a lock manager)."""
+    """Try to lock; True also if locking is impossible here (a network file system without a lock manager)."""
     try:
         fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError):

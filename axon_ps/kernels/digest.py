@@ -1,14 +1,14 @@
 """A digest of an array's bits: the sum of its 32-bit words, modulo 2^64. It finds memory that failed, not an adversary.
 
-One changed bit always changes the sum, and two leave it only if they undo each other. Sums of ranges add up to that of
-the array.
+One changed bit always changes the sum. Two changed bits leave it the same only if they cancel each other. The sums of
+ranges add up to the sum of the array.
 
 Note: [Sums in a loop]
-    A loop that reads and writes anyway sums what it has in registers: `none_summed`, `with_value` for each element, and
-    `add_digests` afterwards. Two u32 sums are enough for that, of the words modulo 2^32 and of their upper halves: over
-    at most SUMMED_NUMEL elements neither the second one nor the sum of the lower halves overflows, and the first one
-    has what is missing of the latter. It is a third of the instructions of sums in u64, and half of the registers.
-    Without digests all of this is None, and compiled away.
+    A loop that reads and writes anyway sums the values in its registers: `none_summed`, `with_value` for each element,
+    and `add_digests` afterwards. Two u32 sums are enough: of the words modulo 2^32, and of their upper halves. Over at
+    most SUMMED_NUMEL elements neither the second sum nor the sum of the lower halves overflows, and the latter follows
+    from the two. This takes a third of the instructions of sums in u64, and half of the registers. Without digests all
+    of this is None, and compiled away.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ SUMMED_NUMEL = 1 << 16
 """Most elements over which the sums of a loop are exact. See Note: [Sums in a loop]."""
 
 READ, WRITTEN = 0, 1
-"""Rows of digests: of what a loop has read, and of what it has written."""
+"""Rows of digests: of the values that a loop has read, and of those that it has written."""
 
 _HALF = np.uint32(16)
 
@@ -42,23 +42,23 @@ def _sum(bits: Any, begin: Any, end: Any) -> Any:
 
 
 def none_summed(digests: Any) -> Any:
-    """The sums of no element; None without digests. Only inside compiled loops."""
+    """Return the sums of no element; None without digests. Only inside compiled loops."""
     raise NotImplementedError
 
 
 def with_value(sums: Any, value: Any) -> Any:
-    """Sums with one more element, an f32. Only inside compiled loops."""
+    """Return sums with one more element, an f32. Only inside compiled loops."""
     raise NotImplementedError
 
 
 def add_digests(digests: Any, column: Any, read: Any, written: Any) -> Any:
-    """Adds sums to what `digests`, u64[2, m], has in a column. Only inside compiled loops."""
+    """Add sums to a column of `digests`, u64[2, m]. Only inside compiled loops."""
     raise NotImplementedError
 
 
 @compiled
 def digest_of(sums: Any) -> Any:
-    """The digest that sums of elements are."""
+    """Return the digest of elements from their sums."""
     total, upper = sums
     lower = np.uint32(total - np.uint32(upper << _HALF))
     return np.uint64((np.uint64(upper) << np.uint64(16)) + np.uint64(lower))
@@ -102,12 +102,12 @@ overload(add_digests)(_add_digests_for)
 
 
 def digests_of(arrays: Iterable[Array]) -> Array:
-    """The digests, u64[m], of m contiguous f32 arrays."""
+    """Return the digests, u64[m], of m contiguous f32 arrays."""
     return np.array([digest(array.view(np.uint32), 0, array.size) for array in arrays], np.uint64)
 
 
 def digest(bits: Array, begin: int, end: int) -> int:
-    """The digest of elements [begin, end).
+    """Return the digest of elements [begin, end).
 
     Args:
         bits: u32[n], contiguous: the array's bits (`array.view(np.uint32)`).
@@ -118,5 +118,5 @@ def digest(bits: Array, begin: int, end: int) -> int:
 
 
 def warm_up() -> None:
-    """Compile. Any thread."""
+    """Compile the loop. Any thread may call it."""
     digest(np.zeros(1, np.uint32), 0, 1)

@@ -4,11 +4,11 @@
 
 Note: [Rotations without shuffles]
     A stage of the Walsh-Hadamard transform in Pease's form (1968, https://doi.org/10.1145/321450.321457) takes sums and
-    differences of neighbours, and writes the sums to the first half of its output, the differences to the second: the
+    differences of neighbours. It writes the sums to the first half of its output, the differences to the second: the
     lowest bit of the index is transformed, and becomes the highest one. Five stages over a tile transform all its
-    blocks, and transpose it: row r has coefficient r of each block. So every loop is over neighbours, those that have
-    a scale each included. A pass here is two or three stages. On the way back the numbers are integers, sums of 32
-    quants at most: exact in 16 bits. The scale rounds once.
+    blocks, and transpose it: row r has coefficient r of each block. So every loop is over neighbours, including the
+    loops that apply a scale per block. A pass here is two or three stages. On the way back the numbers are integers,
+    sums of at most 32 quants, which are exact in 16 bits. The multiplication by the scale rounds once.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ HALF, QUARTER, EIGHTH = TILE_NUMEL // 2, TILE_NUMEL // 4, TILE_NUMEL // 8
 PAIRS = BLOCK_NUMEL // 2
 """Bytes of a block. Byte r: quant r in the lower four bits, quant r + 16 in the upper ones."""
 LARGEST, LEVELS = np.int32(7), np.float32(7.5)
-"""Quants are -7 to 7. A scale is the largest magnitude / 7.5, so every number is within half a scale of a quant."""
+"""Quants are -7 to 7. A scale is the largest magnitude / 7.5, so every number is at most half a scale from a quant."""
 MAX = np.finfo(np.float32).max
 SMALLEST_SCALE, LARGEST_SCALE = F32(TINY.view(np.float32) / LEVELS), F32(MAX / LEVELS)
-"""Of a tile, unless it is zero."""
+"""Bounds of a tile's scale, unless it is zero."""
 ZEROS, TILE_SCALE, NO_NUMBER = np.uint8(0), np.uint8(254), np.uint8(255)
-"""Codes of blocks: all zero; of the tile's scale; with a number that is not finite."""
+"""Codes of blocks: all zero; with the tile's scale; with a number that is not finite."""
 CODE_SHIFT, BELOW = np.int32(19), np.int32((1 << 19) - 1)
 SMALLEST = np.int32(0x3F80_0000 - (254 << 19))
-"""The code of a scale is the f32 bits of scale / tile's scale less these, without the lowest 19, rounded up."""
+"""The code of a scale is the f32 bits of scale / tile's scale minus SMALLEST, without the lowest 19, rounded up."""
 LOW_ONES, HIGH_ONES = np.uint8(0x11), np.uint8(0x88)
 
 
 def _signs() -> Array:
-    """f32[32, 32]: 1 and -1, the highest bits of a hash of the index (that of `int8.quantise_at_random`)."""
+    """Return f32[32, 32]: 1 and -1, by the highest bit of a hash of the index (that of `int8.quantise_at_random`)."""
     bits = np.arange(TILE_NUMEL, dtype=np.uint32) * GOLDEN
     bits = (bits ^ (bits >> U16)) * MIX1
     bits = (bits ^ (bits >> U15)) * MIX2
@@ -49,9 +49,9 @@ def _signs() -> Array:
 
 
 SIGNS = _signs()
-"""Of the numbers of a tile, by block. Without, a constant is one coefficient, beside which all others are lost."""
+"""Signs of a tile's numbers, by block. Without them a constant is one coefficient, beside which all others are lost."""
 SIGNS_AND_MEAN = (SIGNS * F32(1 / BLOCK_NUMEL)).reshape(-1)
-"""f32[1024]: also the factor that makes a coefficient a mean of ±numbers, so that it cannot overflow."""
+"""f32[1024]: the signs times 1 / 32, so that a coefficient is a mean of ±numbers and cannot overflow."""
 
 
 @compiled
@@ -73,7 +73,7 @@ def _rotate(tile: Any, spare: Any) -> None:
 
 @compiled
 def _rotate_back(pairs: Any, quants: Any, spare: Any, sums: Any) -> None:
-    """Bytes u8[512] → the inverse of `_rotate`, times 32: sums i16[1024]. `quants` and `spare` are i8[1024]."""
+    """Invert `_rotate`, times 32: bytes u8[512] → sums i16[1024]. `quants` and `spare` are i8[1024]."""
     for i in range(QUARTER):
         a0, a2 = I8(I8(I8(pairs[i]) << I8(4)) >> I8(4)), I8(I8(pairs[i]) >> I8(4))
         a1, a3 = I8(I8(I8(pairs[QUARTER + i]) << I8(4)) >> I8(4)), I8(I8(pairs[QUARTER + i]) >> I8(4))
@@ -89,7 +89,7 @@ def _rotate_back(pairs: Any, quants: Any, spare: Any, sums: Any) -> None:
 
 @compiled
 def scale_of(tile_scale: Any, code: Any) -> Any:
-    """The scale of a block: NaN, zero, or a fraction of the tile's scale."""
+    """Return the scale of a block: NaN, zero, or a fraction of the tile's scale."""
     if code == NO_NUMBER:
         return F32(np.nan)
     if code == ZEROS:
@@ -99,7 +99,7 @@ def scale_of(tile_scale: Any, code: Any) -> Any:
 
 @compiled
 def _scale(tile: Any, largest: Any, scales: Any, codes: Any) -> Any:
-    """Rotated numbers → scales and codes of the blocks; the scale of the tile is returned. `largest` is u32[512]."""
+    """Compute scales and codes of blocks from rotated numbers, and return the tile's scale. `largest` is u32[512]."""
     bits = tile.view(np.uint32)
     for i in range(HALF):
         largest[i] = max(U32(bits[i] & MAGNITUDE), U32(bits[HALF + i] & MAGNITUDE))
@@ -128,7 +128,7 @@ def _scale(tile: Any, largest: Any, scales: Any, codes: Any) -> Any:
 
 @compiled
 def _quantise(tile: Any, scales: Any, inverses: Any, quants: Any, pairs: Any) -> None:
-    """Rotated numbers → quants i8[1024] and their bytes u8[512]; zeros where a scale is zero or NaN."""
+    """Quantise rotated numbers: quants i8[1024] and their bytes u8[512]; zeros where a scale is zero or NaN."""
     for block in range(BLOCKS):
         inverses[block] = F32(F32(1.0) / scales[block]) if scales[block] > F32(0.0) else F32(0.0)
         if not scales[block] > F32(0.0):
@@ -145,7 +145,7 @@ def _quantise(tile: Any, scales: Any, inverses: Any, quants: Any, pairs: Any) ->
 
 @compiled
 def _widen(sums: Any, scales: Any, numbers: Any, first: bool) -> None:
-    """Sums i16[32, 32] · scales → f32[32, 32], or added to them. What rounding makes too large for f32 is limited."""
+    """Store sums i16[32, 32] · scales in f32[32, 32], or add them. Numbers that rounding makes infinite are clamped."""
     if first:
         for block in range(BLOCKS):
             scale = scales[block]
@@ -176,9 +176,9 @@ def _copy_pairs(source: Any, source_blocks: int, target: Any, target_blocks: int
 
 @compiled
 def compress(values: Any, residual: Any, residual_out: Any, tile_scales: Any, codes: Any, pairs: Any) -> None:
-    """values (+ residual) → scales f32[tiles], codes u8[blocks], pairs u8[16 · blocks]; the error → `residual_out`.
+    """Compress: values (+ residual) → scales f32[tiles], codes u8[blocks], pairs u8[16 · blocks].
 
-    That may be the residual itself; both are None or neither is.
+    The error goes to `residual_out`, which may be the residual itself. Both are None or neither is.
     """
     total, tile, spare = np.empty(TILE_NUMEL, np.float32), np.empty(TILE_NUMEL, np.float32), np.empty(TILE_NUMEL, F32)
     quants, spare_quants, sums = np.empty(TILE_NUMEL, np.int8), np.empty(TILE_NUMEL, np.int8), np.empty(TILE_NUMEL, I16)
@@ -218,7 +218,7 @@ def compress(values: Any, residual: Any, residual_out: Any, tile_scales: Any, co
 
 @compiled
 def decompress(tile_scales: Any, codes: Any, pairs: Any, acc: Any, first: bool) -> None:
-    """acc = numbers, or acc += numbers."""
+    """Decompress: acc = numbers if `first`, or acc += numbers."""
     numbers, scales, sums = np.empty(TILE_NUMEL, np.float32), np.zeros(BLOCKS, np.float32), np.empty(TILE_NUMEL, I16)
     quants, spare, tile_pairs = np.empty(TILE_NUMEL, np.int8), np.empty(TILE_NUMEL, np.int8), np.zeros(HALF, np.uint8)
     for index in range(tile_scales.size):
@@ -238,7 +238,7 @@ def decompress(tile_scales: Any, codes: Any, pairs: Any, acc: Any, first: bool) 
 
 @compiled
 def is_valid(tile_scales: Any, codes: Any, pairs: Any) -> Any:
-    """Whether `compress` can have written it: no quant is -8 or without a scale, and scales and codes fit together."""
+    """Return True if `compress` can have written it: no quant is -8 or lacks a scale, and scales fit their codes."""
     wrong = U8(0)
     for i in range(pairs.size):
         both = U8(

@@ -12,25 +12,25 @@ F32 = np.float32
 MAGNITUDE = np.uint32(0x7FFF_FFFF)
 INFINITY = np.uint32(0x7F80_0000)
 TINY = np.uint32(0x0D80_0000)
-"""Bits of 2^-100; a block under it travels as zeros."""
+"""Bits of 2^-100; a block below it is sent as zeros."""
 ROUND, ROUND_BITS = np.float32(12582912.0), np.int32(0x4B40_0000)
 """1.5 · 2^23: numbers from 2^23 to 2^24 have an ulp of 1, so adding it rounds to an integer, ties to even."""
 LARGEST, U0, U1 = np.float32(127.0), np.uint32(0), np.uint32(1)
 U8, U15, U16 = np.uint32(8), np.uint32(15), np.uint32(16)
 GOLDEN, MIX1, MIX2 = np.uint32(0x9E37_79B9), np.uint32(0x7FEB_352D), np.uint32(0x846C_A68B)
-"""2^32 / golden ratio, and Wellons' "lowbias32" (https://nullprogram.com/blog/2018/07/31/): every bit changes all."""
+"""2^32 / golden ratio, and Wellons' "lowbias32" (https://nullprogram.com/blog/2018/07/31/): each bit affects all."""
 CHANCE, HALF = np.float32(2.0**-24), np.float32(0.5)
 
 
 @compiled
 def scale_of(largest: Any) -> Any:
-    """The scale of a block whose largest magnitude has these bits: NaN if that is no number, 0 if it is tiny."""
+    """Return the scale of a block whose largest magnitude has these bits: NaN if it is not finite, 0 if it is tiny."""
     if largest >= INFINITY:
         return F32(np.nan)
     if largest < TINY:
         return F32(0.0)
     scale = F32(np.uint32(largest).view(np.float32) / LARGEST)
-    if not np.isfinite(F32(scale * LARGEST)):  # it was rounded up beside the largest f32
+    if not np.isfinite(F32(scale * LARGEST)):  # it was rounded up near the largest f32
         scale = np.uint32(np.uint32(np.float32(scale).view(np.uint32)) - U1).view(np.float32)
     return scale
 
@@ -45,7 +45,7 @@ def _clear(quants: Any) -> None:
 def quantise(
     values: Any, residual: Any, residual_out: Any, scales: Any, quants: Any, block_numel: int, stride: int
 ) -> None:
-    """values (+ residual) → scales and quants; the rounding error goes to `residual_out` (None: to the residual).
+    """Quantise: values (+ residual) → scales and quants; the error goes to `residual_out` (None: to the residual).
 
     The quants of block b begin at b · stride.
     """
@@ -92,7 +92,7 @@ def quantise(
 
 @compiled
 def quantise_at_random(values: Any, scales: Any, quants: Any, block_numel: int, stride: int) -> None:
-    """values → scales and quants, each rounded up as often as it is near the upper one; see `compress.int8_block`."""
+    """Quantise with stochastic rounding: values → scales and quants; see `compress.int8_block`."""
     for block in range(scales.size):
         block_values = values[block * block_numel : (block + 1) * block_numel]
         target = quants[block * stride : block * stride + block_values.size]
@@ -119,7 +119,7 @@ def quantise_at_random(values: Any, scales: Any, quants: Any, block_numel: int, 
 
 @compiled
 def dequantise(scales: Any, quants: Any, acc: Any, block_numel: int, stride: int, first: bool) -> None:
-    """acc = quants · scales, or acc += quants · scales. The quants of block b begin at b · stride."""
+    """Compute acc = quants · scales, or acc += quants · scales. The quants of block b begin at b · stride."""
     for block in range(scales.size):
         start = block * block_numel
         stop = min(start + block_numel, acc.size)

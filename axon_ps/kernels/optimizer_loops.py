@@ -1,19 +1,19 @@
-"""The compiled loops of optimizers: one pass over parameters, gradients and state, with the wire copy in it.
+"""The compiled loops of optimizers: one pass over parameters, gradients and state, including the wire copy.
 
-Refuses: to check its arguments. `UpdateRule.apply` has done so; these loops write where they are told.
+Refuses: to check its arguments. `UpdateRule.apply` has done so.
 
-Invariant: what a job does not use is passed as None, and numba compiles an optimizer's loop without it: no state array,
-no branch, no wire copy, no digest, no weight decay (an untaken branch in the loop cost SGD a twentieth).
+Invariant: an argument that a job does not use is None, and numba compiles an optimizer's loop without it: no state
+array, no branch, no wire copy, no digest, no weight decay (an untaken branch in the loop cost SGD a twentieth).
 
 Note: [NaN afterwards]
-    Rounding to bf16 by adding carries some NaNs into infinity or zero, and looking for them at every element made SGD's
+    Rounding to bf16 by adding carries some NaNs into infinity or zero, and testing for them at every element made SGD's
     loop a tenth slower. So an optimizer's loop tracks the largest magnitude it stored, which costs a maximum of
-    integers, and goes over its parameters again only when that was a NaN's.
+    integers. It goes over its parameters again only when that was a NaN's.
 
-Shapes: every array is [n] and contiguous; all are f32 but `wire`, whose element type tells what it holds, as in
-`kernels.rounding`, and `digests`: u64[2, m], as `UpdateRule.apply` has them, with a column for each array of the loop;
-with them n is at most `kernels.digest.SUMMED_NUMEL`. What a loop sums of an array's old and new elements for them is
-called after its elements, `old_` and `new_`. Factors are f64 scalars, rounded to f32 once before the loop.
+Shapes: every array is [n] and contiguous. All are f32 except `wire` and `digests`. The element type of `wire` tells its
+format, as in `kernels.rounding`. `digests` is u64[2, m], as in `UpdateRule.apply`, with a column for each array of the
+loop; with them n is at most `kernels.digest.SUMMED_NUMEL`. A loop's sums of an array's old and new elements are named
+after its elements, with `old_` and `new_`. Factors are f64 scalars, rounded to f32 once before the loop.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ ZERO = np.float32(0.0)
 
 
 def _store_wire(wire: Any, i: Any, value: Any, largest: Any) -> Any:
-    """Writes the wire copy of one parameter; `largest`, or its magnitude's bits if more. Only inside compiled loops.
+    """Write the wire copy of a parameter; returns the maximum of `largest` and its magnitude. Only in compiled loops.
 
     See Note: [NaN afterwards].
     """
@@ -41,7 +41,7 @@ def _store_wire(wire: Any, i: Any, value: Any, largest: Any) -> Any:
 
 
 def _store_nans(wire: Any, param: Any, largest: Any) -> None:
-    """Writes the wire copy of every NaN among the parameters, if there is one. See Note: [NaN afterwards]."""
+    """Write the wire copy of every NaN among the parameters, if there is one. See Note: [NaN afterwards]."""
     raise NotImplementedError
 
 
@@ -82,7 +82,7 @@ overload(_store_nans)(_store_nans_for)
 
 @compiled
 def _lerp(start: Any, end: Any, weight: Any) -> Any:
-    """start + weight · (end - start), from the nearer end as torch.lerp does, so that a weight of 1 gives `end`."""
+    """Return start + weight · (end - start), from the nearer end as torch.lerp does: a weight of 1 gives `end`."""
     if weight < HALF:
         return start + weight * (end - start)
     return end - (end - start) * (np.float32(1.0) - weight)
@@ -102,9 +102,9 @@ def sgd(
     intake: Any,
     nesterov: Any,
 ) -> None:
-    """buffer = carry · buffer + intake · g; p -= lr · (buffer, or g + nesterov · buffer, or g).
+    """Apply SGD: buffer = carry · buffer + intake · g; p -= lr · (buffer, or g + nesterov · buffer, or g).
 
-    `momentum_buffer` is None without momentum, `nesterov` is None or the momentum.
+    `momentum_buffer` is None without momentum. `nesterov` is None or the momentum.
     """
     grad_scale, lr = F32(grad_scale), F32(lr)
     carry, intake = F32(carry), F32(intake)
@@ -156,9 +156,9 @@ def adam(
     eps: Any,
     step_size: Any,
 ) -> None:
-    """p = decay · p - step_size · m / (√v / root2 + eps), with m and v moved towards g and g².
+    """Apply Adam: p = decay · p - step_size · m / (√v / root2 + eps), after m and v have moved towards g and g².
 
-    `weight_decay` is added to the gradient (Adam), `decay` multiplies the parameter (AdamW); root2 is √(1 - beta2^t).
+    `weight_decay` · p is added to the gradient (Adam); `decay` multiplies p (AdamW). root2 is √(1 - beta2^t).
     `max_exp_avg_sq` is None without amsgrad.
     """
     grad_scale, decay = F32(grad_scale), F32(decay)
@@ -182,7 +182,7 @@ def adam(
         if max_exp_avg_sq is not None:
             peak = max_exp_avg_sq[i]
             old_peak = with_value(old_peak, peak)
-            v = peak if v <= peak else v  # a NaN stays one
+            v = peak if v <= peak else v  # a NaN stays NaN
             max_exp_avg_sq[i] = v
             new_peak = with_value(new_peak, v)
         p = p * decay - step_size * m / (np.sqrt(v) / root2 + eps)
@@ -202,7 +202,7 @@ def adam(
 def adagrad(
     param: Any, grad: Any, total: Any, wire: Any, digests: Any, grad_scale: Any, weight_decay: Any, lr: Any, eps: Any
 ) -> None:
-    """total += g²; p -= lr · g / (√total + eps)."""
+    """Apply Adagrad: total += g²; p -= lr · g / (√total + eps)."""
     grad_scale, lr, eps = F32(grad_scale), F32(lr), F32(eps)
     largest = U0
     old_p = new_p = old_g = old_s = new_s = none_summed(digests)
@@ -244,9 +244,10 @@ def rmsprop(
     momentum: Any,
     eps: Any,
 ) -> None:
-    """s = alpha · s + weight · g²; d = g / (√(s - a²) + eps); p -= lr · (d, or buffer = momentum · buffer + d).
+    """Apply RMSprop.
 
-    `grad_avg` (a, moved towards g by `weight`) is None unless centered, `momentum_buffer` None without momentum.
+    s = alpha · s + weight · g²; d = g / (√(s - a²) + eps); p -= lr · (d, or buffer = momentum · buffer + d).
+    `grad_avg` (a, moved towards g by `weight`) is None unless centered. `momentum_buffer` is None without momentum.
     """
     grad_scale, lr = F32(grad_scale), F32(lr)
     alpha, weight, momentum, eps = F32(alpha), F32(weight), F32(momentum), F32(eps)
@@ -308,7 +309,7 @@ def lion(
     beta2: Any,
     weight2: Any,
 ) -> None:
-    """p = decay · p - lr · sign(beta1 · m + weight1 · g); m = beta2 · m + weight2 · g."""
+    """Apply Lion: p = decay · p - lr · sign(beta1 · m + weight1 · g); m = beta2 · m + weight2 · g."""
     grad_scale, decay, lr = F32(grad_scale), F32(decay), F32(lr)
     beta1, weight1, beta2, weight2 = F32(beta1), F32(weight1), F32(beta2), F32(weight2)
     largest = U0
@@ -318,7 +319,7 @@ def lion(
         old_p, old_g, old_m = with_value(old_p, p), with_value(old_g, g), with_value(old_m, m)
         g = g * grad_scale
         c = beta1 * m + weight1 * g
-        step = lr if c > ZERO else (-lr if c < ZERO else c)  # sign(0) is 0, and a NaN stays one
+        step = lr if c > ZERO else (-lr if c < ZERO else c)  # sign(0) is 0, and a NaN stays NaN
         p = p * decay - step
         m = beta2 * m + weight2 * g
         exp_avg[i] = m

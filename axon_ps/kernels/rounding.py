@@ -1,9 +1,9 @@
-"""Rounding to bf16 and f16, written once, and the compiled loops of casts and sums.
+"""Rounding to bf16 and f16, and the compiled loops of casts and sums.
 
-Refuses: to check its arguments. `compress.cast` has done so; these loops write where they are told.
+Refuses: to check its arguments. `compress.cast` has done so.
 
-Shapes: every array is [n] and contiguous. Its element type tells a loop how to read it: float32 is itself, uint16 is
-bf16, int16 holds the bits of an f16 (numba has no half precision on CPUs).
+Shapes: every array is [n] and contiguous. Its element type tells a loop how to read it: float32 is f32, uint16 has the
+bits of a bf16, int16 has the bits of an f16 (numba has no half precision on CPUs).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from axon_ps.kernels.digest import WRITTEN, add_digests, digest_of, none_summed,
 PARTIAL_SUMS = 64
 """Independent f64 partial sums of `sum_of_squares`: element i is added to sum i mod PARTIAL_SUMS."""
 TILE_NUMEL = 4096
-"""How much is added before it is squared: a multiple of PARTIAL_SUMS that stays in the first-level cache."""
+"""Elements that are added before they are squared: a multiple of PARTIAL_SUMS that stays in the first-level cache."""
 
 U0, U1, U13, U16 = np.uint32(0), np.uint32(1), np.uint32(13), np.uint32(16)
 SIGN16, MAGNITUDE16 = np.uint32(0x8000), np.uint32(0x7FFF)
@@ -33,13 +33,13 @@ HALF, HALF_BITS = np.float32(0.5), np.uint32(0x3F00_0000)
 
 @compiled
 def round_to_bf16(bits: Any) -> Any:
-    """The bits of an f32 that is no NaN, rounded: the upper half are those of the nearest bf16."""
+    """Round the bits of an f32 that is not NaN: the upper half of the result is the nearest bf16."""
     return np.uint32(bits + np.uint32(0x7FFF) + np.uint32(np.uint32(bits >> U16) & U1))
 
 
 @compiled
 def bf16_from_f32(value: Any) -> Any:
-    """The bf16 nearest to an f32, as uint16 bits."""
+    """Return the bf16 nearest to an f32, as uint16 bits."""
     bits = np.float32(value).view(np.uint32)
     rounded = round_to_bf16(bits)
     if value != value:  # NaN: rounding could carry it into infinity
@@ -49,15 +49,15 @@ def bf16_from_f32(value: Any) -> Any:
 
 @compiled
 def f32_from_bf16(bits: Any) -> Any:
-    """The f32 that a bf16, given as uint16 bits, stands for. Exact."""
+    """Convert a bf16, given as uint16 bits, to f32. This is exact."""
     return np.uint32(np.uint32(bits) << U16).view(np.float32)
 
 
 @compiled
 def f16_from_f32(value: Any) -> Any:
-    """The f16 nearest to an f32, as int16 bits."""
+    """Return the f16 nearest to an f32, as int16 bits."""
     bits = np.float32(value).view(np.uint32)
-    magnitude = min(np.uint32(bits & MAGNITUDE32), np.uint32(0x4780_0000))  # all from 2^16 on becomes infinity
+    magnitude = min(np.uint32(bits & MAGNITUDE32), np.uint32(0x4780_0000))  # all numbers from 2^16 on become infinity
     odd = np.uint32(np.uint32(magnitude >> U13) & U1)
     half = np.uint32(np.uint32(magnitude + np.uint32(0xC800_0FFF) + odd) >> U13)  # exponent less 112, rounded
     if magnitude < np.uint32(0x3880_0000):  # under 2^-14, subnormal: 0.5 has an ulp of 2^-24, so adding it rounds
@@ -69,7 +69,7 @@ def f16_from_f32(value: Any) -> Any:
 
 @compiled
 def f32_from_f16(bits: Any) -> Any:
-    """The f32 that an f16, given as int16 bits, stands for. Exact, also where the processor flushes subnormals."""
+    """Convert an f16, given as int16 bits, to f32. This is exact, even if the processor flushes subnormals."""
     half = np.uint32(np.uint16(bits))
     sign = np.uint32(np.uint32(half & SIGN16) << U16)
     magnitude = np.uint32(half & MAGNITUDE16)
@@ -85,12 +85,12 @@ def f32_from_f16(bits: Any) -> Any:
 
 
 def load(array: Any, i: Any) -> Any:
-    """Element i of an array, as f32. Only inside compiled loops."""
+    """Return element i of an array, as f32. Only inside compiled loops."""
     raise NotImplementedError
 
 
 def store(array: Any, i: Any, value: Any) -> Any:
-    """Writes an f32 to element i of an array. Only inside compiled loops."""
+    """Write an f32 to element i of an array. Only inside compiled loops."""
     raise NotImplementedError
 
 
@@ -129,14 +129,14 @@ overload(store)(_store_for)
 
 @compiled
 def convert(src: Any, dst: Any) -> None:
-    """dst = src, rounded or widened."""
+    """Set dst = src, rounded or widened."""
     for i in range(src.size):
         store(dst, i, load(src, i))
 
 
 @compiled
 def convert_with_residual(src: Any, dst: Any, residual: Any) -> None:
-    """dst = src + residual, rounded; the residual becomes the rounding error, and stays where that is not finite."""
+    """Set dst = src + residual, rounded; the residual becomes the error, and stays where that is not finite."""
     for i in range(src.size):
         value = src[i] + residual[i]
         store(dst, i, value)
@@ -165,10 +165,10 @@ def _accumulate(acc: Any, chunk: Any, first: bool, digests: Any, block: Any) -> 
 
 @compiled
 def accumulate(acc: Any, chunk: Any, first: bool, digests: Any, block_numel: Any) -> None:
-    """acc += chunk, or acc = chunk for the first; acc: f32.
+    """Compute acc += chunk, or acc = chunk if `first`; acc: f32.
 
-    To `digests`, u64[2, blocks] or None, is added what was read of acc and what was written, by blocks of so many
-    elements, a multiple of TILE_NUMEL. Nothing is read for the first.
+    The digests of the values of acc that were read and written are added to `digests`, u64[2, blocks] or None. A block
+    has `block_numel` elements, a multiple of TILE_NUMEL. If `first`, no value is read.
     """
     if digests is None:
         _accumulate(acc, chunk, first, None, 0)
@@ -180,9 +180,9 @@ def accumulate(acc: Any, chunk: Any, first: bool, digests: Any, block_numel: Any
 
 @compiled
 def round_in_place(acc: Any, like: Any, digests: Any, block: Any) -> None:
-    """acc: f32 becomes what is left of it in the element type of `like`, an array of one element.
+    """Round acc: f32 to the element type of `like`, an array of one element.
 
-    In `digests`, as of `accumulate`, what was written of acc to a block is replaced.
+    In `digests` (see `accumulate`) the digest of the values written to a block is updated.
     """
     old = new = none_summed(digests)
     for i in range(acc.size):
@@ -198,7 +198,7 @@ def round_in_place(acc: Any, like: Any, digests: Any, block: Any) -> None:
 
 @compiled
 def _add_squares(sums: Any, acc: Any) -> None:
-    """Adds the square of element i to sum i mod PARTIAL_SUMS. A constant number of sums is what lets it vectorise."""
+    """Add the square of element i to sum i mod PARTIAL_SUMS. The number of sums is constant, so that it vectorises."""
     aligned = acc.size // PARTIAL_SUMS * PARTIAL_SUMS
     for i in range(0, aligned, PARTIAL_SUMS):
         for j in range(PARTIAL_SUMS):
@@ -219,7 +219,7 @@ def _total(sums: Any) -> Any:
 
 @compiled
 def sum_of_squares(acc: Any) -> Any:
-    """The sum of the squares of acc: f32, in f64: element i in partial sum i mod PARTIAL_SUMS, then their total."""
+    """Return the sum of squares of acc: f32, in f64: element i in partial sum i mod PARTIAL_SUMS, then the total."""
     sums = np.zeros(PARTIAL_SUMS, np.float64)
     _add_squares(sums, acc)
     return _total(sums)
@@ -227,9 +227,9 @@ def sum_of_squares(acc: Any) -> Any:
 
 @compiled
 def accumulate_last(acc: Any, chunk: Any, first: bool, like: Any, digests: Any, block_numel: Any) -> Any:
-    """`accumulate`, then `sum_of_squares(acc)`, then `round_in_place` if `like` is not None.
+    """Call `accumulate`, then `sum_of_squares(acc)`, then `round_in_place` if `like` is not None.
 
-    It is done tile by tile, while a tile is in the first-level cache.
+    It works tile by tile, while a tile is in the first-level cache. It returns the sum of squares.
     """
     sums = np.zeros(PARTIAL_SUMS, np.float64)
     for start in range(0, acc.size, TILE_NUMEL):

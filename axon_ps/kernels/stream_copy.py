@@ -1,9 +1,9 @@
-"""Copies past the caches: for arrays so large that what is written will have left the caches before it is read.
+"""Copies past the caches: for arrays so large that the written data would leave the caches before it is read.
 
-Owns: the compiled loop. Refuses: to choose; the caller knows how much is written in all.
+Owns: the compiled loop. Refuses: to choose when to use it; the caller knows the total number of bytes written.
 
-A plain copy reads every line of its destination from memory before it writes it, and pushes out of the cache what was
-there. Non-temporal stores (LLVM's `!nontemporal`: movnt on x86, stnp on arm) do neither, so what others still have to
+A plain copy reads every line of its destination from memory before it writes it, and evicts other lines from the cache.
+Non-temporal stores (LLVM's `!nontemporal`: movnt on x86, stnp on arm) do neither. So data that others still have to
 read, such as the source, stays in the cache they share.
 """
 
@@ -25,7 +25,7 @@ _LINE_TYPE = ir.VectorType(ir.IntType(64), _LINE // 8)
 
 @intrinsic
 def _line_stored(typing_context: Any, to: Any, source: Any) -> Any:
-    """Copies one line: 64 bytes from address `source`, aligned or not, to address `to`, which is a multiple of 64."""
+    """Copy one line: 64 bytes from address `source`, aligned or not, to address `to`, which is a multiple of 64."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         at, source = (builder.inttoptr(argument, _LINE_TYPE.as_pointer()) for argument in arguments)
@@ -41,7 +41,7 @@ def _line_stored(typing_context: Any, to: Any, source: Any) -> Any:
 
 @intrinsic
 def _settled(typing_context: Any) -> Any:
-    """Orders what was stored before anything stored later."""
+    """Order all earlier stores before all later ones."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         builder.fence("seq_cst")
@@ -70,7 +70,7 @@ def _copy(out: Any, data: Any) -> None:
 
 
 def copy(out: Array, data: Array) -> None:
-    """out: T[n] becomes data: T[n], past the caches, with the GIL released.
+    """Copy data: T[n] to out: T[n], past the caches, with the GIL released.
 
     Args:
         out: contiguous, of any alignment.

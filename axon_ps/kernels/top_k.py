@@ -1,4 +1,4 @@
-"""The compiled loops of `compress.top_k`. Arguments are checked there, not here."""
+"""The compiled loops of `compress.top_k`, which checks arguments; these do not."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LOW = np.uint32(0x3FF)
 
 @compiled
 def _cut(counts: Any, wanted: Any) -> Any:
-    """The bucket in which the `wanted`-th from the top lies, and how many are wanted of that bucket."""
+    """Return the bucket of the `wanted`-th largest value, and the number of values wanted of that bucket."""
     bucket = counts.size - 1
     while counts[bucket] < wanted:
         wanted -= counts[bucket]
@@ -25,7 +25,7 @@ def _cut(counts: Any, wanted: Any) -> Any:
 
 @compiled
 def _select(values: Any, indices: Any, selected: Any) -> None:
-    """The largest magnitudes of finite values, in the order of their indices."""
+    """Select the largest magnitudes of finite values, in the order of their indices."""
     counts = np.zeros(2048, np.int64)  # by the top 11 bits of a magnitude, then the next 10, then the last 10
     for i in range(values.size):
         counts[np.uint32(np.float32(values[i]).view(np.uint32) & MAGNITUDE) >> U20] += 1
@@ -59,7 +59,7 @@ def _select(values: Any, indices: Any, selected: Any) -> None:
 
 @compiled
 def select(values: Any, residual: Any, indices: Any, selected: Any) -> None:
-    """The top-k of values (+ residual); the residual, if there is one, becomes what was left out."""
+    """Select the top-k of values (+ residual); the residual, if there is one, becomes the rest."""
     if indices.size == 0:
         return
     largest = U0
@@ -86,7 +86,7 @@ def select(values: Any, residual: Any, indices: Any, selected: Any) -> None:
 
 @compiled
 def scatter(indices: Any, selected: Any, acc: Any, first: bool) -> Any:
-    """acc = 0 if `first`, then acc[indices] += selected; False, and no change, if the indices do not ascend below n."""
+    """Set acc = 0 if `first`, then acc[indices] += selected; False, without change, unless indices ascend below n."""
     below = np.int64(-1)
     for j in range(indices.size):
         index = np.int64(indices[j])

@@ -1,1 +1,1 @@
-"""Logs, reminders of waits, and moments for tests. Libraries only ever call `logging.getLogger(__name__)`."""
+"""Logs, reminders of waits, and moments for tests. Library modules only call `logging.getLogger(__name__)`."""

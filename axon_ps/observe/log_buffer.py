@@ -1,10 +1,11 @@
-"""The newest log records of this process, to be sent on: by a session, to the job's log.
+"""The newest log records of this process, which its session sends to the job's log.
 
-What axon_ps logs, at the levels at which this process logs it; and how a training script failed. Not what a script
-prints, or logs by its own loggers: a child of "axon_ps", such as "axon_ps.train", makes a record part of the job's log.
+It has the records of axon_ps, at the levels at which this process logs them, and the failure of a training script. It
+does not have a script's output, nor the records of its own loggers. A script whose record belongs in the job's log uses
+a child of "axon_ps", such as "axon_ps.train".
 
-Memory is bounded: `MAX_RECORDS` of `MAX_TEXT` characters; where there is no room the oldest give way, and are counted.
-Nothing secret is in what `take` gives: tokens of this process, and credentials in URIs and headers, are taken out.
+Memory is bounded: `MAX_RECORDS` of `MAX_TEXT` characters. When it is full the oldest are dropped, and counted. The
+records from `take` have no secrets: tokens of this process, and credentials in URIs and headers, are removed.
 """
 
 from __future__ import annotations
@@ -23,15 +24,15 @@ from axon_ps.observe.logging import ROOT
 
 MAX_RECORDS: Final = 256
 MAX_TEXT: Final = 8000
-"""Characters of a record's text. Of a longer one the middle is left out: a traceback's end says what happened."""
+"""Characters of a record's text. The middle of a longer text is left out: a traceback's end has the error."""
 
 TAKEN: Final = 32
 TAKEN_CHARACTERS: Final = 16_000
-"""At most so much is given at a time, and one record."""
+"""Once its records have this many characters, `take` adds no further one."""
 
 _REMOVED: Final = "***"
 _CREDENTIALS: Final = re.compile(r"(?<=://)[^/\s@]+(?=@)|(?<=Bearer )[^\s\"']+|\beyJ[\w-]{10,}\.[\w-]{10,}\.[\w-]{10,}")
-"""Of URIs, of headers, and JWT, which begin with `{"` in base64."""
+"""Credentials in URIs and in headers, and JWT, which begin with `{"` in base64."""
 
 _claiming = threading.Lock()
 
@@ -41,8 +42,8 @@ class Logged:
     """A record.
 
     Attributes:
-        at_s: when, in seconds since 1970.
-        level: as Python's logging has it: 30 = warning.
+        at_s: its time, in seconds since 1970.
+        level: a level of Python's logging: 30 = warning.
         logger: the logger's name.
         text: the message, and a traceback below it.
     """
@@ -57,14 +58,14 @@ class LogBuffer(logging.Handler):
     """The records that were not taken yet. `collect` makes one; any thread may use it.
 
     Args:
-        secrets: what must not be in any text.
+        secrets: texts that are removed from every record.
     """
 
     def __init__(self, secrets: Iterable[str] = ()) -> None:
         super().__init__(logging.INFO)
         self._records: deque[Logged] = deque()
         self._dropped = 0
-        self._lock = self.lock or threading.RLock()  # the handler's own, which a fork finds free
+        self._lock = self.lock or threading.RLock()  # the handler's own, which is free after a fork
         self._secrets = tuple(secrets)
         self.setFormatter(logging.Formatter())
 
@@ -77,13 +78,13 @@ class LogBuffer(logging.Handler):
             logging.lastResort.handle(record)  # as if this handler were not there
 
     def failed(self, error: BaseException) -> None:
-        """The script has failed: its traceback is to be in the job's log. Python prints it here."""
+        """Add the traceback of a script that has failed, for the job's log. Python prints it here."""
         text = f"the script has failed\n{''.join(traceback.format_exception(error)).rstrip()}"
         with self._lock:
             self._add(Logged(time.time(), logging.ERROR, "script", text))
 
     def take(self) -> tuple[list[Logged], int]:
-        """Some of the oldest records, which are not given again; and how many were dropped since the last call."""
+        """Remove and return some of the oldest records, and the number of records dropped since the last call."""
         taken: list[Logged] = []
         with self._lock:
             dropped, self._dropped = self._dropped, 0
@@ -92,7 +93,7 @@ class LogBuffer(logging.Handler):
         return [replace(record, text=self._cleaned(record.text)) for record in taken], dropped
 
     def close(self) -> None:
-        """Take no more records; those that are there can still be taken."""
+        """Collect no more records; those that are there can still be taken."""
         logging.getLogger(ROOT).removeHandler(self)
         super().close()
 
@@ -106,7 +107,7 @@ class LogBuffer(logging.Handler):
         self._records.append(record)
 
     def _is_the_only_one(self, name: str) -> bool:
-        """Whether no other handler gets the records of a logger."""
+        """Return True if no other handler gets the records of a logger."""
         logger: logging.Logger | None = logging.getLogger(name)
         while logger is not None:
             if any(handler is not self for handler in logger.handlers):
@@ -119,14 +120,14 @@ class LogBuffer(logging.Handler):
 
 
 def without_credentials(text: str, secrets: Iterable[str] = ()) -> str:
-    """The text without these secrets, the credentials in URIs and headers, and tokens of roles."""
+    """Return the text without these secrets, the credentials in URIs and headers, and tokens of roles."""
     for secret in filter(None, secrets):
         text = text.replace(secret, _REMOVED)
     return _CREDENTIALS.sub(_REMOVED, text)
 
 
 def collect(secrets: Iterable[str] = ()) -> LogBuffer | None:
-    """Have a buffer get what axon_ps logs in this process from now on, until its `close`; None if another one does."""
+    """Return a buffer that gets the records of axon_ps in this process, until its `close`; None if another one does."""
     logger = logging.getLogger(ROOT)
     with _claiming:
         if any(isinstance(handler, LogBuffer) for handler in logger.handlers):

@@ -1,10 +1,14 @@
 """The log of a process: one line per record, with time, level, role and rank.
 
-Owns the handler of the logger "axon_ps". Refuses: the root logger, which is the user's program's. Importing the library
-configures nothing: only the command line calls `configure`.
+Owns: the handler of the logger "axon_ps". Refuses: to change the root logger, which belongs to the user's program.
+Importing the library configures nothing: only the command line calls `configure`.
 
-Three styles: `rich` (coloured, for a terminal), `plain` (one line a record; a traceback follows on lines of its own,
-indented), `json` (one JSON object a record, the traceback a field of it). `auto` is rich on a terminal, else plain.
+| style | format |
+|---|---|
+| `rich` | coloured, for a terminal |
+| `plain` | one line a record; a traceback follows on lines of its own, indented |
+| `json` | one JSON object a record; a traceback is a field of it |
+| `auto` | `rich` on a terminal, else `plain` |
 """
 
 from __future__ import annotations
@@ -59,7 +63,7 @@ class PlainFormatter(logging.Formatter):
     """`2026-01-31T12:00:00.123Z INFO shard 1 axon_ps.shard.server.server: message`."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """One line, and the traceback indented below it."""
+        """Return one line, and the traceback indented below it."""
         name = record.name.removeprefix(f"{ROOT}.")
         line = f"{_timestamp(record)} {record.levelname} {_who(record)} {name}: {_one_line(record)}"
         if traceback := _traceback(self, record):
@@ -68,7 +72,7 @@ class PlainFormatter(logging.Formatter):
 
 
 class _RichFormatter(logging.Formatter):
-    """`shard 1: message`; rich adds time and level, and would pass on what moves the cursor."""
+    """`shard 1: message`; rich adds time and level, and does not escape control sequences."""
 
     def format(self, record: logging.LogRecord) -> str:
         return printable(super().format(record), lines=True)
@@ -78,7 +82,7 @@ class JsonFormatter(logging.Formatter):
     """One JSON object a line: time, level, role, rank, logger, message, traceback."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """One JSON object."""
+        """Return one JSON object."""
         value: dict[str, object] = {
             "time": _timestamp(record),
             "level": record.levelname,
@@ -100,12 +104,12 @@ def configure(
     level: str = "INFO",
     stream: TextIO | None = None,
 ) -> Identity:
-    """Send everything that axon_ps logs to `stream`; a later call replaces the configuration of an earlier one.
+    """Send all records of axon_ps to `stream`; a later call replaces the configuration of an earlier one.
 
     Args:
         role: the role of this process.
         rank: its rank, if known.
-        style: how records are written.
+        style: the format of records.
         level: the lowest level that is written; the job's log (`observe.log_buffer`) has INFO in any case.
         stream: the output; None = standard error as it is now.
 

@@ -1,7 +1,7 @@
 """Moments of a training step that a process reports, so that a test can inject a fault exactly there.
 
 The library calls `reached(Moment.PUSH)`. In production there is no watcher, and the call costs one comparison. A test
-installs one (`axon_ps.testing.faults`), which may block the calling thread; the code handles that like any pause of its
+installs one (`axon_ps_lab.faults`), which may block the calling thread; the code handles that like any pause of its
 process.
 """
 
@@ -12,7 +12,7 @@ from enum import Enum
 
 
 class Moment(Enum):
-    """Moments of a step that a process can be at.
+    """Moments of a step.
 
     Each is reached in one kind of process: `DECISION` and `REMOVE` in the coordinator, `CHECKPOINT` and `RESTORE` in a
     shard server, the others in a worker.
@@ -27,7 +27,7 @@ class Moment(Enum):
     BETWEEN_STEPS = 7  # a step is over on this worker
     CHECKPOINT = 8  # a part of a checkpoint's file is written
     RESTORE = 9  # a slice has the values of a checkpoint, others may not
-    REMOVE = 10  # an old checkpoint is none any more, and its files are still there
+    REMOVE = 10  # an old checkpoint is not valid any more, and its files are still there
 
 
 Watcher = Callable[[Moment, int], None]
@@ -36,7 +36,7 @@ _watcher: Watcher | None = None
 
 
 def watch(watcher: Watcher | None) -> None:
-    """From now on call `watcher` with every moment that this process reaches, and the version (-1 = unknown).
+    """Have `watcher` called with every moment that this process reaches, and the version (-1 = unknown).
 
     It is called on the thread that reached the moment, which may be the event loop's. None = no watcher.
     """

@@ -1,4 +1,4 @@
-"""Reminders of what a process waits for: the first after 2 s, then ever more rarely."""
+"""Reminders that a process is waiting: the first after 2 s, then ever more rarely."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import Final
 
 FIRST_REMINDER_S: Final = 2.0
 MAX_REMINDER_S: Final = 60.0
-"""The first pause before a reminder, and the longest; each pause is twice the one before."""
+"""The first pause before a reminder, and the longest; each pause is twice the previous one."""
 
 
 def reminder_pauses() -> Iterator[float]:
-    """The pause before each reminder, in seconds; without end."""
+    """Yield the pause before each reminder, in seconds, without end."""
     pause_s = FIRST_REMINDER_S
     while True:
         yield pause_s
@@ -24,11 +24,11 @@ def reminder_pauses() -> Iterator[float]:
 
 @contextlib.contextmanager
 def reminding(logger: logging.Logger, what: Callable[[], str]) -> Iterator[None]:
-    """A context that logs warnings with what is waited for and for how long; for waits that cannot log it themselves.
+    """Log warnings with the cause and duration of a wait in the context; for waits that cannot log it themselves.
 
     Args:
         logger: gets the warnings.
-        what: returns what is waited for ("waiting for rank 1"); called on another thread.
+        what: returns the cause of the wait ("waiting for rank 1"); called on another thread.
     """
     over = threading.Event()
     began_s = time.monotonic()

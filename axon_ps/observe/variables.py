@@ -1,6 +1,6 @@
-"""The environment variables that axon_ps reads, by name, and what may be one that is misspelt. Pure.
+"""The environment variables that axon_ps reads, by name, and the detection of misspelt ones. Pure.
 
-docs/environment.md says what each means; a test holds the two and the code together.
+docs/environment.md describes each; a test checks that the list, the page and the code agree.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ KNOWN: Final = frozenset(
 )  # fmt: skip
 
 _ALIKE: Final = 0.85
-"""So alike are a name and its misspelling; Kubernetes' AXON_PS_COORDINATOR_PORT, of a service, is less like one."""
+"""Minimum similarity of a misspelling; AXON_PS_COORDINATOR_PORT, which Kubernetes sets for a service, is below it."""
 
 
 def misspelt(names: Iterable[str]) -> dict[str, str]:
-    """The names that are not read and nearly are ones that are, with these.
+    """Return the names that are probably misspelt, each with the name of the variable that is probably meant.
 
     Args:
-        names: those of environment variables.
+        names: names of environment variables.
     """
     known = [name.removeprefix(PREFIX) for name in sorted(KNOWN)]
     found: dict[str, str] = {}
@@ -42,5 +42,5 @@ def misspelt(names: Iterable[str]) -> dict[str, str]:
 
 
 def described(name: str, meant: str) -> str:
-    """That a variable is not read, for people."""
+    """Return a message that a variable is not read."""
     return f"{name} is set, and nothing reads it; is {meant} meant?"

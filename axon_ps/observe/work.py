@@ -1,7 +1,7 @@
-"""Long work, counted in the bytes that are really done: uploads, checkpoints, copies. The library prints nothing.
+"""Progress of long work, counted in bytes that are really done: uploads, checkpoints, copies.
 
-Whoever works calls `advance`; whoever shows it reads `done_bytes` and `total_bytes`, here or, as a member's measures,
-in another process.
+The worker of it calls `advance`. A display reads `done_bytes` and `total_bytes`, here or, as a member's measures, in
+another process. The library prints nothing.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Final
 
 KINDS: Final = ("upload", "snapshot", "restore", "copy")
-"""What a shard server may be at."""
+"""Kinds of work of a shard server."""
 
 
 @dataclass
@@ -21,9 +21,9 @@ class Work:
     """Work under way. One thread advances it, others may read.
 
     Attributes:
-        kind: one of `KINDS`, or what a caller calls its own.
-        total_bytes: how many there are to do; 0 = not known yet.
-        done_bytes: how many are done.
+        kind: one of `KINDS`, or a caller's own name.
+        total_bytes: bytes of all the work; 0 = not known yet.
+        done_bytes: bytes that are done.
     """
 
     kind: str = ""
@@ -31,12 +31,12 @@ class Work:
     done_bytes: int = 0
 
     def advance(self, count_bytes: int) -> None:
-        """So many more are done."""
+        """Count further bytes as done."""
         self.done_bytes += count_bytes
 
 
 def to_measures(works: Iterable[Work]) -> dict[str, float]:
-    """Work as measures of a member; several of a kind are added up."""
+    """Return work as measures of a member; several of a kind are added up."""
     measures: dict[str, float] = {}
     for work in works:
         for name, count in (("done", work.done_bytes), ("total", work.total_bytes)):
@@ -46,7 +46,7 @@ def to_measures(works: Iterable[Work]) -> dict[str, float]:
 
 
 def from_measures(members: Iterable[Mapping[str, float]]) -> list[Work]:
-    """The work that is under way on all members together, by kind."""
+    """Return the work that is under way on all members together, by kind."""
     found = []
     known = list(members)
     for kind in KINDS:
@@ -57,10 +57,10 @@ def from_measures(members: Iterable[Mapping[str, float]]) -> list[Work]:
 
 
 def process_measures(statistics: Mapping[str, float]) -> dict[str, float]:
-    """The measures of every member: bytes it has sent and received, its memory, seconds of CPU it has used.
+    """Return the measures that every member has: bytes sent and received, memory, seconds of CPU used.
 
     Args:
-        statistics: of its data plane, with the totals `bytes_in` and `bytes_out`.
+        statistics: statistics of its data plane, with the totals `bytes_in` and `bytes_out`.
     """
     return {
         "sent_bytes": statistics.get("bytes_out", 0.0),
@@ -71,7 +71,7 @@ def process_measures(statistics: Mapping[str, float]) -> dict[str, float]:
 
 
 def resident_bytes() -> int:
-    """Memory of this process that is in RAM; 0 where the system does not say."""
+    """Return the memory of this process that is in RAM; 0 if unknown."""
     try:
         with open("/proc/self/statm", encoding="ascii") as file:
             return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")

@@ -1,7 +1,7 @@
 """The optimizers that run on shard servers, and gradient clipping. Pure arithmetic.
 
-`create("adamw")` gives an optimizer; describing and validating one needs no numba, only `apply` does. Importing an
-optimizer's module here is what registers it.
+`create("adamw")` returns an optimizer. Only `apply` needs numba; describing and validating an optimizer do not.
+Importing an optimizer's module here registers it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Adagrad, as `torch.optim.Adagrad`.
 
-Owns: what its hyperparameters are and mean. Refuses: different initial accumulators in different groups, because a
-state array is filled once, before anybody knows which element belongs to which group.
+Owns: its hyperparameters and their meaning. Refuses: different initial accumulators in different groups, because a
+state array is filled once, before it is known which element belongs to which group.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ class Adagrad(UpdateRule):
     }
 
     def state_names(self, groups: Sequence[Hyper]) -> tuple[str, ...]:
-        """`sum`, always."""
+        """Return `sum`, always."""
         return ("sum",)
 
     def initial_state(self, name: str, groups: Sequence[Hyper]) -> float:
-        """`initial_accumulator_value` for `sum`.
+        """Return `initial_accumulator_value` for `sum`.
 
         Raises:
             InvalidRequest: there is no such state array, or the groups ask for different values.

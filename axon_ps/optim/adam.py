@@ -1,6 +1,6 @@
 """Adam and AdamW, as `torch.optim.Adam` and `torch.optim.AdamW`. One loop serves both.
 
-Owns: what their hyperparameters are and mean, and the bias corrections. Refuses: nothing beyond the ranges.
+Owns: their hyperparameters, the meaning of these, and the bias corrections. Refuses: nothing beyond the ranges.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ class Adam(UpdateRule):
         "maximize": FLAG,
     }
     decoupled: ClassVar[bool] = False
-    """Whether weight decay shrinks the parameter itself."""
+    """True if weight decay shrinks the parameter itself."""
 
     def state_names(self, groups: Sequence[Hyper]) -> tuple[str, ...]:
-        """`exp_avg` and `exp_avg_sq`, and `max_exp_avg_sq` if a group has amsgrad."""
+        """Return `exp_avg` and `exp_avg_sq`, and `max_exp_avg_sq` if a group has amsgrad."""
         names = ("exp_avg", "exp_avg_sq")
         return (*names, "max_exp_avg_sq") if self._any("amsgrad", groups) else names
 
@@ -81,7 +81,7 @@ class Adam(UpdateRule):
 
 @register("adamw")
 class AdamW(Adam):
-    """AdamW (Loshchilov & Hutter 2019): p *= 1 - lr · weight_decay before Adam's step; the gradient is left alone."""
+    """AdamW (Loshchilov & Hutter 2019): p *= 1 - lr · weight_decay before Adam's step; the gradient does not change."""
 
     defaults: ClassVar[Mapping[str, float]] = {**Adam.defaults, "weight_decay": 1e-2}
     decoupled: ClassVar[bool] = True

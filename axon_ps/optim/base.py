@@ -1,14 +1,14 @@
 """The interface of a shard server's optimizers: names, hyperparameters, state, and one fused pass over a slice.
 
-Owns: the `UpdateRule` seam, the validation of hyperparameters, and the checks that stand between a caller's arrays
-and a compiled loop that does not look where it writes.
-Refuses: to store anything. An optimizer object has no state; parameters, moments and the number of updates are the
-caller's, so one object serves every slice, from as many threads as there are.
+Owns: the interface `UpdateRule`, the validation of hyperparameters, and the checks of arrays before they reach a
+compiled loop, which does not check its bounds.
+Refuses: to store anything. An optimizer object has no state: the caller has the parameters, the moments and the number
+of updates. So one object serves every slice, from any number of threads.
 
 Invariants:
-- `apply` is element-wise: the bits of a result depend neither on how a slice was cut into ranges, nor on which thread
-  ran which range, nor on the vector width of the machine (no contraction, no reordering). That is what lets a primary
-  and its backup stay bit-identical by applying the same gradient.
+- `apply` is element-wise: the bits of a result do not depend on the ranges that a slice was cut into, on the threads
+  that ran them, or on the vector width of the machine (no contraction, no reordering). So a primary and its backup
+  stay bit-identical by applying the same gradient.
 - Scalar factors are computed in f64 and rounded to f32 once, as torch does.
 
 Shapes: `n` is the numel of the range of a slice given to one call.
@@ -71,9 +71,9 @@ class UpdateRule(ABC):
     """One optimizer, as a set of pure functions.
 
     Attributes:
-        name: what it is registered as ("adamw"); `optim.register` sets it.
-        defaults: every hyperparameter with its default, torch's where torch has it. Flags are 0.0 or 1.0; the pair
-            `betas` is "beta1" and "beta2".
+        name: the name under which it is registered ("adamw"); `optim.register` sets it.
+        defaults: every hyperparameter with its default, which is torch's if torch has it. Flags are 0.0 or 1.0; the
+            pair `betas` is "beta1" and "beta2".
         ranges: the values allowed for each of them.
     """
 
@@ -83,17 +83,17 @@ class UpdateRule(ABC):
 
     @abstractmethod
     def state_names(self, groups: Sequence[Hyper]) -> tuple[str, ...]:
-        """Names of the state arrays that these parameter groups need, torch's names, in the order `apply` takes them.
+        """Return torch's names of the state arrays that these parameter groups need, in the order of `apply`.
 
-        Every slice has the same arrays, so this is the union over the groups; a group that does not need one of them
-        leaves it alone. Only what is needed is named: SGD without momentum has none.
+        Every slice has the same arrays, so this is the union over the groups. A group does not change an array that it
+        does not need. Only arrays that are needed are named: SGD without momentum has none.
 
         Args:
-            groups: per parameter group, its hyperparameters; what is missing has its default.
+            groups: per parameter group, its hyperparameters; a missing one has its default.
         """
 
     def initial_state(self, name: str, groups: Sequence[Hyper]) -> float:
-        """The value that fills the state array `name` before the first update.
+        """Return the value that fills the state array `name` before the first update.
 
         Args:
             name: one of `state_names(groups)`.
@@ -108,7 +108,7 @@ class UpdateRule(ABC):
         return 0.0
 
     def validate(self, hyper: Hyper) -> dict[str, float]:
-        """Checks the hyperparameters of one group and fills in the defaults.
+        """Check the hyperparameters of one group and fill in the defaults.
 
         Args:
             hyper: hyperparameter values by name; may be incomplete.
@@ -128,10 +128,10 @@ class UpdateRule(ABC):
         return {name: self._number(name, hyper.get(name, default)) for name, default in self.defaults.items()}
 
     def cannot_follow(self, before: Hyper, hyper: Hyper) -> str:
-        """Why a group's hyperparameters cannot follow those of its step before, and what to use; empty when they can.
+        """Return why a group's hyperparameters cannot follow its last ones, and a remedy; empty when they can.
 
         Args:
-            before: those of the step before, validated.
+            before: those of the previous step, validated.
             hyper: those of the next step, validated.
         """
         return ""
@@ -148,21 +148,22 @@ class UpdateRule(ABC):
         grad_scale: float,
         digests: Array | None = None,
     ) -> None:
-        """One optimizer update of one range of a slice, in place, in one pass, with the GIL released.
+        """Update one range of a slice, in place, in one pass, with the GIL released.
 
-        The gradient is multiplied by `grad_scale` first (the clip factor), then treated as torch treats it.
+        The gradient is first multiplied by `grad_scale` (the clip factor), then treated as in torch.
 
         Args:
             param: f32[n], the master parameters; updated.
             grad: f32[n]; read only. Must not overlap the others.
             state: per name in `state_names(groups)`, f32[n]; updated.
             wire: wire_dtype.numpy[n], overwritten with the new parameters, or None for no copy.
-            wire_dtype: BF16 or F16; ignored when `wire` is None. What travels as f32 needs no copy.
-            hyper: this group's values, as `validate` returned them; what is missing has its default.
+            wire_dtype: BF16 or F16; ignored when `wire` is None. Values that are sent as f32 need no copy.
+            hyper: this group's values, as `validate` returned them; a missing one has its default.
             update: number of this update, counted from 1 (torch's `step` after it was incremented).
             grad_scale: factor for the gradient.
-            digests: u64[2, 2 + len(state)]: what was read of (param, *state, grad) is added to the first row, what was
-                written of (param, *state) to the second one; see `kernels.digest`. None = they are not wanted.
+            digests: u64[2, 2 + len(state)]: the digests of the values read of (param, *state, grad) are added to the
+                first row, those of the values written of (param, *state) to the second one; see `kernels.digest`.
+                None = no digests.
 
         Raises:
             InvalidRequest: an array has another element type, length or layout than above, a state array that these
@@ -190,7 +191,7 @@ class UpdateRule(ABC):
         check_array("digests", digests, _U64, (2, 2 + len(state)))
         if self._sums and len(state) == len(needed):
             self._update_summing(param, grad, state, wire, values, update, float(grad_scale), digests)
-        else:  # the loop does not sum, or not the state that only other groups need
+        else:  # the loop does not sum, or there is a state array that only other groups need
             from axon_ps.kernels.digest import READ, WRITTEN, digests_of
 
             digests[READ] += digests_of((param, *state, grad))
@@ -198,9 +199,9 @@ class UpdateRule(ABC):
             digests[WRITTEN, :-1] += digests_of((param, *state))
 
     def warm_up(self, groups: Sequence[Hyper], wire_dtype: DType | None) -> None:
-        """Compiles (or loads from disk) what a server needs for these groups, by updating nothing: empty arrays.
+        """Compile (or load from disk) the loops that a server needs for these groups, by updating empty arrays.
 
-        Worth calling when a server starts: the first compilation takes about a second.
+        A server calls it when it starts, since the first compilation takes about a second.
 
         Args:
             groups: per parameter group, its hyperparameters.
@@ -224,9 +225,9 @@ class UpdateRule(ABC):
         update: int,
         grad_scale: float,
     ) -> None:
-        """`apply` after the checks; `hyper` is complete, and an f16 `wire` comes as int16 bits.
+        """Do the work of `apply` after its checks; `hyper` is complete, and an f16 `wire` comes as int16 bits.
 
-        It may take an optional last argument `digests`, as that of `apply`, and add to it in its own pass. With digests
+        It may have an optional last argument `digests`, as that of `apply`, and add to it in its own pass. With digests
         it gets at most `kernels.digest.SUMMED_NUMEL` elements at once, and no state that `hyper` does not need.
         """
 
@@ -241,7 +242,7 @@ class UpdateRule(ABC):
         grad_scale: float,
         digests: Array,
     ) -> None:
-        """`_update` with digests, of so many elements at once as it can sum."""
+        """Call `_update` with digests, for at most `SUMMED_NUMEL` elements at once."""
         from axon_ps.kernels.digest import SUMMED_NUMEL
 
         one: Callable[..., None] = self._update
@@ -252,11 +253,11 @@ class UpdateRule(ABC):
 
     @cached_property
     def _sums(self) -> bool:
-        """Whether `_update` takes digests."""
+        """True if `_update` has the argument `digests`."""
         return "digests" in inspect.signature(self._update).parameters
 
     def _write(self, param: Array, wire: Array | None) -> None:
-        """Writes the wire copy, rounded: for an `_update` whose arithmetic does not do so in its one pass."""
+        """Write the wire copy, rounded: for an `_update` that does not write it in its own pass."""
         if wire is not None:
             from axon_ps.kernels import rounding
 
@@ -270,11 +271,11 @@ class UpdateRule(ABC):
         return optimizer_loops
 
     def _any(self, name: str, groups: Sequence[Hyper]) -> bool:
-        """Whether a hyperparameter is other than 0 in some group."""
+        """Return True if a hyperparameter is not 0 in some group."""
         return any(group.get(name, self.defaults[name]) != 0.0 for group in groups)
 
     def _number(self, name: str, value: object) -> float:
-        """A hyperparameter as a float in its range."""
+        """Return a hyperparameter as a float in its range."""
         if isinstance(value, (int, float, np.integer, np.floating, np.bool_)):
             number = float(value)
             if number in self.ranges[name]:
@@ -291,7 +292,7 @@ def _check_array(name: str, array: Array, dtype: np.dtype[np.generic], numel: in
 
 
 def _wire_view(wire: Array, dtype: DType, numel: int) -> Array:
-    """The wire copy as the loops take it: f16 as int16 bits."""
+    """Return the wire copy in the form for the loops: f16 as int16 bits."""
     if dtype is DType.BF16:
         _check_array("wire", wire, _BF16, numel)
     elif dtype is DType.F16:

@@ -1,7 +1,7 @@
 """Clipping by the global norm, in two pure functions: servers report sums of squares, the coordinator divides.
 
-Owns: torch's formula. Refuses: to decide what happens to a non-finite norm; it comes out as inf or NaN, and whoever
-decides the step looks at it.
+Owns: torch's formula. Refuses: to handle a norm that is not finite; the result is inf or NaN, and the coordinator
+checks it when it decides the step.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from collections.abc import Iterable
 from axon_ps.errors import InvalidRequest
 
 _EPS = 1e-6
-"""What torch adds to the norm."""
+"""The number that torch adds to the norm."""
 
 
 def global_norm(sums_of_squares: Iterable[float]) -> float:
-    """The L2 norm of a gradient, from the sums of squares of its slices.
+    """Return the L2 norm of a gradient, from the sums of squares of its slices.
 
     The sum is exactly rounded (`math.fsum`), so the order in which servers reported does not matter.
 
@@ -30,9 +30,9 @@ def global_norm(sums_of_squares: Iterable[float]) -> float:
 
 
 def clip_factor(total_norm: float, max_norm: float) -> float:
-    """The factor of every gradient that makes its global norm at most `max_norm`.
+    """Return the factor for every gradient that makes the global norm at most `max_norm`.
 
-    min(1, max_norm / (total_norm + 1e-6)), as `torch.nn.utils.clip_grad_norm_`.
+    It is min(1, max_norm / (total_norm + 1e-6)), as in `torch.nn.utils.clip_grad_norm_`.
 
     Args:
         total_norm: the global norm before clipping; inf gives 0, NaN gives NaN.

@@ -1,6 +1,6 @@
 """Lion, which torch does not have: one moment, and steps of one size.
 
-Owns: what its hyperparameters are and mean. Refuses: nothing beyond the ranges.
+Owns: its hyperparameters and their meaning. Refuses: nothing beyond the ranges.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Lion(UpdateRule):
     }
 
     def state_names(self, groups: Sequence[Hyper]) -> tuple[str, ...]:
-        """`exp_avg`, always."""
+        """Return `exp_avg`, always."""
         return ("exp_avg",)
 
     def _update(

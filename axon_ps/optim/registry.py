@@ -16,10 +16,10 @@ names = _REGISTRY.names
 
 
 def create(name: str) -> UpdateRule:
-    """The optimizer called `name`.
+    """Return the optimizer called `name`.
 
     Args:
-        name: "sgd", "adam", "adamw", "adagrad", "rmsprop", "lion", or what a plugin has registered.
+        name: "sgd", "adam", "adamw", "adagrad", "rmsprop", "lion", or the name of a plugin's optimizer.
 
     Raises:
         InvalidRequest: no optimizer has that name.
@@ -28,7 +28,7 @@ def create(name: str) -> UpdateRule:
 
 
 def initial_states(spec: OptimizerSpec | None) -> dict[str, float]:
-    """The moments of an optimizer, and the value of each before the first update; none without an optimizer.
+    """Return the moments of an optimizer, each with its value before the first update; none without an optimizer.
 
     Raises:
         InvalidRequest: no optimizer has its name, or it has no such hyperparameters.

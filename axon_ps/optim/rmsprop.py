@@ -1,6 +1,6 @@
 """RMSprop, as `torch.optim.RMSprop`.
 
-Owns: what its hyperparameters are and mean. Refuses: nothing beyond the ranges.
+Owns: its hyperparameters and their meaning. Refuses: nothing beyond the ranges.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from axon_ps.types import Array, Hyper
 class RMSprop(UpdateRule):
     """RMSprop (Hinton 2012; centered: Graves 2013), in torch's form.
 
-    g += weight_decay · p; s = average of g² with alpha, less the square of the average of g when centered;
+    g += weight_decay · p; s = average of g² with alpha, minus the square of the average of g when centered;
     d = g / (√s + eps); p -= lr · d, or with momentum b = momentum · b + d, p -= lr · b.
     """
 
@@ -41,7 +41,7 @@ class RMSprop(UpdateRule):
     }
 
     def state_names(self, groups: Sequence[Hyper]) -> tuple[str, ...]:
-        """`square_avg`, then `momentum_buffer` if a group has momentum, then `grad_avg` if one is centered."""
+        """Return `square_avg`, then `momentum_buffer` if a group has momentum, then `grad_avg` if one is centered."""
         momentum = ("momentum_buffer",) if self._any("momentum", groups) else ()
         centered = ("grad_avg",) if self._any("centered", groups) else ()
         return ("square_avg", *momentum, *centered)
@@ -62,8 +62,8 @@ class RMSprop(UpdateRule):
             param,
             grad,
             state[0],
-            state[1] if momentum else None,  # second where there is one at all,
-            state[-1] if hyper["centered"] else None,  # and this one last
+            state[1] if momentum else None,  # `momentum_buffer` is second if any group has it
+            state[-1] if hyper["centered"] else None,  # `grad_avg` is last if any group has it
             wire,
             digests,
             -grad_scale if hyper["maximize"] else grad_scale,

@@ -1,6 +1,6 @@
 """Stochastic gradient descent with momentum, as `torch.optim.SGD`.
 
-Owns: what SGD's hyperparameters are and mean. Refuses: nesterov without momentum, or with dampening, as torch does.
+Owns: SGD's hyperparameters and their meaning. Refuses: nesterov without momentum, or with dampening, as torch does.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ class SGD(UpdateRule):
     }
 
     def state_names(self, groups: Sequence[Hyper]) -> tuple[str, ...]:
-        """`momentum_buffer` if a group has momentum."""
+        """Return `momentum_buffer` if a group has momentum."""
         return ("momentum_buffer",) if self._any("momentum", groups) else ()
 
     def validate(self, hyper: Hyper) -> dict[str, float]:
-        """Checks the hyperparameters of one group and fills in the defaults.
+        """Check the hyperparameters of one group and fill in the defaults.
 
         Raises:
             InvalidRequest: a name is unknown, a value is out of its range, or nesterov is on without momentum or with
@@ -59,7 +59,7 @@ class SGD(UpdateRule):
         return values
 
     def cannot_follow(self, before: Hyper, hyper: Hyper) -> str:
-        """Momentum is turned on with dampening, which torch leaves out in the step in which a buffer begins."""
+        """Refuse to switch momentum on with dampening, which torch leaves out in the step in which a buffer begins."""
         if not (hyper["momentum"] and hyper["dampening"] and not before["momentum"]):
             return ""
         return (

@@ -1,6 +1,6 @@
-"""Transport of calls: channels, servers, security, deadlines, and the one map between our errors and gRPC statuses.
+"""Transport of calls: channels, servers, security, deadlines, and the map between our errors and gRPC statuses.
 
-security    who may bind where, TLS and the job token
+security    addresses that may be bound, TLS and the job token
 channels    connections to an address         server     a listening server with health and reflection
 service     servicers and stubs built from the schema's descriptors, without generated gRPC code
 stream      a client's end of a streaming call, which raises our errors · stream_pool (open streams) · shielded
@@ -8,5 +8,5 @@ status      the map between errors and statuses          health   asks a server 
 in_process  calls without sockets               listener a socket that accepts connections · http  the other endpoint
 background_loop   the SDK's event loop        deadlines  deadlines and retries
 
-No other room imports `grpc`. Nothing here knows what a job is.
+No other package imports `grpc`. Nothing here knows about jobs.
 """

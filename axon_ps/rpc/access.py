@@ -1,15 +1,15 @@
-"""The one table of RPCs, HTTP paths and the roles that may call them. `axon-ps auth table` prints it.
+"""The table of RPCs, HTTP paths and the roles that may call them. `axon-ps auth table` prints it.
 
-What is not in the table is denied to everybody, so a new RPC is closed until somebody opens it
-(`tests/unit/rpc/test_access.py` holds the table complete). Whoever holds the job's secret has every role, and is denied
-only what is not in the table. Health checks need no role.
+A path that is not in the table is denied to every caller, so a new RPC is closed until it is added
+(`tests/unit/rpc/test_access.py` checks that the table is complete). A process with the job's secret has every role, and
+is denied only paths that are not in the table. Health checks need no role.
 
-Operators and observers are no members: they join nothing, and nobody waits for them. A worker trains: it registers
-models, steps, stores values and writes and restores checkpoints, as a training script does; it does not move shard
-servers or take rights away, which is an operator's.
+Operators and observers are not members: they do not join the job, and no member waits for them. A worker trains: it
+registers models, steps, stores values and writes and restores checkpoints, as a training script does. It does not move
+shard servers or revoke rights; an operator does.
 
-That is by role. Who among these is a member of the job, and may call as one, is decided by the coordinator's core alone
-(`access.callers`), once for each call.
+This table is about roles only. The coordinator's core (`access.callers`) decides for each call if the caller is a
+member of the job, and may call as one.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from axon_ps.rpc.auth.identity import EVERY_ROLE, Principal
 HEALTH: Final = "/grpc.health.v1.Health/"
 REFLECTION: Final = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
 PAGE: Final = "GET /"
-"""The page's own files: there is nothing of the job in them."""
+"""The page's own files, which have no data of the job."""
 
 _C: Final = "/axon_ps.wire.v1.Coordinator/"
 _S: Final = "/axon_ps.wire.v1.Shard/"
@@ -36,10 +36,10 @@ _USERS: Final = _WORKER | _OPERATOR
 _READERS: Final = EVERY_ROLE
 
 MAY_CALL: Final[Mapping[str, frozenset[Principal] | None]] = {
-    _C + "Session": _MEMBERS,  # as a worker only a worker, as a shard server only one; see `credentials.may_join`
-    _C + "HostSession": _MEMBERS,  # what is called there is looked up in this table, call by call
+    _C + "Session": _MEMBERS,  # a role joins only as itself; see `credentials.may_join`
+    _C + "HostSession": _MEMBERS,  # each call on it is looked up in this table
     _C + "Barrier": _WORKER,
-    _C + "KV": _USERS | _SHARD,  # an operator: torchrun's agents; a shard server: is there another leader?
+    _C + "KV": _USERS | _SHARD,  # an operator: torchrun's agents; a shard server: to detect another leader
     _C + "Register": _WORKER,
     _C + "Release": _WORKER,
     _C + "SaveCheckpoint": _USERS,
@@ -49,7 +49,7 @@ MAY_CALL: Final[Mapping[str, frozenset[Principal] | None]] = {
     _C + "Describe": _READERS,
     _C + "Status": _READERS,
     _C + "Watch": _READERS,
-    _C + "Logs": _READERS,  # no process logs a secret, and what looks like one is taken out
+    _C + "Logs": _READERS,  # no process logs a secret, and text that looks like a secret is removed
     _C + "Trace": _READERS,
     _S + "AllGather": _WORKER,  # its waits and its same-host leases are for members
     _S + "ReduceScatter": _WORKER,
@@ -61,7 +61,7 @@ MAY_CALL: Final[Mapping[str, frozenset[Principal] | None]] = {
     _S + "Echo": _MEMBERS,
     _S + "Subscribe": _READERS,
     _S + "Stats": _READERS,
-    "/axon_ps.wire.v1.Bulk/Open": _MEMBERS,  # what is called there is looked up in this table, call by call
+    "/axon_ps.wire.v1.Bulk/Open": _MEMBERS,  # each call on it is looked up in this table
     REFLECTION: _READERS,
     HEALTH + "Check": ANYBODY,
     HEALTH + "Watch": ANYBODY,
@@ -73,28 +73,28 @@ MAY_CALL: Final[Mapping[str, frozenset[Principal] | None]] = {
     "GET /api/operator": _OPERATOR,
     "POST /api/servers/RANK/drain": _OPERATOR,
 }
-"""The roles that may call an RPC, by its path, or an HTTP path, by "METHOD PATH"; None = anybody, also a stranger."""
+"""The roles that may call an RPC, by its path, or an HTTP path, by "METHOD PATH"; None = no role is needed."""
 
 CHANGES_A_JOB: Final = frozenset(
     {_C + name for name in ("Register", "Release", "SaveCheckpoint", "RestoreCheckpoint", "Drain", "Revoke", "Session")}
     | {"POST /api/servers/RANK/drain"}
 )
-"""Of these, who is refused is in the audit log."""
+"""Paths whose refused calls are recorded in the audit log."""
 
 
 def needs_nothing(path: str) -> bool:
-    """Whether anybody may call `path`, without credentials: health checks, and the page's files."""
+    """Return True if `path` may be called without credentials: health checks, and the page's files."""
     return MAY_CALL.get(path, frozenset()) is ANYBODY
 
 
 def may_call(roles: frozenset[Principal], path: str) -> bool:
-    """Whether whoever has `roles` may call `path`."""
+    """Return True if a caller with `roles` may call `path`."""
     allowed = MAY_CALL.get(path, frozenset())
     return allowed is None or bool(allowed & roles)
 
 
 def refusal(roles: frozenset[Principal], path: str) -> str:
-    """Why whoever has `roles` may not call `path`, with what it may call."""
+    """Return the message that refuses `path` to a caller with `roles`, and lists the paths that it may call."""
     allowed = MAY_CALL.get(path) or frozenset()
     who = _names(roles) or "nobody (the certificate and the token are of different roles)"
     may = ", ".join(short(other) for other in MAY_CALL if may_call(roles, other) and not needs_nothing(other))
@@ -103,7 +103,7 @@ def refusal(roles: frozenset[Principal], path: str) -> str:
 
 
 def short(path: str) -> str:
-    """ "/axon_ps.wire.v1.Shard/Stats" -> "Shard.Stats"; an HTTP path stays as it is."""
+    """Shorten "/axon_ps.wire.v1.Shard/Stats" to "Shard.Stats"; an HTTP path does not change."""
     service, _, method = path.removeprefix("/").rpartition("/")
     return path if " " in path else f"{service.rpartition('.')[2]}.{method}"
 

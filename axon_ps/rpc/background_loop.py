@@ -2,14 +2,14 @@
 
 Note: [Nothing runs on after run]
     A coroutine may write into arrays of the caller (a gather into a parameter). When `run` returns or raises, for
-    whatever reason, the coroutine is over: on a time-out or Ctrl-C it is cancelled and waited for, so the caller may
-    reuse its arrays. The only exceptions are a coroutine that ignores its cancellation for `CANCEL_WAIT_S`, which is
-    logged, and a second Ctrl-C.
+    whatever reason, the coroutine is over: on a time-out or Ctrl-C it is cancelled and awaited, so the caller may reuse
+    its arrays. The only exceptions are a coroutine that ignores its cancellation for `CANCEL_WAIT_S`, which is logged,
+    and a second Ctrl-C.
 
 Note: [Locks and Ctrl-C]
     A Ctrl-C inside `threading.Event.wait`, between acquiring the event's inner lock and the `with` that releases it
-    (both are Python code), leaves it locked, and whoever sets the event then waits for ever: here the loop itself. So
-    the two threads share a bare lock, which is waited for and acquired in one step.
+    (both are Python code), leaves it locked. The thread that sets the event, here the loop's, then waits forever. So
+    the two threads share a bare lock, for which waiting and acquiring are one step.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from axon_ps.host import fork
 from axon_ps.rpc.status import error_of
 
 CANCEL_WAIT_S: Final = 5.0
-"""How long a cancelled coroutine is waited for."""
+"""Seconds to wait for a cancelled coroutine."""
 
 SETTLE_S: Final = 0.02
-"""How long a loop that is being closed still processes gRPC's completions of cancelled calls.
+"""Seconds that a loop that is being closed still processes gRPC's completions of cancelled calls.
 
 gRPC has one queue of completions for all loops of a process. A completion for a closed loop is reported as an error by
 another loop, if there is one; it is harmless.
@@ -48,8 +48,8 @@ class BackgroundLoop:
     """An event loop in a daemon thread; its methods may be called from any other thread. Close it when done.
 
     Args:
-        name: of the thread.
-        settle_s: see `SETTLE_S`; 0 where nothing on it uses gRPC.
+        name: the thread's name.
+        settle_s: see `SETTLE_S`; 0 if nothing on it uses gRPC.
 
     Raises:
         OSError: the loop cannot be created, for example because too many files are open.
@@ -59,7 +59,7 @@ class BackgroundLoop:
         self._settle_s = settle_s
         self._lock = threading.Lock()
         self._closed = False
-        self._submitted: set[concurrent.futures.Future[Any]] = set()  # asyncio itself retains no task that waits
+        self._submitted: set[concurrent.futures.Future[Any]] = set()  # asyncio itself keeps no reference to a task
         fork.check()
         fork.opened()
         started: concurrent.futures.Future[None] = concurrent.futures.Future()
@@ -76,10 +76,10 @@ class BackgroundLoop:
 
         Raises:
             Timeout: it was not done within `timeout_s`; it has been cancelled.
-            Closed: the loop is closed, or was meanwhile, or the coroutine was cancelled by something else.
+            Closed: the loop is closed, or was closed meanwhile, or the coroutine was cancelled by something else.
             Misuse: called on the loop's own thread, which would wait for itself, or in a forked child.
             KeyboardInterrupt: Ctrl-C; the coroutine has been cancelled.
-            BaseException: whatever the coroutine raises; gRPC's errors as ours.
+            BaseException: any exception of the coroutine; gRPC's errors are converted to ours.
         """
         if threading.current_thread() is self._thread:
             coro.close()
@@ -89,7 +89,7 @@ class BackgroundLoop:
         try:
             self._schedule(job)
             in_time = job.wait(timeout_s)
-        except Closed:  # and so not scheduled
+        except Closed:  # it was not scheduled
             coro.close()
             raise
         except BaseException:  # Ctrl-C, perhaps before the coroutine has started
@@ -117,7 +117,7 @@ class BackgroundLoop:
         return future
 
     def close(self) -> None:
-        """Cancel what runs, wait for it (at most 2 * `CANCEL_WAIT_S`), end the thread. May be called again.
+        """Cancel all coroutines, wait for them (at most 2 * `CANCEL_WAIT_S`), end the thread. May be called again.
 
         Raises:
             Misuse: called on the loop's own thread, or in a forked child.
@@ -138,7 +138,7 @@ class BackgroundLoop:
             _logger.warning("a coroutine ignores its cancellation; the thread %s is left behind", self._thread.name)
 
     def end(self) -> None:
-        """As `close`, but without waiting and without locks: for finalizers, which run on any thread. Once only."""
+        """Close without waiting and without locks: for finalizers, which run on any thread. It may be called once."""
         fork.not_at_exit(self.close)
         with contextlib.suppress(RuntimeError):  # it is closed
             self._loop.call_soon_threadsafe(self._stop.set)
@@ -196,12 +196,12 @@ class BackgroundLoop:
 
 @fork.in_child
 def _tasks() -> object:
-    """The tasks of all loops."""
+    """Return the tasks of all loops."""
     return [(loop, asyncio.all_tasks(loop._loop)) for loop in list(_loops)]
 
 
 class _Job(Generic[T]):
-    """One coroutine of `run`: started, cancelled and finished on the loop's thread, waited for on another."""
+    """One coroutine of `run`: started, cancelled and finished on the loop's thread, awaited on another."""
 
     def __init__(self, coro: Coroutine[Any, Any, T]) -> None:
         self.name = getattr(coro, "__qualname__", repr(coro))
@@ -216,7 +216,7 @@ class _Job(Generic[T]):
         self._task.add_done_callback(lambda _: self._finish())
 
     def wait(self, timeout_s: float | None) -> bool:
-        """Wait until it is over; False when that takes longer."""
+        """Wait until it is over; False if that takes longer than `timeout_s`."""
         if not self.is_over and self._running.acquire(timeout=-1 if timeout_s is None else max(0.0, timeout_s)):
             self._running.release()
         return self.is_over
@@ -237,7 +237,7 @@ class _Job(Generic[T]):
         return self._task is not None and self._task.cancelled()
 
     def outcome(self) -> T:
-        """The result, once it is over."""
+        """Return the result, once it is over."""
         assert self._task is not None
         try:
             return self._task.result()

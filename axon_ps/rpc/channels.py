@@ -1,7 +1,7 @@
 """Connections to an address, and the channel options that both ends share.
 
-gRPC lets channels with equal arguments share a connection, so the number of the connection is an argument. Bulk traffic
-of the two directions goes over different connections, so that neither queues behind the other.
+Channels with equal arguments share a connection in gRPC, so the number of the connection is an argument. Bulk traffic
+of the two directions uses different connections, so that neither queues behind the other.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ MAX_CALL_BYTES: Final = 16 << 20
 
 
 LOOKAHEAD_BYTES: Final = 4 << 20
-"""Flow-control window of a stream: how much a receiver that does not read yet may be sent.
+"""Flow-control window of a stream: bytes that are sent to a receiver before it reads.
 
-1 to 16 MiB are equally fast on loopback. This is what 10 Gbit/s carry in 3 ms, and bounds the memory that a stream
-that waits costs its server.
+1 to 16 MiB are equally fast on loopback. 4 MiB are sent in 3 ms at 10 Gbit/s. The window bounds the memory that a
+waiting stream costs its server.
 """
 
 CALL_LOOKAHEAD_BYTES: Final = 256 << 10
-"""Likewise, of a coordinator: what arrives of a call before it is known whose it is."""
+"""Flow-control window of a coordinator's stream: bytes of a call that arrive before its caller is known."""
 
 FRAME_BYTES: Final = 5 << 18
 """Longest HTTP/2 frame: a chunk with its header.
@@ -52,10 +52,10 @@ With the default, 16 KiB, the same bytes cost 5 to 10 % more CPU time.
 """
 
 KEEPALIVE_S: Final = 10.0
-"""A connection that was silent this long is pinged."""
+"""A connection that was silent for so many seconds is pinged."""
 
 KEEPALIVE_TIMEOUT_S: Final = 5.0
-"""A connection whose ping is not answered within this is broken: a frozen peer is found so, a dead one at once."""
+"""A connection whose ping is not answered in time is broken. This finds a frozen peer; a dead one is found at once."""
 
 Option = tuple[str, int | str]
 Channel = grpc.aio.Channel
@@ -86,7 +86,7 @@ CLIENT_OPTIONS: Final[tuple[Option, ...]] = (
     ("grpc.max_reconnect_backoff_ms", 2000),
     ("grpc.enable_retries", 0),
 )
-"""Options of a client: no proxy between members, quick reconnects, and no retries behind our back."""
+"""Options of a client: no proxy between members, quick reconnects, and no retries by gRPC."""
 
 SERVER_OPTIONS: Final[tuple[Option, ...]] = (
     *OPTIONS,
@@ -98,14 +98,14 @@ SERVER_OPTIONS: Final[tuple[Option, ...]] = (
 CALL_OPTIONS: Final[Mapping[str, int]] = {
     "grpc.max_receive_message_length": MAX_CALL_BYTES,
     "grpc.http2.lookahead_bytes": CALL_LOOKAHEAD_BYTES,
-    "grpc.http2.bdp_probe": 0,  # which would raise it: a message that is read is let through whole all the same
+    "grpc.http2.bdp_probe": 0,  # it would raise the window; a message that is being read arrives in full anyway
     "grpc.experimental.tcp_min_read_chunk_size": 8 << 10,
 }
-"""Of a server whose calls are small, a coordinator, in place of those of `SERVER_OPTIONS`: strangers send it little."""
+"""Options that replace those of `SERVER_OPTIONS` in a coordinator, whose calls are small: strangers can send little."""
 
 _logger = logging.getLogger(__name__)
 connected_ports: Final[set[int]] = set()
-"""Of other connections than gRPC's that we have opened (`rpc.bulk`)."""
+"""Ports to which this process has opened connections other than gRPC's (`rpc.bulk`)."""
 
 _addresses: WeakKeyDictionary[Channel, str] = WeakKeyDictionary()
 _by_secret: WeakSet[Channel] = WeakSet()
@@ -120,22 +120,22 @@ def connect(
     name: str = "",
     to: Principal | None = None,
 ) -> Channel:
-    """A channel to `address`. Nothing is sent before the first call; call it on the thread of a running event loop.
+    """Return a channel to `address`. It sends nothing before its first call. Call this on the thread of an event loop.
 
     Args:
-        address: "host:port"; an IPv6 host stands in brackets. One of this process (`rpc.in_process`) is called
+        address: "host:port"; an IPv6 host is in brackets. A server of this process (`rpc.in_process`) is called
             without gRPC's core.
-        security: whether it is TLS, and by which certificate. The token is not the channel's: give it to `Stub`.
+        security: selects TLS and the certificate. The token does not belong to the channel: give it to `Stub`.
         connection: its number; channels with different numbers never share a connection.
         name: the host that the server's certificate names, if `address` has a number instead.
-        to: the role that the server must prove to have, where certificates name roles; None = one of the services.
+        to: the role that the server must prove to have, if certificates name roles; None = one of the services.
 
     Raises:
         ConfigurationError: the address is malformed, or a file of `security` cannot be used.
     """
     host, _ = split_address(address)
     if is_in_process(host):
-        inside = cast(Channel, InProcessChannel(address))  # as far as `service.Stub` uses one
+        inside = cast(Channel, InProcessChannel(address))  # it has the methods that `service.Stub` uses
         _addresses[inside] = address
         return inside
     options = [*CLIENT_OPTIONS, ("axon_ps.connection", connection)]
@@ -152,7 +152,7 @@ def connect(
     def open_with(chain: Chain) -> Channel:
         return grpc.aio.secure_channel(address, credentials_of(chain), options=options)
 
-    renewed = cast(Channel, RenewedChannel(source, open_with))  # likewise
+    renewed = cast(Channel, RenewedChannel(source, open_with))  # it has the methods that stubs use
     _addresses[renewed] = address
     if not security.ca_file:
         _by_secret.add(renewed)
@@ -160,7 +160,7 @@ def connect(
 
 
 def proves_the_secret(channel: Channel) -> bool:
-    """Whether a channel's certificate is one that only a holder of the job's secret makes: that needs not be sent."""
+    """Return True if a channel's certificate proves that this process has the job's secret, which then is not sent."""
     return channel in _by_secret
 
 
@@ -168,7 +168,7 @@ async def until_connected(channel: Channel, timeout_s: float) -> None:
     """Return when a channel is connected.
 
     Raises:
-        Unreachable: it cannot be, or is not within `timeout_s` seconds; then the channel is of no use.
+        Unreachable: it cannot be, or is not within `timeout_s` seconds; then the channel is not usable.
     """
     state = channel.get_state(try_to_connect=True)
     try:
@@ -196,8 +196,8 @@ def _warn_plaintext() -> None:  # once a process
 def _leave_connections() -> object:
     """Close our connections in a fork, so that a peer learns at once when the worker itself dies.
 
-    gRPC does not know of it and may close a descriptor later, so its number stays taken: it is a file that is always
-    empty. What the worker sends and receives is not touched.
+    gRPC does not know that they are closed, and may close a descriptor later. So its number stays in use, for
+    /dev/null. The worker's own connections are not affected.
     """
     channels = dict(_addresses)
     ports = connected_ports.union(split_address(address)[1] for address in channels.values())
@@ -211,7 +211,7 @@ def _leave_connections() -> object:
 
 
 def _port_of_peer(fd: int) -> int:
-    """Of a connected TCP socket; 0 for another one."""
+    """Return the peer's port of a connected TCP socket; 0 for another socket."""
     known = socket.socket(fileno=fd)
     try:
         return int(known.getpeername()[1]) if known.family in (socket.AF_INET, socket.AF_INET6) else 0
@@ -220,12 +220,12 @@ def _port_of_peer(fd: int) -> int:
 
 
 def address_of(channel: Channel) -> str:
-    """The address a channel of `connect` goes to; empty for another channel."""
+    """Return the address of a channel that `connect` made; empty for another channel."""
     return _addresses.get(channel, "")
 
 
 def split_address(address: str) -> tuple[str, int]:
-    """Host and port of "host:port".
+    """Return host and port of "host:port".
 
     Raises:
         ConfigurationError: there is no host, or the port is not a number from 1 to 65535.
@@ -239,7 +239,7 @@ def split_address(address: str) -> tuple[str, int]:
 
 
 def split_addresses(addresses: str) -> tuple[str, ...]:
-    """The addresses of "host:port,host:port".
+    """Return the addresses of "host:port,host:port".
 
     Raises:
         ConfigurationError: one of them has another form.
@@ -251,5 +251,5 @@ def split_addresses(addresses: str) -> tuple[str, ...]:
 
 
 def join_address(host: str, port: int) -> str:
-    """ "host:port", with brackets around an IPv6 host."""
+    """Return "host:port", with brackets around an IPv6 host."""
     return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"

@@ -1,4 +1,4 @@
-"""Deadlines, and retries with backoff: how much time a caller has left, and when it may try again."""
+"""Deadlines, and retries with backoff."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ class Deadline:
         self._end_s = clock() + self.timeout_s
 
     def remaining(self) -> float:
-        """Seconds left: 0 once it passed, `math.inf` when it never ends."""
+        """Return the seconds left: 0 once it passed, `math.inf` when it never ends."""
         return max(0.0, self._end_s - self._clock())
 
     @property
     def expired(self) -> bool:
-        """Whether no time is left."""
+        """True if no time is left."""
         return self.remaining() <= 0
 
     def check(self, what: str) -> None:
@@ -54,22 +54,22 @@ async def retry(
     rng: random.Random | None = None,
     sleep: Callable[[float], Awaitable[object]] = asyncio.sleep,
 ) -> T:
-    """Call `fn` until it succeeds, raises something that is not in `on`, or the deadline passed.
+    """Call `fn` until it succeeds, raises an error that is not in `on`, or the deadline has passed.
 
     The wait before attempt n+1 is drawn evenly from [w/2, w], w = min(max_s, first_s * 2**n): the randomness keeps a
     job's workers from returning all at once. The last attempt is made at the deadline.
 
     Args:
-        fn: what to try; called at least once.
-        until: when to give up.
-        on: the errors worth another attempt.
+        fn: the operation; called at least once.
+        until: the deadline.
+        on: the errors after which it is tried again.
         first_s: longest first wait.
         max_s: longest wait.
         rng: source of the jitter.
-        sleep: how to wait (a test's clock).
+        sleep: the function that waits (a test's clock).
 
     Raises:
-        BaseException: the last error of `fn`, with a note saying how often it was tried.
+        BaseException: the last error of `fn`, with a note of the number of attempts.
     """
     rng = rng or random.Random()
     attempts = 0

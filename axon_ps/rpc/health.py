@@ -1,4 +1,4 @@
-"""A server's health, as it answers by grpc.health.v1."""
+"""A server's health, by grpc.health.v1."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ async def health_of(
     name: str = "",
     to: Principal | None = None,
 ) -> str:
-    """The health that a server reports: `SERVING`, `NOT_SERVING`, `UNKNOWN` or `SERVICE_UNKNOWN`.
+    """Return the health that a server reports: `SERVING`, `NOT_SERVING`, `UNKNOWN` or `SERVICE_UNKNOWN`.
 
     Args:
-        address: the server's.
+        address: the server's address.
         security: TLS and token.
-        service: full name of one service; empty = the server as a whole.
+        service: full name of one service; empty = the entire server.
         timeout_s: seconds it may take.
-        name, to: as of `channels.connect`.
+        name, to: see `channels.connect`.
 
     Raises:
         AxonError: it does not answer, or refuses.
     """
-    from grpc_health.v1 import health_pb2  # only who asks needs it: a worker never does
+    from grpc_health.v1 import health_pb2  # imported here, since a worker never needs it
 
     schema = health_pb2.DESCRIPTOR.services_by_name["Health"]
     channel = connect(address, security, name=name, to=to)

@@ -1,4 +1,4 @@
-"""The standard health service with bounded watches: anybody may ask without a token, and makes us keep little."""
+"""The standard health service with bounded watches: a caller needs no token, so it must not cost much memory."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from axon_ps.rpc.status import status_of
 
 
 class BoundedHealth(health.aio.HealthServicer):  # type: ignore[misc]  # grpcio-health-checking has no types
-    """`grpc.health.v1.Health`, of the services of one server."""
+    """`grpc.health.v1.Health`, for the services of one server."""
 
     def __init__(self) -> None:
         super().__init__()
         self._watches = 0
 
     async def Watch(self, request: health_pb2.HealthCheckRequest, context: Any) -> None:
-        """The health of a service, as it changes; for `WATCH_S`, and only of a service that there is."""
+        """Send the health of a service whenever it changes, for `WATCH_S`; a service that does not exist is refused."""
         if request.service not in self._server_status:
             await _refuse(context, InvalidRequest(f"this server has no service {request.service[:80]!r} to watch"))
         if self._watches >= MAX_WATCHES:
@@ -38,7 +38,7 @@ class BoundedHealth(health.aio.HealthServicer):  # type: ignore[misc]  # grpcio-
             self._watches -= 1
 
     async def _watch(self, service: str, context: Any) -> None:
-        """Unlike gRPC's own, a watch that ends takes no other with it, and one that does not read holds nobody up."""
+        """Watch such that, unlike in gRPC's own service, a watch that ends or does not read never affects another."""
         changed = self._server_watchers[service]
         while True:
             status = self._server_status[service]

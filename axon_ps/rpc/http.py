@@ -1,23 +1,23 @@
-"""An HTTP endpoint beside a process's gRPC server, for what is read by people and their tools: metrics, the page.
+"""An HTTP endpoint beside a process's gRPC server, for people and their tools: metrics, the page.
 
-Owns: connections, TLS, who may ask for what, and that a request of a web page of somebody else's is refused.
-Refuses: what is served; each part of the system adds its routes.
+Owns: connections, TLS, the check of callers, and the refusal of requests from web pages of other sites.
+Refuses: content; each part of the system adds its routes.
 
 Note: [Connections of strangers]
-    A connection costs a file, and anybody who reaches the port may open one. So there are few (`limits`): for one more,
-    the oldest ends on which no request of a caller with credentials is under way; only if there is none, the new one is
-    answered with 503. A head that does not come within `HTTP_HEAD_S`, the first or a further one, ends its connection
-    (aiohttp's `keepalive_timeout`), and so does a client that does not take what it is sent.
+    A connection costs a file, and every client that reaches the port may open one. So there are few (`limits`). For one
+    more, the oldest connection is ended that has no request of a caller with credentials under way. If there is none,
+    the new one is answered with 503. A connection is ended if the head of its first or of a further request does not
+    come within `HTTP_HEAD_S` (aiohttp's `keepalive_timeout`), and if its client does not read the answer.
 
-The rules are those of the gRPC server: loopback may be plaintext, any other address needs TLS and credentials or an
-explicit `insecure`, and who may ask for what is in the table of `access`. The token travels as `Authorization: Bearer
-...`, never as a cookie, so that no other site's page can make a browser send it. A certificate of the job is as good as
-a token, but none is asked for, since browsers have none. Where no token is asked for, a browser could still be made to
-call by another site's page (DNS rebinding, forms): a name in `Host` that is not this machine's, and a foreign `Origin`,
-are refused.
+The rules are those of the gRPC server. Loopback may be plaintext; any other address needs TLS and credentials or an
+explicit `insecure`. The table of `access` has the roles for each path. The token is sent as `Authorization: Bearer
+...`, never as a cookie, so that a page of another site cannot make a browser send it. A certificate of the job is
+accepted like a token, but none is required, since browsers have none. If no token is required, a page of another site
+could still make a browser call (DNS rebinding, forms). So a name in `Host` that is not this machine's, and a foreign
+`Origin`, are refused.
 
-aiohttp and the exposition of metrics are imported when an `HttpServer` is made: a process without an endpoint does not
-load them, and no event loop waits for the import.
+aiohttp and the exposition of metrics are imported when an `HttpServer` is made. So a process without an endpoint does
+not load them, and no event loop waits for the import.
 """
 
 from __future__ import annotations
@@ -63,10 +63,10 @@ class Route:
     """One path that is served.
 
     Attributes:
-        path: as aiohttp writes it ("/api/members/{rank}").
+        path: the path, in aiohttp's form ("/api/members/{rank}").
         handler: takes aiohttp's request, returns its response.
-        method: of HTTP.
-        row: the row of `access.MAY_CALL` that says who may ask; empty = "METHOD PATH".
+        method: the HTTP method.
+        row: the row of `access.MAY_CALL` with the roles that may call it; empty = "METHOD PATH".
     """
 
     path: str
@@ -81,11 +81,11 @@ class HttpServer:
     Args:
         host: address to listen on; beyond loopback `security` must allow it.
         port: port to listen on; 0 = any free one.
-        security: TLS and tokens, as of the gRPC server.
+        security: TLS and tokens, as for the gRPC server.
 
     Raises:
-        ConfigurationError: there is no such port, `security` does not allow to listen on `host`, or its tokens do not
-            go together.
+        ConfigurationError: there is no such port, `security` does not allow to listen on `host`, or its tokens are in
+            conflict.
     """
 
     def __init__(self, host: str, port: int, security: Security) -> None:
@@ -100,8 +100,8 @@ class HttpServer:
         self._runner: web.AppRunner | None = None
         self._listener: Listener | None = None
         self._tls: ssl.SSLContext | None = None
-        self._connections: dict[web.RequestHandler, asyncio.Task[None]] = {}  # and their beginnings; oldest first
-        self._admitted: set[web.RequestHandler] = set()  # which perform a request of a caller with credentials
+        self._connections: dict[web.RequestHandler, asyncio.Task[None]] = {}  # with the tasks that begin them, by age
+        self._admitted: set[web.RequestHandler] = set()  # their caller has credentials
 
     @property
     def url(self) -> str:
@@ -110,15 +110,15 @@ class HttpServer:
         return f"{'https' if self._security.server_chain(self.host) else 'http'}://{join_address(host, self.port)}/"
 
     def refuse(self, revocations: Revocations) -> None:
-        """Refuse what another server of this process refuses; before it is started."""
+        """Refuse the names that another server of this process refuses; call it before the start."""
         self._guard.revocations = revocations
 
     def report_refused(self, report: OnRefused) -> None:
-        """Have `report` get who is refused; see `Guard.on_refused`."""
+        """Have `report` called for each refused caller; see `Guard.on_refused`."""
         self._guard.on_refused = report
 
     def add(self, *routes: Route) -> None:
-        """Serve these, too.
+        """Add routes.
 
         Raises:
             Misuse: it was started before.
@@ -131,7 +131,7 @@ class HttpServer:
         """Bind, serve, and return the URL.
 
         Raises:
-            ConfigurationError: the address or port cannot be had, or a TLS file cannot be used.
+            ConfigurationError: the address or port cannot be bound, or a TLS file cannot be used.
             Misuse: it was started before.
         """
         from aiohttp import web
@@ -176,14 +176,14 @@ class HttpServer:
         await asyncio.gather(*beginning, return_exceptions=True)
         if self._runner is not None:
             await self._runner.cleanup()
-        for protocol in self._connections:  # whose clients do not take the end of what they were sent
+        for protocol in self._connections:  # their clients do not read the end of their answers
             if protocol.transport is not None:
                 protocol.transport.abort()
 
     # ------------------------------------------------------------------ connections
 
     def _take(self, sock: socket.socket) -> None:
-        """A connection has come. See Note: [Connections of strangers]."""
+        """Accept a connection. See Note: [Connections of strangers]."""
         assert self._runner is not None, "it was started"
         assert self._runner.server is not None, "it was set up"
         if len(self._connections) >= max_http_connections() and not self._evicts():
@@ -203,7 +203,7 @@ class HttpServer:
             _logger.debug("an HTTP connection did not begin: %s", error)
 
     def _evicts(self) -> bool:
-        """Forget connections that are over; where there is none, end the oldest that may be ended, if any."""
+        """Forget connections that are over; if there are none, end the oldest that may be ended. False: none may."""
         over = [p for p, began in self._connections.items() if began.done() and p.transport is None]
         for protocol in over:
             del self._connections[protocol]
@@ -223,7 +223,7 @@ class HttpServer:
         return None if source is None else server_context(source, required=self._security.mutual)
 
     async def _check(self, request: web.Request, handler: Callable[[web.Request], Awaitable[Any]]) -> Any:
-        """Refuse what a web page of somebody else's makes a browser send."""
+        """Refuse requests that a page of another site makes a browser send."""
         from aiohttp import web
 
         host, origin = request.headers.get("Host", ""), request.headers.get("Origin")
@@ -273,7 +273,7 @@ _CHALLENGE: Final = {"WWW-Authenticate": 'Bearer realm="axon_ps"'}
 
 
 def _certificate_of(request: web.Request) -> bytes:
-    """The certificate that a client has shown, as PEM; empty = none."""
+    """Return the certificate that a client has shown, as PEM; empty = none."""
     connection = request.get_extra_info("ssl_object")
     found = connection.getpeercert(binary_form=True) if connection is not None else None
     return ssl.DER_cert_to_PEM_cert(found).encode() if found else b""
@@ -281,10 +281,10 @@ def _certificate_of(request: web.Request) -> bytes:
 
 @contextlib.asynccontextmanager
 async def taken(request: web.Request) -> AsyncIterator[None]:
-    """While something is sent: a client that does not take it within `HTTP_ANSWER_S` loses its connection.
+    """Abort the connection if the client does not read the data sent in this context within `HTTP_ANSWER_S`.
 
     Raises:
-        ConnectionError: it has.
+        ConnectionError: the connection was aborted.
     """
     try:
         async with asyncio.timeout(HTTP_ANSWER_S):
@@ -296,7 +296,7 @@ async def taken(request: web.Request) -> AsyncIterator[None]:
 
 
 class _ClientsErrors(logging.Filter):
-    """Takes out of aiohttp's log what is a client's fault, of which `_logger` says only that there was some."""
+    """Removes clients' errors from aiohttp's log; `_logger` logs a summary of them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -304,7 +304,7 @@ class _ClientsErrors(logging.Filter):
         self._logged_s = -_LOG_EVERY_S
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """False for a malformed request, or one that breaks off."""
+        """Return False for a malformed request, or a request that breaks off."""
         from aiohttp.http_exceptions import HttpProcessingError
         from aiohttp.web import RequestPayloadError
 
@@ -321,7 +321,7 @@ class _ClientsErrors(logging.Filter):
 
 
 def _http_logger() -> logging.Logger:
-    """The logger that aiohttp writes to: ours, without what is a client's fault."""
+    """Return the logger for aiohttp: a child of this module's, without clients' errors."""
     logger = logging.getLogger(f"{__name__}.server")
     if not any(isinstance(each, _ClientsErrors) for each in logger.filters):
         logger.addFilter(_ClientsErrors())
@@ -329,7 +329,7 @@ def _http_logger() -> logging.Logger:
 
 
 def _host_of(url: str) -> str:
-    """The host and port of a URL; empty when it is none."""
+    """Return the host and port of a URL; empty when it is malformed."""
     try:
         return urlsplit(url).netloc
     except ValueError:
@@ -337,7 +337,7 @@ def _host_of(url: str) -> str:
 
 
 def _names_a_machine(host: str, own: str) -> bool:
-    """Whether a `Host` header has an address, "localhost" or the name that is listened on: nothing a stranger owns."""
+    """Return True if a `Host` header has an address, "localhost" or the name that is bound: a stranger owns none."""
     try:
         name = (urlsplit(f"//{host}").hostname or "").lower()
     except ValueError:
@@ -350,7 +350,7 @@ def _names_a_machine(host: str, own: str) -> bool:
 
 
 def healthz(serving: Callable[[], bool]) -> Route:
-    """`/healthz`: 200 while `serving`, else 503; needs no token."""
+    """Make the route `/healthz`: 200 while `serving`, else 503; needs no token."""
 
     async def handler(_: web.Request) -> web.StreamResponse:
         from aiohttp import web
@@ -361,11 +361,11 @@ def healthz(serving: Callable[[], bool]) -> Route:
 
 
 def metrics(sources: Callable[[], Iterable[Source]], labels: Mapping[str, str]) -> Route:
-    """`/metrics`, what Prometheus scrapes: the numbers of `.statistics()`, read at every scrape on the event loop.
+    """Make the route `/metrics` for Prometheus: the numbers of `.statistics()`, read at every scrape on the event loop.
 
     Args:
-        sources: what is read, at every scrape.
-        labels: of every metric of this process: job, role, rank, node.
+        sources: returns the sources, which are read at every scrape.
+        labels: the labels of every metric of this process: job, role, rank, node.
     """
 
     async def handler(request: web.Request) -> web.StreamResponse:
@@ -374,7 +374,7 @@ def metrics(sources: Callable[[], Iterable[Source]], labels: Mapping[str, str]) 
         from axon_ps.observe.metrics.exposition import Exposition
 
         began = time.perf_counter()
-        await asyncio.sleep(0)  # everything that is ready comes before us
+        await asyncio.sleep(0)  # every task that is ready runs first
         lag_s = time.perf_counter() - began
         lag = Source(kind="process", read=lambda: {"loop_lag_s": lag_s})
         exposition = Exposition(lambda: chain(sources(), (lag,)), labels)

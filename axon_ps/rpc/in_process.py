@@ -1,13 +1,13 @@
-"""Calls inside one process: what `channels.connect` and `server.listen` give for hosts that end with `SUFFIX`.
+"""Calls inside one process: `channels.connect` and `server.listen` use them for hosts that end with `SUFFIX`.
 
-Clients and servers of one event loop call each other through it with their own code, messages encoded and errors as
-statuses, and without gRPC's core: no sockets, no ports, no threads. A job in one process runs on it.
+Clients and servers of one event loop call each other with their usual code: messages are encoded, and errors are
+statuses. It does not use gRPC's core: no sockets, no ports, no threads. A job in one process runs on it.
 
 Owns: the servers of this process by address, and calls between them and their clients. Refuses: calls from another
-event loop, and what only a wire has (TLS, tokens, connections that break).
+event loop, and features of a network (TLS, tokens, connections that break).
 
 Invariants:
-- A call ends once, with the status that came first, on both ends. The client still reads what was sent before it.
+- A call ends once, with the status that came first, on both ends. The client still reads the messages sent before it.
 - A stream queues at most `MAX_QUEUED_BYTES` and one message each way; a writer of more waits for the reader.
 """
 
@@ -27,16 +27,16 @@ from axon_ps.rpc.auth.credentials import OnRefused, Revocations
 from axon_ps.rpc.status import rpc_error
 
 SUFFIX: Final = ".in-process"
-"""How the host names of this process end."""
+"""The end of host names of this process."""
 
 PORT: Final = 1
 """The port of every server; each has a host name of its own."""
 
 MAX_QUEUED_BYTES: Final = 4 << 20
-"""How much a stream queues for its reader; as much as a connection of gRPC (`channels`)."""
+"""Bytes that a stream queues for its reader; as many as a gRPC connection (`channels`)."""
 
 CANCEL_WAIT_S: Final = 5.0
-"""How long a server that stops waits for the calls that it has cancelled."""
+"""Seconds that a server that stops waits for the calls that it has cancelled."""
 
 EOF: Final = grpc.aio.EOF
 
@@ -45,24 +45,24 @@ _servers: WeakValueDictionary[str, InProcessServer] = WeakValueDictionary()
 
 
 def new_network() -> str:
-    """A suffix for the host names of one job: `"shard-0" + new_network()` is no other job's."""
+    """Return a suffix for the host names of one job: `"shard-0" + new_network()` is unique to it."""
     return f".{uuid.uuid4().hex}{SUFFIX}"
 
 
 def is_in_process(host: str) -> bool:
-    """Whether `host` is one of this process."""
+    """Return True if `host` is in this process."""
     return host.endswith(SUFFIX)
 
 
 class InProcessServer:
-    """Services at an address of this process; as `server.Server`, for clients of the same event loop.
+    """Services at an address of this process; like `server.Server`, for clients of the same event loop.
 
     Args:
-        host: ends with what `new_network` gave.
+        host: ends with a result of `new_network`.
         services: from `service.service_handler`.
 
     Attributes:
-        revocations: of no effect: there are no credentials.
+        revocations: without effect, since there are no credentials.
     """
 
     def __init__(self, host: str, services: Sequence[grpc.GenericRpcHandler]) -> None:
@@ -75,14 +75,14 @@ class InProcessServer:
 
     @property
     def address(self) -> str:
-        """ "host:port" under which it is found."""
+        """The address, "host:port"."""
         return f"{self.host}:{self.port}"
 
     def report_refused(self, report: OnRefused) -> None:
-        """Does nothing: nobody is refused."""
+        """Do nothing, since no caller is refused."""
 
     async def start(self, *, serving: bool = True) -> int:
-        """Serve, and return the port. There is no health service, so `serving` says nothing to anybody.
+        """Serve, and return the port. There is no health service, so `serving` has no effect.
 
         Raises:
             Misuse: there is a server of that name already.
@@ -94,16 +94,16 @@ class InProcessServer:
         return self.port
 
     async def set_serving(self, serving: bool) -> None:
-        """Does nothing: there is no health service."""
+        """Do nothing, since there is no health service."""
 
     async def stop(self, grace_s: float) -> None:
         """Accept no new calls, give those under way `grace_s` seconds, then cancel them."""
-        if _servers.get(self.address) is self:  # and no other one that has come in its place
+        if _servers.get(self.address) is self:  # it was not replaced by another one
             del _servers[self.address]
         await end_calls(self._calls, grace_s)
 
     def handler(self, path: str) -> Any:
-        """gRPC's handler of "/SERVICE/METHOD"; None when it is not served."""
+        """Return gRPC's handler of "/SERVICE/METHOD"; None when it is not served."""
         return handler_of(self._services, path)
 
     def perform(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
@@ -115,7 +115,7 @@ class InProcessServer:
 
 
 class InProcessChannel:
-    """A client's channel to the server of an address, with what `service.Stub` uses of one."""
+    """A client's channel to the server of an address, with the methods that `service.Stub` uses."""
 
     def __init__(self, address: str) -> None:
         self._address = address
@@ -123,7 +123,7 @@ class InProcessChannel:
         self._closed = False
 
     def stream_stream(self, path: str, *, request_serializer: Any, response_deserializer: Any) -> Callable[..., _Call]:
-        """Opens a stream: `open(timeout=, metadata=)`. Messages of requests are written as bytes."""
+        """Return a function that opens a stream: `open(timeout=, metadata=)`. Requests are written as bytes."""
 
         def open(*, timeout: float | None, metadata: object) -> _Call:
             call = self._begin(path, response_deserializer, timeout)
@@ -135,7 +135,7 @@ class InProcessChannel:
     def unary_unary(
         self, path: str, *, request_serializer: Any, response_deserializer: Any
     ) -> Callable[..., Coroutine[Any, Any, Any]]:
-        """Makes a unary call: `await call_once(request, timeout=, metadata=)`."""
+        """Return a function that makes a unary call: `await call_once(request, timeout=, metadata=)`."""
 
         async def call_once(request: Any, *, timeout: float | None, metadata: object) -> Any:
             data = request_serializer(request) if request_serializer else request
@@ -173,11 +173,11 @@ class _Status(NamedTuple):
     details: str = ""
     trailing: tuple[tuple[str, str | bytes], ...] = ()
     local: bool = False
-    """Whether the client itself ended it."""
+    """True if the client itself ended it."""
 
 
 class _Queue:
-    """Messages in one direction, in order; bounded. `close` wakes everybody who waits."""
+    """Messages in one direction, in order; bounded. `close` wakes every task that waits."""
 
     def __init__(self) -> None:
         self._messages: deque[bytes] = deque()
@@ -186,7 +186,7 @@ class _Queue:
         self.closed = False
 
     async def add(self, message: bytes) -> bool:
-        """Add a message once there is room; False when the queue was closed."""
+        """Add a message once the queue is not full; False when it was closed."""
         while self._queued_bytes >= MAX_QUEUED_BYTES and not self.closed:
             await self._change()
         if self.closed:
@@ -197,7 +197,7 @@ class _Queue:
         return True
 
     async def get(self) -> bytes | None:
-        """The oldest message as soon as there is one; None when the queue was closed and is empty."""
+        """Return the oldest message as soon as there is one; None when the queue was closed and is empty."""
         while not self._messages and not self.closed:
             await self._change()
         if not self._messages:
@@ -208,7 +208,7 @@ class _Queue:
         return message
 
     def close(self, *, drop: bool = False) -> None:
-        """Accept nothing more; with `drop` discard what was not read."""
+        """Accept no more messages; with `drop`, discard those that were not read."""
         self.closed = True
         if drop:
             self._messages.clear()
@@ -230,7 +230,7 @@ class _Queue:
 
 
 class _Call:
-    """One call: the client's end, with what `stream.Stream` uses of a call of gRPC, and what both ends share."""
+    """One call: the client's end, with the methods of gRPC's calls that `stream.Stream` uses, and the shared state."""
 
     def __init__(
         self, server: InProcessServer | None, address: str, path: str, deserialize: Any, timeout_s: float | None
@@ -245,7 +245,7 @@ class _Call:
         self._timer: asyncio.TimerHandle | None = None
         self._task: asyncio.Task[None] | None = None
         self._callbacks: list[Callable[[Any], object]] = []
-        self._cython_call = self  # where `Stream` looks for the two methods of gRPC's that have no public name
+        self._cython_call = self  # `Stream` finds here two methods of gRPC's that are not public
 
     def begin(self, request: bytes | None) -> None:
         """Start it on the server: a stream, or a unary call with its request."""
@@ -263,7 +263,7 @@ class _Call:
         self._task = self._server.perform(self._perform(handler, request))
 
     async def _perform(self, handler: Any, request: bytes | None) -> None:
-        """Perform it to its end, whose status is the call's."""
+        """Perform the call, and end it with its status."""
         context = _Context(self, handler.request_deserializer, handler.response_serializer)
         status = _Status(grpc.StatusCode.UNKNOWN, "the servicer ended without a status")
         try:
@@ -294,15 +294,15 @@ class _Call:
         for callback in callbacks:
             callback(self)
 
-    # ------------------------------------------------------------------ as a call of gRPC
+    # ------------------------------------------------------------------ the interface of gRPC's calls
 
     async def wait_for_connection(self) -> None:
-        """Raise what ended the call, if that was before it had begun."""
+        """Raise the error of a call that ended before it had begun."""
         if self.status is not None and self._task is None:
             raise _error(self.status)
 
     async def read(self) -> Any:
-        """The next message of the server's, or EOF; raises as gRPC does. Cancelling the reader cancels the call."""
+        """Return the server's next message, or EOF; raises as gRPC does. Cancelling the reader cancels the call."""
         try:
             message = await self.replies.get()
         except asyncio.CancelledError:
@@ -326,7 +326,7 @@ class _Call:
             raise grpc.aio.InternalError("the call is over")
 
     async def done_writing(self) -> None:
-        """Half-close: no message will be sent any more."""
+        """Half-close: no further message is sent."""
         self.requests.close()
 
     def cancel(self) -> bool:
@@ -336,11 +336,11 @@ class _Call:
         return before is None
 
     def done(self) -> bool:
-        """Whether the call has ended."""
+        """Return True if the call has ended."""
         return self.status is not None
 
     def is_locally_cancelled(self) -> bool:
-        """Whether this side ended the call."""
+        """Return True if this side ended the call."""
         return self.status is not None and self.status.local
 
     def add_done_callback(self, callback: Callable[[Any], object]) -> None:
@@ -351,15 +351,15 @@ class _Call:
             callback(self)
 
     def code(self) -> Awaitable[grpc.StatusCode]:
-        """The status code; of a call that has ended."""
+        """Return the status code of a call that has ended."""
         return _known(self._ended().code)
 
     def details(self) -> Awaitable[str]:
-        """The status details; of a call that has ended."""
+        """Return the status details of a call that has ended."""
         return _known(self._ended().details)
 
     def trailing_metadata(self) -> Awaitable[tuple[tuple[str, str | bytes], ...]]:
-        """The metadata that came with the status; of a call that has ended."""
+        """Return the metadata that came with the status of a call that has ended."""
         return _known(self._ended().trailing)
 
     def _ended(self) -> _Status:
@@ -368,7 +368,7 @@ class _Call:
 
 
 class _Context:
-    """A servicer's end of a call, with what servicers use of gRPC's context."""
+    """A servicer's end of a call, with the part of the interface of gRPC's context that servicers use."""
 
     def __init__(self, call: _Call, parse: Any, serialize: Any) -> None:
         self._call = call
@@ -376,7 +376,7 @@ class _Context:
         self._serialize = serialize
 
     async def read(self) -> Any:
-        """The client's next message; EOF when none will come any more."""
+        """Return the client's next message; EOF when there are no more."""
         message = await self._call.requests.get()
         if message is None:
             return EOF
@@ -396,7 +396,7 @@ class _Context:
         raise grpc.aio.AbortError("the servicer aborted the call")
 
     def done(self) -> bool:
-        """Whether the call has ended."""
+        """Return True if the call has ended."""
         return self._call.done()
 
 
@@ -408,7 +408,7 @@ def _error(status: _Status) -> grpc.aio.AioRpcError:
     return rpc_error(status.code, status.details, status.trailing)
 
 
-# ---- what every server does that is not gRPC's ----
+# ---- shared by the servers that are not gRPC's ----
 
 
 class _Method(NamedTuple):
@@ -419,7 +419,7 @@ class _Method(NamedTuple):
 
 
 def handler_of(services: Sequence[grpc.GenericRpcHandler], path: str) -> Any:
-    """gRPC's handler of "/SERVICE/METHOD"; None when it is not served."""
+    """Return gRPC's handler of "/SERVICE/METHOD"; None when it is not served."""
     details: Any = _Method(path, ())
     return next((found for s in services if (found := s.service(details)) is not None), None)
 
@@ -428,8 +428,8 @@ async def end_calls(calls: Collection[asyncio.Task[None]], grace_s: float) -> No
     """Give calls under way `grace_s` seconds, then cancel them.
 
     Args:
-        calls: those that have not ended, also later: whoever has them takes out each that ends.
-        grace_s: how long they may take.
+        calls: those that have not ended; their owner removes each that ends meanwhile.
+        grace_s: seconds that they may take.
     """
     if calls:
         await asyncio.wait(calls, timeout=grace_s)

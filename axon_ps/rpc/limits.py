@@ -1,7 +1,7 @@
-"""Limits of the resources that one connection, and all of them, may take. docs/limits.md has the whole table.
+"""Limits of the resources that one connection, and all of them, may take. docs/limits.md has the full table.
 
-Of gRPC, only what it lets a server say: excess streams of a connection wait in their own client, an excess connection
-is closed before its handshake, an excess call is answered with RESOURCE_EXHAUSTED.
+For gRPC there are only the limits that it lets a server set. Excess streams of a connection wait in their own client.
+An excess connection is closed before its handshake. An excess call is answered with RESOURCE_EXHAUSTED.
 """
 
 from __future__ import annotations
@@ -19,40 +19,43 @@ MAX_SERVER_CALLS: Final = 1 << 15
 """Calls at a time on one server, of all connections: 4096 members with eight each."""
 
 MAX_CONNECTIONS: Final = 1 << 15
-"""Connections of gRPC at a time to one server, and of bulk calls, if it may open as many files: `max_connections`."""
+"""gRPC connections at a time to one server, and as many bulk calls, if it may open enough files: `max_connections`."""
 
 RESERVED_FILES: Final = 256
-"""Files of a process that connections leave to everything else: checkpoints, the state, HTTP; half of less than 512."""
+"""Files of a process that are reserved for uses other than connections: checkpoints, the state, HTTP.
+
+A process that may open fewer than 512 files reserves half of them.
+"""
 
 MIN_FILES: Final = 128
-"""Fewer files are too few for a service."""
+"""Least number of files that a service needs."""
 
 MAX_HTTP_CONNECTIONS: Final = 512
-"""Connections of HTTP at a time, or an eighth of the files that the process may open."""
+"""HTTP connections at a time, or an eighth of the files that the process may open."""
 
 HTTP_HEAD_S: Final = 10.0
-"""An HTTP connection may take so long for the head of a request, its first and each further one."""
+"""Seconds for the head of a request on an HTTP connection, the first and each further one."""
 
 HTTP_ANSWER_S: Final = 10.0
-"""The client of an HTTP request may take nothing, or not all, of what it is sent for so long at a time."""
+"""Seconds for the client of an HTTP request to read each part of the answer."""
 
 HANDSHAKE_S: Final = 10.0
-"""How long a connection may take until it speaks HTTP/2, TLS included."""
+"""Seconds until a connection must use HTTP/2, including TLS."""
 
 IDLE_CONNECTION_S: Final = 600.0
-"""A connection without calls is closed after this; its client connects again when it calls."""
+"""Seconds after which a connection without calls is closed; its client connects again at its next call."""
 
 MAX_PING_STRIKES: Final = 64
-"""Pings without anything else, each sooner than half of `channels.KEEPALIVE_S` after the last: then the end."""
+"""Pings without other frames, each sooner than half of `channels.KEEPALIVE_S` after the last, that end a connection."""
 
 FIRST_MESSAGE_S: Final = 20.0
-"""How long a call may stay without its first message."""
+"""Seconds that a call may be without its first message."""
 
 MAX_READS: Final = 4
-"""Messages of unary calls that are received at a time on one connection; the calls after them wait for their turn."""
+"""Messages of unary calls that are received at a time on one connection; further calls wait."""
 
 MAX_READS_OF_STRANGERS: Final = 4
-"""Likewise, of callers without credentials, on all connections: health checks, whose message is there at once."""
+"""The same for callers without credentials, on all connections: health checks, whose message comes at once."""
 
 MAX_STRANGERS: Final = 64
 """Bulk connections at a time that have not shown their capability; see `rpc.bulk`."""
@@ -61,35 +64,35 @@ MAX_WATCHES: Final = 64
 """Health watches at a time: they need no token."""
 
 WATCH_S: Final = 600.0
-"""How long a health watch lasts; its client begins another."""
+"""Seconds that a health watch lasts; its client begins another."""
 
 
 FENCE_S: Final = 15.0
-"""How long a call may be ahead of what a shard server knows: news that reach others reach it within a lease."""
+"""Seconds that a call may be ahead of a shard server's state: changes known to others reach it within a lease."""
 
 MAX_NEWER: Final = 1 << 20
-"""How many generations, placements or versions a call may be ahead at all."""
+"""Most generations, placements or versions that a call may be ahead."""
 
 
 def how_to_raise_files() -> str:
-    """Say what to do about a number of open files that is too small."""
+    """Return a hint on raising the number of open files."""
     return "raise it: `ulimit -n 65536` before it is started, LimitNOFILE= of systemd, --ulimit nofile= of Docker"
 
 
 def too_few_files() -> str:
-    """Say how many files this process may open, and what to do if that is too few."""
+    """Return a message with the number of files that this process may open, and a hint on raising it."""
     return f"this process may open no more than {max_files()} files; {how_to_raise_files()}"
 
 
 def max_files() -> int:
-    """The number of files that this process may open; at most as many as all limits of this module ask for."""
+    """Return the number of files that this process may open, up to the number that the limits here need."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = 4 * MAX_CONNECTIONS
     return most if soft == resource.RLIM_INFINITY else min(most, soft)
 
 
 def raise_max_files() -> None:
-    """Let this process, a service's, open as many files as it may allow itself: the hard limit of `ulimit`.
+    """Raise the number of files that this process, a service, may open to the hard limit of `ulimit`.
 
     Raises:
         ConfigurationError: that is too few.
@@ -104,23 +107,23 @@ def raise_max_files() -> None:
 
 
 def max_connections() -> int:
-    """The number of connections of either kind that a server of this process takes: half of the files that are left."""
+    """Return the number of connections of either kind that a server accepts: half of the files not reserved."""
     files = max_files()
     return max(1, min(MAX_CONNECTIONS, (files - min(RESERVED_FILES, files // 2)) // 2))
 
 
 def max_http_connections() -> int:
-    """The number of HTTP connections that a process takes."""
+    """Return the number of HTTP connections that a process accepts."""
     return max(1, min(MAX_HTTP_CONNECTIONS, max_files() // 8))
 
 
 def max_bulk_calls() -> int:
-    """The number of bulk calls of a process at a time, each with its connection: a quarter of the files it may open."""
+    """Return the number of bulk calls of a process at a time, each with a connection: a quarter of its files."""
     return min(MAX_CONNECTIONS, max_files() // 4)
 
 
 def no_more_files(error: OSError | str) -> str:
-    """Say why no file could be opened, and what to do, if that is what an error or its text is about; else empty."""
+    """Return the cause and a hint, if an error or its text means that no file could be opened; else empty."""
     text = error.lower() if isinstance(error, str) else ""
     number = error.errno if isinstance(error, OSError) else None
     if number == errno.EMFILE or "too many open files" in text.replace("too many open files in system", ""):
@@ -133,7 +136,7 @@ def no_more_files(error: OSError | str) -> str:
 
 
 def server_options() -> tuple[tuple[str, int], ...]:
-    """The limits as options of a gRPC server."""
+    """Return the limits as options of a gRPC server."""
     return (
         ("grpc.max_concurrent_streams", MAX_STREAMS),
         ("grpc.max_allowed_incoming_connections", max_connections()),

@@ -1,8 +1,8 @@
-"""A listening socket of the event loop's, which survives that its process can open no more files.
+"""A listening socket on the event loop, which still works after its process could open no more files.
 
 Note: [No more files]
-    A connection that cannot be accepted waits in the kernel and stays readable, so a loop that tries again at once does
-    nothing else. It tries again after `AGAIN_S`. The log names the limit, once in `LOG_EVERY_S`.
+    A connection that cannot be accepted waits in the kernel, and the socket stays readable. A loop that tries again at
+    once would do nothing else, so it tries again after `AGAIN_S`. The log names the limit, once in `LOG_EVERY_S`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from axon_ps.errors import ConfigurationError
 from axon_ps.rpc.limits import no_more_files
 
 AGAIN_S: Final = 1.0
-"""After so long it is tried again to accept, when this process could open no more files."""
+"""Seconds until accepting is tried again, after this process could open no more files."""
 
 LOG_EVERY_S: Final = 60.0
 BACKLOG: Final = 512
@@ -32,8 +32,8 @@ class Listener:
     Args:
         host: address to listen on.
         port: port to listen on; 0 = any free one.
-        what: what connects there, for messages.
-        take: gets every connection, whose socket does not block; it raises nothing.
+        what: the kind of connections, for messages.
+        take: gets every connection, whose socket is non-blocking; it must not raise.
 
     Attributes:
         port: the port.
@@ -61,7 +61,7 @@ class Listener:
         self._loop.add_reader(listener.fileno(), self._accept)
 
     def close(self) -> None:
-        """Accept no more."""
+        """Accept no more connections."""
         if self._listener is not None:
             self._loop.remove_reader(self._listener.fileno())
             self._listener.close()
@@ -74,12 +74,12 @@ class Listener:
         except OSError as error:
             if why := no_more_files(error):
                 self._pause(why)
-            return  # else it has gone already
+            return  # else the client has gone already
         sock.setblocking(False)
         self._take(sock)
 
     def _pause(self, why: str) -> None:
-        """See Note: [No more files]."""
+        """Stop accepting for `AGAIN_S`. See Note: [No more files]."""
         assert self._listener is not None, "a closed one is not read"
         self._loop.remove_reader(self._listener.fileno())
         self._loop.call_later(AGAIN_S, self._resume)

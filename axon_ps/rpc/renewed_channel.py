@@ -1,8 +1,8 @@
-"""A channel over TLS whose certificate is renewed: new calls go over a connection made with the newest one.
+"""A channel over TLS whose certificate is renewed: new calls use a connection made with the newest one.
 
-A connection keeps the certificate that it was made with, and gRPC the credentials of a channel. So there is one channel
-of gRPC's for each certificate: when there is a newer one, the next call opens another channel, and the one before is
-closed when its last call is over. A session goes on for days; nobody notices.
+A connection keeps the certificate that it was made with, and a gRPC channel keeps its credentials. So there is one gRPC
+channel for each certificate. When there is a newer one, the next call opens another channel. The previous channel is
+closed when its last call is over. So a session of several days is not interrupted.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from axon_ps.rpc.auth.certificates import Chain, ChainSource
 
 
 class _Connected:
-    """A channel of gRPC's, and the calls on it."""
+    """A gRPC channel, and the calls on it."""
 
     def __init__(self, channel: grpc.aio.Channel) -> None:
         self.channel = channel
@@ -26,11 +26,13 @@ class _Connected:
 
 
 class RenewedChannel:
-    """See the module. With what `service.Stub`, and stubs that protoc's plugin makes, use of a channel of gRPC's.
+    """A channel with a renewed certificate; see the module's docstring.
+
+    It has the methods of gRPC's channels that `service.Stub`, and stubs of protoc's plugin, use.
 
     Args:
-        source: where certificates come from.
-        connect: opens a channel with one.
+        source: the source of certificates.
+        connect: opens a channel with a certificate.
     """
 
     def __init__(self, source: ChainSource, connect: Callable[[Chain], grpc.aio.Channel]) -> None:
@@ -44,27 +46,27 @@ class RenewedChannel:
         self._closed = False
 
     def unary_unary(self, *args: Any, **options: Any) -> Callable[..., Any]:
-        """As gRPC's."""
+        """See `grpc.aio.Channel`."""
         return self._make("unary_unary", args, options)
 
     def unary_stream(self, *args: Any, **options: Any) -> Callable[..., Any]:
-        """As gRPC's."""
+        """See `grpc.aio.Channel`."""
         return self._make("unary_stream", args, options)
 
     def stream_stream(self, *args: Any, **options: Any) -> Callable[..., Any]:
-        """As gRPC's."""
+        """See `grpc.aio.Channel`."""
         return self._make("stream_stream", args, options)
 
     def get_state(self, try_to_connect: bool = False) -> grpc.ChannelConnectivity:
-        """As gRPC's, of the newest connection."""
+        """Return the state of the newest connection; see `grpc.aio.Channel`."""
         return self._newest().channel.get_state(try_to_connect=try_to_connect)
 
     async def wait_for_state_change(self, last_observed_state: grpc.ChannelConnectivity) -> None:
-        """As gRPC's, of the newest connection."""
+        """Wait for a change of the newest connection's state; see `grpc.aio.Channel`."""
         await self._now.channel.wait_for_state_change(last_observed_state)
 
     def newest(self) -> object:
-        """A value that stands for the connection that the next call is made on."""
+        """Return a value that identifies the connection of the next call."""
         return self._newest()
 
     async def close(self, grace: float | None = None) -> None:

@@ -1,13 +1,14 @@
 """Rules for listening, and the proofs of identity of both ends: TLS certificates and tokens.
 
-Loopback may be plaintext. Any other address needs TLS and credentials, or an explicit `insecure`:
+Loopback may be plaintext. Any other address needs TLS and credentials, or an explicit `insecure`. There are two ways to
+have certificates:
 
-- a secret of the job is enough: the job's own authority makes certificates, and both ends show theirs;
-- or certificates of the user's own authority, in files.
+- A secret of the job is enough: the job's own authority makes certificates, and both ends show theirs.
+- The user's own authority makes certificates, which are given in files.
 
-What a server makes of a caller's certificate and token is `credentials`; what it may call then, `access`. A token
-travels as metadata `authorization: Bearer ...`, on every call. No token and no key is ever logged or part of a repr or
-message.
+`credentials` derives a caller's identity from its certificate and token; `access` has the calls that it may make. A
+token is sent as metadata `authorization: Bearer ...`, with every call. No token and no key is ever logged, or part of a
+repr or message.
 """
 
 from __future__ import annotations
@@ -32,11 +33,12 @@ TOKEN_KEY: Final = "authorization"
 SCHEME: Final = "Bearer "
 
 UNDER_WAY_S: Final = 0.05
-"""How long a renewed certificate waits for handshakes that are about to begin with the one before.
+"""Seconds that a renewed certificate waits for handshakes that are about to begin with the previous one.
 
-A handshake of gRPC asks for the newest certificate under a lock, releases it, and uses what is then there; a new one
-frees that (https://github.com/grpc/grpc/issues/36693), within microseconds of which a server crashes. So what has not
-changed is never given again, and a new one is given when nobody is between the two: they all stand at the lock.
+A gRPC handshake asks for the newest certificate under a lock, releases the lock, and uses the current certificate. A
+new certificate frees that one (https://github.com/grpc/grpc/issues/36693); if this happens within those microseconds, a
+server crashes. So an unchanged certificate is never returned again. A new one is returned when no handshake is between
+the two steps: they all wait for the lock.
 """
 
 _logger = logging.getLogger(__name__)
@@ -47,23 +49,23 @@ class Security:
     """The security of a server's or a client's connections. The default is plaintext without a token, on loopback only.
 
     Attributes:
-        token: what a client sends, and what a server lets do everything: the job's shared secret (or, of a client, a
-            token of a role that was made from it); empty = none is asked for or sent.
-        token_file: a file that holds it, if it is not given itself; read again when it changes. A server accepts the
-            token of every line, a client sends the first. See `watched_file`, Note: [Rotation].
-        observer_token: what a server lets only read, too (a client gives it as its `token`); empty = none.
+        token: the token that a client sends, and to which a server permits everything: the job's shared secret (or, for
+            a client, a token of a role that was made from it); empty = none is required or sent.
+        token_file: a file with the token, if `token` is empty; read again when it changes. A server accepts the token
+            of every line, a client sends the first. See `watched_file`, Note: [Rotation].
+        observer_token: a token to which a server permits only reading (a client gives it as its `token`); empty = none.
         ca_file: PEM of the authorities trusted. A client that has one uses TLS; a server with `mutual` checks clients
             against it.
         cert_file: PEM certificate (chain) of this end: a server's, or a client's for mutual TLS.
         key_file: PEM private key of `cert_file`. Files are read again when they change.
         mutual: the server demands a certificate signed by `ca_file` from every client.
-        spiffe: every certificate of `ca_file` names a role as a SPIFFE ID, by which peers are known, and servers are
+        spiffe: every certificate of `ca_file` names a role as a SPIFFE ID, which identifies the peer. Servers are
             verified by the name of their role instead of their host's.
-        spiffe_pattern: the form of these, if it is not ours; see `identity.identity_of`.
-        tls: use TLS on loopback, too, by certificates of the job's own authority.
-        lifetime_s: how long such a certificate holds; it is renewed after two thirds of it.
+        spiffe_pattern: the form of SPIFFE IDs, if it is not the default; see `identity.identity_of`.
+        tls: use TLS on loopback, too, with certificates of the job's own authority.
+        lifetime_s: seconds that such a certificate is valid; it is renewed after two thirds of them.
         insecure: allow a server to listen beyond loopback without TLS or without a token.
-        identity: who this process is; see `acting`.
+        identity: the identity of this process; see `acting`.
     """
 
     token: str = field(default="", repr=False)
@@ -96,7 +98,7 @@ class Security:
                 raise ConfigurationError(f"the {name} cannot be sent; use printable ASCII characters without spaces")
 
     def acting(self, role: Principal, job: str, rank: int | None = None) -> Security:
-        """The same for a process with this role, if it is not said already whose it is."""
+        """Return a copy with the identity of a process with this role; `self` if it has an identity already."""
         if self.identity is not None:
             return self
         return dataclasses.replace(self, identity=Identity(role, job, rank))
@@ -104,24 +106,24 @@ class Security:
     # ------------------------------------------------------------------ tokens
 
     def tokens(self) -> tuple[str, ...]:
-        """The tokens that are valid; the first is the one to send.
+        """Return the tokens that are valid; the first is the one to send.
 
         Raises:
-            ConfigurationError: the file cannot be read or has none.
+            ConfigurationError: the file cannot be read or has no token.
         """
         if self.token or not self.token_file:
             return (self.token,) if self.token else ()
         return lines_of(self.token_file)
 
     def secrets(self) -> tuple[str, ...]:
-        """The secrets that must be in no log."""
+        """Return the secrets that must be in no log."""
         return (*self.tokens(), self.observer_token)
 
     def metadata(self) -> tuple[tuple[str, str], ...]:
-        """The metadata that a client sends with every call.
+        """Return the metadata that a client sends with every call.
 
         Raises:
-            ConfigurationError: the token's file cannot be read or has none.
+            ConfigurationError: the token's file cannot be read or has no token.
         """
         return tuple((TOKEN_KEY, SCHEME + token) for token in self.tokens()[:1])
 
@@ -131,7 +133,7 @@ class Security:
     # ------------------------------------------------------------------ TLS
 
     def check_bind(self, host: str, port: int = 0) -> None:
-        """Refuse to listen on `host` when that would be open to the network.
+        """Refuse to listen on `host` when it would be open to the network without protection.
 
         Raises:
             ConfigurationError: `host` is not loopback and TLS or token is missing, and `insecure` is not set; or there
@@ -151,10 +153,10 @@ class Security:
             )
 
     def server_chain(self, host: str) -> ChainSource | None:
-        """The certificates of a server that listens on `host`; None for plaintext.
+        """Return the certificates of a server that listens on `host`; None for plaintext.
 
         Raises:
-            ConfigurationError: a file is missing, unreadable or not PEM; or there is no secret that is good enough.
+            ConfigurationError: a file is missing, unreadable or not PEM; or there is no strong secret.
         """
         if self.cert_file:
             return _from_files(self.ca_file if self.mutual or self.spiffe else "", self.cert_file, self.key_file)
@@ -165,16 +167,16 @@ class Security:
         return self._authority()
 
     def server_credentials(self, host: str = "127.0.0.1") -> grpc.ServerCredentials | None:
-        """Credentials of a server that listens on `host`; None for plaintext. Handshakes use the newest certificate.
+        """Return credentials of a server on `host`; None for plaintext. Handshakes use the newest certificate.
 
         Raises:
-            ConfigurationError: as `server_chain`.
+            ConfigurationError: see `server_chain`.
         """
         if (source := self.server_chain(host)) is None:
             return None
         used = source.current()
 
-        def newer() -> grpc.ServerCertificateConfiguration | None:  # on a thread of gRPC's, at every handshake
+        def newer() -> grpc.ServerCertificateConfiguration | None:  # called on a gRPC thread, at every handshake
             nonlocal used
             if (chain := source.current()) is used:
                 return None
@@ -182,16 +184,16 @@ class Security:
             used = chain
             return _configuration(chain)
 
-        fetch: Any = newer  # gRPC's stubs do not know of None: nothing is newer
+        fetch: Any = newer  # the types of gRPC lack None, which means that nothing is newer
         return grpc.dynamic_ssl_server_credentials(
             _configuration(used), fetch, require_client_authentication=bool(used.roots)
         )
 
     def channel_chain(self, host: str) -> ChainSource | None:
-        """The certificates of a client that connects to `host`; None for plaintext.
+        """Return the certificates of a client that connects to `host`; None for plaintext.
 
         Raises:
-            ConfigurationError: a file is missing, unreadable or not PEM; or `tls` needs a secret that is good enough.
+            ConfigurationError: a file is missing, unreadable or not PEM; or `tls` needs a strong secret.
         """
         if self.ca_file:
             if self.mutual and not self.cert_file:
@@ -208,16 +210,16 @@ class Security:
         return None
 
     def channel_credentials(self, host: str = "127.0.0.1") -> grpc.ChannelCredentials | None:
-        """Credentials of a client's channel to `host`, as of now; None for plaintext.
+        """Return the current credentials of a client's channel to `host`; None for plaintext.
 
         Raises:
-            ConfigurationError: as `channel_chain`.
+            ConfigurationError: see `channel_chain`.
         """
         source = self.channel_chain(host)
         return None if source is None else credentials_of(source.current())
 
     def target_name(self, to: Principal | None) -> str:
-        """The name that the certificate of a server of role `to` has; empty = that of its host.
+        """Return the name in the certificate of a server of role `to`; empty = that of its host.
 
         Args:
             to: its role; None = one of the services.
@@ -234,7 +236,7 @@ class Security:
 
 
 def in_directory(directory: str, files: dict[str, Any]) -> dict[str, Any]:
-    """The attributes that say where certificates are: those of a directory in SPIRE's layout, else the `files`.
+    """Return the attributes with the paths of certificates: of a directory in SPIRE's layout, else the `files`.
 
     Raises:
         ConfigurationError: a file of the directory is missing, or both are given.
@@ -251,7 +253,7 @@ def _configuration(chain: Chain) -> grpc.ServerCertificateConfiguration:
 
 
 def credentials_of(chain: Chain) -> grpc.ChannelCredentials:
-    """gRPC's credentials of a client that proves itself by `chain`."""
+    """Return gRPC's credentials of a client that proves itself by `chain`."""
     return grpc.ssl_channel_credentials(chain.roots, chain.key or None, chain.certificate or None)
 
 

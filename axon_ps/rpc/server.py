@@ -1,4 +1,4 @@
-"""A listening gRPC server: bind with the security asked for, health and reflection beside the services, drain, stop."""
+"""A listening gRPC server: binding with the given security, health, reflection, draining and stopping."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from axon_ps.rpc.security import Security
 from axon_ps.rpc.service import service_handler
 
 FEW_CONNECTIONS: Final = 256
-"""A server that takes fewer says so."""
+"""A server that accepts fewer connections logs a warning."""
 
 NO_OPTIONS: Final[Mapping[str, int]] = MappingProxyType({})
 
@@ -43,14 +43,14 @@ def listen(
     *,
     options: Mapping[str, int] = NO_OPTIONS,
 ) -> Server | InProcessServer:
-    """A server at `host`: a `Server`, or at a host of this process (`rpc.in_process`) one that needs no port.
+    """Make a server at `host`: a `Server`, or, for a host of this process (`rpc.in_process`), a server without a port.
 
     Args:
-        host, port, security, services, service_names, bulk_port, advertised_bulk_port: as of `Server`.
-        options: likewise.
+        host, port, security, services, service_names, bulk_port, advertised_bulk_port: see `Server`.
+        options: see `Server`.
 
     Raises:
-        ConfigurationError: as `Server`.
+        ConfigurationError: see `Server`.
     """
     if is_in_process(host):
         return InProcessServer(host, services)
@@ -76,15 +76,15 @@ class Server:
         services: from `service.service_handler`.
         service_names: full names of the services, for health and reflection.
         bulk_port: port for bulk connections (`rpc.bulk`); 0 = any free one; None = there are none.
-        advertised_bulk_port: where clients reach it; 0 = there.
-        options: of gRPC, in place of those of `channels.SERVER_OPTIONS`.
+        advertised_bulk_port: the port at which clients reach it; 0 = the same.
+        options: gRPC options that replace those of `channels.SERVER_OPTIONS`.
 
     Attributes:
-        revocations: what is revoked; see `auth.credentials`.
+        revocations: the names that are revoked; see `auth.credentials`.
 
     Raises:
-        ConfigurationError: there is no such port, `security` does not allow to listen on `host`, or its tokens do not
-            go together.
+        ConfigurationError: there is no such port, `security` does not allow to listen on `host`, or its tokens are in
+            conflict.
     """
 
     def __init__(
@@ -115,17 +115,17 @@ class Server:
         self._health: Any = None
 
     def report_refused(self, report: OnRefused) -> None:
-        """Have `report` get who is refused; see `Guard.on_refused`."""
+        """Have `report` called for each refused caller; see `Guard.on_refused`."""
         self._guard.on_refused = report
 
     async def start(self, *, serving: bool = True) -> int:
         """Bind, serve, and return the port.
 
         Args:
-            serving: what health says of the services at first; see `set_serving`.
+            serving: the health of the services at first; see `set_serving`.
 
         Raises:
-            ConfigurationError: the address or port cannot be had, or a TLS file cannot be used.
+            ConfigurationError: the address or port cannot be bound, or a TLS file cannot be used.
             Misuse: it was started before.
         """
         if self._server is not None:
@@ -149,13 +149,13 @@ class Server:
         return self.port
 
     async def set_serving(self, serving: bool) -> None:
-        """The health of the services; that of the server as a whole is SERVING until `stop`."""
+        """Set the health of the services; that of the entire server is SERVING until `stop`."""
         for name in self._names:
             await self._set_health(name, serving=serving)
 
     @property
     def address(self) -> str:
-        """ "host:port" that is listened on."""
+        """The bound address, "host:port"."""
         return join_address(self.host, self.port)
 
     async def stop(self, grace_s: float) -> None:
@@ -226,11 +226,11 @@ class Server:
 
 
 def _bind_error(host: str, port: int) -> str:
-    """Why a port cannot be bound; empty when it can."""
+    """Return why a port cannot be bound; empty when it can."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind, protocol) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as gRPC does: what only lingers is free
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as gRPC does: a port in TIME_WAIT is free
             probe.bind(address)
     except OSError as error:
         if error.errno == errno.EADDRINUSE:

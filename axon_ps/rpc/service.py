@@ -3,24 +3,24 @@
 A servicer is any object with one coroutine method per RPC, named in snake case (`AllGather` -> `all_gather`):
 
     unary    async def register(self, request, context) -> reply
-    stream   async def session(self, context) -> None      reads with `await context.read()` until it gives `EOF`,
+    stream   async def session(self, context) -> None      reads with `await context.read()` until that is `EOF`,
                                                            writes with `await context.write(message)`
 
-Streams go both ways; there are none that only one end writes to.
+All streams are bidirectional.
 
-Bulk messages and the feed's are raw bytes (see `wire.frames`); everything else is protobuf messages. What a
-servicer raises reaches the caller as the same class: an `AxonError` by the status map; anything else is our bug, is
-logged with its traceback, and arrives as `InternalError`.
+Bulk messages and the feed's are raw bytes (see `wire.frames`); everything else is protobuf messages. An `AxonError` of
+a servicer reaches the caller as the same class, by the status map. Any other exception is our bug: it is logged with
+its traceback, and the caller gets `InternalError`.
 
 Note: [Every call is answered]
-    A servicer that ends with `CancelledError` without having been cancelled by gRPC (because it awaited something that
-    the server cancelled while shutting down) would leave its client waiting: gRPC sends no status then. The client
-    gets `Broken` instead.
+    A servicer may end with `CancelledError` without having been cancelled by gRPC, because it awaited a task that the
+    server cancelled while shutting down. gRPC sends no status then, so its client would wait. The client gets `Broken`
+    instead.
 
 Note: [An end of input may be a broken connection]
-    When a client's connection breaks, gRPC first gives `EOF` to a servicer that reads, exactly as for a clean
-    half-close, and cancels the servicer's task a moment later. So `EOF` alone never means that the client has sent
-    everything: count, or have the client send a message that marks the end.
+    When a client's connection breaks, a servicer that reads first gets `EOF`, exactly as for a clean half-close. gRPC
+    cancels the servicer's task a moment later. So `EOF` alone never means that the client has sent everything: count
+    the messages, or have the client send a message that marks the end.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ from axon_ps.wire.v1 import watch_pb2
 __all__ = ["EOF", "Stream", "Stub", "error_of", "method_name", "service_handler", "together"]
 
 RAW_MESSAGES: Final = frozenset(message.DESCRIPTOR.full_name for message in (*BULK_MESSAGES, watch_pb2.WatchEvent))
-"""Messages that servicers and stubs see as their encoded bytes: bulk, and what is encoded once for many readers."""
+"""Messages that servicers and stubs get as encoded bytes: bulk, and events that are encoded once for many readers."""
 
 NO_TOKEN: Final = Security()
 
@@ -63,15 +63,15 @@ _CAPITALS: Final = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])"
 
 
 def method_name(rpc: str) -> str:
-    """The servicer's method for an RPC: "AllGather" -> "all_gather", "KV" -> "kv"."""
+    """Return the name of the servicer's method for an RPC: "AllGather" -> "all_gather", "KV" -> "kv"."""
     return _CAPITALS.sub("_", rpc).lower()
 
 
 def service_handler(descriptor: ServiceDescriptor, servicer: object) -> grpc.GenericRpcHandler:
-    """The handler with which a `server.Server` offers the service `descriptor`, performed by `servicer`.
+    """Make the handler with which a `server.Server` offers the service `descriptor`, performed by `servicer`.
 
     Raises:
-        InternalError: the servicer lacks a method, or one streams in one direction only.
+        InternalError: the servicer lacks a method, or a method streams in one direction only.
     """
     missing = [name for m in descriptor.methods if not callable(getattr(servicer, name := method_name(m.name), None))]
     if missing:
@@ -92,12 +92,11 @@ class Stub:
     Args:
         channel: from `channels.connect`.
         descriptor: the service; methods that stream in one direction only (grpc.health.v1's Watch) are left out.
-        security: whose token is sent with every call, the newest one; where the channel's certificate proves as much,
-            none is.
-        peer: what errors call the other end; the channel's address by default.
+        security: its newest token is sent with every call, unless the channel's certificate proves as much.
+        peer: the name of the other end in errors; the channel's address by default.
 
     Attributes:
-        bulk: opens its bulk calls; None = they are as all others.
+        bulk: opens its bulk calls; None = they are made like all others.
     """
 
     def __init__(
@@ -124,7 +123,7 @@ class Stub:
             timeout_s: seconds until it fails with `Timeout`; None = no deadline.
 
         Raises:
-            AxonError: what the servicer raised; or `Unreachable`, `Broken`, `Timeout`, `PermissionDenied`.
+            AxonError: the error of the servicer; or `Unreachable`, `Broken`, `Timeout`, `PermissionDenied`.
 
         After an error: `Unreachable` and the errors that a servicer raises before it does something mean that nothing
         was done. After `Broken` or `Timeout` the peer may have done some, all or none of it.
@@ -145,7 +144,7 @@ class Stub:
 
         Args:
             method: name of the RPC, as the schema spells it.
-            timeout_s: seconds the whole call may take; None = no deadline.
+            timeout_s: seconds the entire call may take; None = no deadline.
 
         Raises:
             Closed: the channel was closed.
@@ -158,7 +157,7 @@ class Stub:
         return Stream(call, self.peer, method, timeout_s, lambda: self.credentials() == used)
 
     async def open_bulk(self, method: str) -> Stream:
-        """Open a streaming call for much data: over a bulk connection (`rpc.bulk`) where there can be one.
+        """Open a streaming call for much data, over a bulk connection (`rpc.bulk`) if possible.
 
         Args:
             method: name of the RPC, as the schema spells it.
@@ -174,10 +173,10 @@ class Stub:
         return self.open(method)
 
     def credentials(self) -> object:
-        """A value that stands for the credentials that the next call shows; another one once there are newer ones.
+        """Return a value that identifies the credentials of the next call; it differs once there are newer ones.
 
         Raises:
-            ConfigurationError: the token's file cannot be read or has none.
+            ConfigurationError: the token's file cannot be read or has no token.
         """
         return self._newest(), self._security.metadata()
 
@@ -189,8 +188,8 @@ class ServerStream:
     """A servicer's end of a streaming call.
 
     Args:
-        context: gRPC's.
-        first: ends the stream unless its first message, or its end, comes before; None = nothing does.
+        context: gRPC's context.
+        first: ends the stream unless its first message, or its end, comes before; None = there is no time-out.
     """
 
     def __init__(self, context: Any, first: asyncio.Timeout | None = None) -> None:
@@ -198,7 +197,7 @@ class ServerStream:
         self._first = first
 
     def read(self) -> Shielded[Any]:
-        """Await it for the client's next message, or `EOF` when none will come any more."""
+        """Return an awaitable for the client's next message, or `EOF` when there are no more."""
         return Shielded(self._context.read() if self._first is None else self._read_first(self._first))
 
     async def _read_first(self, first: asyncio.Timeout) -> Any:
@@ -209,23 +208,23 @@ class ServerStream:
         return message
 
     def peer(self) -> str:
-        """The address of the client; empty in one process."""
+        """Return the address of the client; empty in one process."""
         return str(self._context.peer()) if hasattr(self._context, "peer") else ""
 
     def write(self, message: Any) -> Shielded[None]:
-        """Await it to send a message, or one that is encoded already; it ends when the transport has taken it."""
+        """Return an awaitable that sends a message, encoded or not; it ends when the transport has accepted it."""
         return Shielded(self._context.write(message))
 
     @property
     def send_soon(self) -> Callable[[bytes], bool] | None:
-        """Sends an encoded message without waiting, False = it cannot; None where a write has to wait."""
+        """A function that sends an encoded message without waiting, False = it cannot; None if writes must wait."""
         return getattr(self._context, "send_soon", None)
 
     def receive(self, take: Callable[[Any], None]) -> bool:
-        """Have every further message, and `EOF`, given to `take` as it comes; False where one has to read.
+        """Have every further message, and `EOF`, passed to `take` as it comes; False if the caller must read instead.
 
         Args:
-            take: raises nothing.
+            take: gets the messages; it must not raise.
         """
         if can := hasattr(self._context, "receive"):
             self._context.receive(take)
@@ -233,7 +232,7 @@ class ServerStream:
 
 
 async def together(calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """All results; the first error cancels the others, and is raised when they have ended."""
+    """Await all results; the first error cancels the others, and is raised when they have ended."""
     if len(calls) == 1:
         return [await calls[0]]
     tasks = [asyncio.ensure_future(call) for call in calls]
@@ -247,7 +246,7 @@ async def together(calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
 
 
 def _plain() -> object:
-    """There is one connection, without a certificate."""
+    """Return the connection's identity for a channel without renewed certificates: always the same."""
     return None
 
 
@@ -275,8 +274,8 @@ def _callable(channel: grpc.aio.Channel, method: MethodDescriptor) -> Any:
 
 
 def _method_handler(method: MethodDescriptor, behaviour: Callable[..., Awaitable[Any]]) -> Any:
-    # A request is parsed and a reply serialized by us, messages of a stream by gRPC's context: either way inside of
-    # `perform`, which answers what cannot be.
+    # We parse a unary request and serialize its reply; gRPC's context does that for messages of a stream. Both happen
+    # inside of `perform`, which answers a message that cannot be parsed.
     parse, serialize = _deserializer(method.input_type), _serializer(method.output_type)
     streams = method.client_streaming
 
@@ -337,7 +336,7 @@ async def _abort(context: Any, error: AxonError) -> None:
 
 
 def _nobody_listens(error: Exception, context: Any) -> bool:
-    """Whether `error` says that a read or write failed because the connection is broken or the server stopped."""
+    """Return True if a read or write failed with `error` because the connection is broken or the server stopped."""
     return isinstance(error, grpc.aio.BaseError) and (not isinstance(error, grpc.aio.UsageError) or context.done())
 
 

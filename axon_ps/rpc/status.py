@@ -1,15 +1,15 @@
-"""The one map between our errors and gRPC statuses.
+"""The map between our errors and gRPC statuses.
 
-Going out, an `AxonError` becomes a status code, its message (shortened), and an `ErrorDetail` in the trailing metadata
-`axon-ps-error-bin`, which carries the class and `GenerationChanged.generation`. Coming in, the detail wins; a status
-without one was made by gRPC itself (nobody listens, the deadline passed, the connection broke) or by another program,
-and is translated by its code.
+An `AxonError` is sent as a status code, its message (shortened), and an `ErrorDetail` in the trailing metadata
+`axon-ps-error-bin`, which has the class and `GenerationChanged.generation`. When a status is received, its detail has
+precedence. A status without a detail was made by gRPC itself (no server listens, the deadline passed, the connection
+broke) or by another program, and is translated by its code.
 
 Note: [Unreachable or Broken]
     `Unreachable` means that the call was never sent, so nothing was done and it may be repeated safely.
     gRPC gives the same code, UNAVAILABLE, for "could not connect" and for "the connection broke under the call"; only
     the text differs. We raise `Unreachable` when the text is about connecting and nothing was received on the call,
-    and `Broken` in every other case: when in doubt, something may have been done.
+    and `Broken` in every other case: when in doubt, the peer may have done something.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from axon_ps.texts import printable
 from axon_ps.wire.v1 import common_pb2
 
 ERROR_KEY: Final = "axon-ps-error-bin"
-"""Trailing metadata that carries the `ErrorDetail`."""
+"""Trailing metadata with the `ErrorDetail`."""
 
 MAX_MESSAGE_BYTES: Final = 4096
 """A longer message is cut before it is sent: metadata is bounded by both ends (`channels.OPTIONS`)."""
@@ -63,7 +63,7 @@ STATUS_OF: Final[Mapping[type[AxonError], grpc.StatusCode]] = {
     errors.StorageFull: _Code.RESOURCE_EXHAUSTED,
     errors.InternalError: _Code.INTERNAL,
 }
-"""The status an error is sent as."""
+"""The status with which an error is sent."""
 
 ERROR_OF: Final[Mapping[grpc.StatusCode, type[AxonError]]] = {
     _Code.CANCELLED: errors.Broken,
@@ -108,14 +108,14 @@ _BROKEN: Final = ("rst_stream", "stream removed", "socket closed", "connection r
 
 
 def error_to_detail(error: AxonError) -> common_pb2.ErrorDetail:
-    """An error as a message. A class that is not of the tree is sent as its nearest ancestor in it."""
+    """Convert an error to a message. A class that is not in `STATUS_OF` is sent as its nearest ancestor in it."""
     kind = next(c.__name__ for c in type(error).__mro__ if c in STATUS_OF)
     generation = error.generation if isinstance(error, GenerationChanged) else 0
     return common_pb2.ErrorDetail(kind=kind, message=_cut(str(error)), generation=generation)
 
 
 def error_from_detail(detail: common_pb2.ErrorDetail) -> AxonError:
-    """The error in a message; of a class we don't know (a newer peer's), an `AxonError` that names it."""
+    """Return the error in a message; if its class is unknown (a newer peer's), an `AxonError` that names it."""
     kind, message = KINDS.get(detail.kind), printable(detail.message, lines=True)
     if kind is None:
         return AxonError(f"{printable(detail.kind)}: {message}")
@@ -125,7 +125,7 @@ def error_from_detail(detail: common_pb2.ErrorDetail) -> AxonError:
 
 
 def status_of(error: AxonError) -> tuple[grpc.StatusCode, str, tuple[tuple[str, bytes], ...]]:
-    """Code, details and trailing metadata that an error is sent with."""
+    """Return code, details and trailing metadata with which an error is sent."""
     detail = error_to_detail(error)
     return (
         STATUS_OF[KINDS[detail.kind]],
@@ -135,7 +135,7 @@ def status_of(error: AxonError) -> tuple[grpc.StatusCode, str, tuple[tuple[str, 
 
 
 def rpc_error(code: grpc.StatusCode, details: str, trailing: Iterable[tuple[str, str | bytes]]) -> grpc.aio.AioRpcError:
-    """The error that gRPC raises at a client for a status that is not OK."""
+    """Make the error that gRPC raises at a client for a status that is not OK."""
     return grpc.aio.AioRpcError(code, grpc.aio.Metadata(), grpc.aio.Metadata(*trailing), details=details)
 
 
@@ -147,7 +147,7 @@ def error_of(
     answered: bool = False,
     timeout_s: float | None = None,
 ) -> AxonError:
-    """The error behind a failed call; see `error_of_status`."""
+    """Return the error of a failed call; see `error_of_status`."""
     details, trailing = error.details() or "", error.trailing_metadata()
     return error_of_status(error.code(), details, trailing, peer, method, answered=answered, timeout_s=timeout_s)
 
@@ -162,16 +162,16 @@ def error_of_status(
     answered: bool = False,
     timeout_s: float | None = None,
 ) -> AxonError:
-    """The error behind a status.
+    """Return the error of a status.
 
-    An error that the peer raised keeps its message, and gets a note with peer and method; one that gRPC made names
+    An error that the peer raised keeps its message, and gets a note with peer and method. An error that gRPC made names
     them in its message.
 
     Args:
         code: the status code; not OK.
         details: the status details.
         trailing: the trailing metadata.
-        peer: "host:port" the call went to.
+        peer: "host:port" of the call.
         method: the method called.
         answered: whether anything was received on this call. See Note: [Unreachable or Broken].
         timeout_s: the deadline that was given, for the message.
@@ -233,7 +233,7 @@ def _cut(message: str) -> str:
 
 
 def parsed_or_error(parse: Callable[[bytes], Any] | None) -> Callable[[bytes], Any] | None:
-    """As `parse`, but what cannot be parsed gives the error as a value: of one that is raised gRPC makes None."""
+    """Wrap `parse` so that it returns its error as a value, since gRPC would convert an exception to None."""
     if parse is None:
         return None
 

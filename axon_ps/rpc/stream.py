@@ -1,17 +1,17 @@
-"""A client's end of a streaming call: what gRPC's call offers, raising our errors.
+"""A client's end of a streaming call: a wrapper of gRPC's call that raises our errors.
 
 Note: [Whose cancellation]
-    gRPC raises `asyncio.CancelledError` in whoever awaits a call that was cancelled locally, also when another task
-    called `cancel()`. A task that was not cancelled itself must not see one (it would look as if it had been), so it
-    becomes `Closed` here. A task that is cancelled while it waits on a call cancels the call.
+    gRPC raises `asyncio.CancelledError` in every task that awaits a call that was cancelled locally, also when another
+    task called `cancel()`. A task that was not cancelled itself must not get it, so it becomes `Closed` here. A task
+    that is cancelled while it waits on a call cancels the call.
 
 Note: [Why a write failed]
     When the peer ends a call under a write, gRPC's `write` overwrites the status that the peer sent with its own
     INTERNAL, "Internal error from Core", and the peer's message is lost. So we pass messages to the call below that
-    layer, and when that fails wait for the status. It comes once all messages before it were read: while one task
+    layer, and wait for the status when that fails. It comes once all messages before it were read: while one task
     writes to a peer that may send, another task must read.
 
-What `Shielded` and the lock are for here is gRPC's; a bulk call needs neither.
+Only gRPC's calls need `Shielded` and the lock here; a bulk call needs neither.
 """
 
 from __future__ import annotations
@@ -31,10 +31,13 @@ from axon_ps.rpc.shielded import Shielded
 from axon_ps.rpc.status import error_of, error_of_status
 
 Place = Callable[[memoryview, int], tuple[int, memoryview] | None]
-"""Gets a message's first bytes and its size; gives where its end begins, and the memory for it; None = any will do."""
+"""Gets a message's first bytes and its size; returns the offset at which its end begins, and the memory for that.
+
+None = any memory.
+"""
 
 EOF: Final = grpc.aio.EOF
-"""What `Stream.read` and a servicer's `context.read` return when no message will come any more."""
+"""The result of `Stream.read` and of a servicer's `context.read` when there are no more messages."""
 
 _streams: WeakSet[Stream] = WeakSet()
 
@@ -42,16 +45,16 @@ fork.in_child(lambda: list(_streams))
 
 
 class Stream:
-    """One streaming call. Use `read` or iteration for what comes, `write` and `done_writing` for what goes.
+    """One streaming call. Use `read` or iteration to receive, `write` and `done_writing` to send.
 
     One task may read while others write; writes of several tasks go out one after the other.
 
-    After an error the call is over. `Unreachable` means that nothing was sent; after `Broken`, `Timeout` or `Closed`
-    the peer may have received some, all or none of what was written. An error may overtake messages that the peer sent
-    before it and that were not read yet.
+    After an error the call is over. `Unreachable` means that nothing was sent. After `Broken`, `Timeout` or `Closed`
+    the peer may have received some, all or none of the messages written. An error may overtake messages that the peer
+    sent before it and that were not read yet.
 
-    A stream that is left before its end (`break`, an exception) is cancelled when `async with` is left, or when nobody
-    refers to it any more.
+    A stream that is left before its end (`break`, an exception) is cancelled when `async with` is left, or when the
+    last reference to it is gone.
     """
 
     def __init__(
@@ -71,8 +74,8 @@ class Stream:
         _streams.add(self)
 
     def __del__(self) -> None:
-        if not self._call.done():  # gRPC's own call would live on, and the peer's end with it
-            with contextlib.suppress(RuntimeError):  # the event loop is closed, and with it the call
+        if not self._call.done():  # otherwise gRPC's call and the peer's end would stay open
+            with contextlib.suppress(RuntimeError):  # the event loop is closed, and so is the call
                 self._loop.call_soon_threadsafe(self._call.cancel)
 
     async def __aenter__(self) -> Stream:
@@ -82,15 +85,15 @@ class Stream:
         self.cancel()
 
     async def read(self, place: Place | None = None) -> Any:
-        """The next message, or `EOF` once the peer has ended the call well.
+        """Return the next message, or `EOF` once the peer has ended the call without an error.
 
         Args:
-            place: where a large message goes, or its end does; then what comes before that is returned. It may not be
-                asked at all.
+            place: returns the destination of a large message, or of its end; then only the bytes before that are
+                returned. It may not be called at all.
 
         Raises:
-            AxonError: what ended the call, as the peer raised it; see `status.error_of` for gRPC's own.
-            Broken: the peer sent what cannot be parsed; the call is cancelled.
+            AxonError: the error that ended the call, as the peer raised it; see `status.error_of` for gRPC's own.
+            Broken: the peer sent a message that cannot be parsed; the call is cancelled.
         """
         try:
             if self._is_bulk:
@@ -108,14 +111,14 @@ class Stream:
         return message
 
     async def write(self, message: Any) -> None:
-        """Send one message; returns when the transport has taken it.
+        """Send one message; returns when the transport has accepted it.
 
         Args:
-            message: of the method's type; where messages are raw, bytes or a tuple of buffers that follow each other.
+            message: of the method's type; if messages are raw, bytes or a tuple of buffers that follow each other.
 
         Raises:
-            AxonError: what ended the call, as the peer raised it.
-            Closed: `done_writing` or `cancel` was called, or the peer ended the call well.
+            AxonError: the error that ended the call, as the peer raised it.
+            Closed: `done_writing` or `cancel` was called, or the peer ended the call without an error.
         """
         data: bytes | tuple[bytes | memoryview, ...]
         if not isinstance(message, tuple):
@@ -123,7 +126,7 @@ class Stream:
         else:
             data = message if self._is_bulk else b"".join(message)
         try:
-            if self._is_bulk:  # whose messages do not mix
+            if self._is_bulk:  # the messages of a bulk call do not mix
                 await self._check_writable()
                 await self._call.send_serialized_message(data)
                 return
@@ -139,7 +142,7 @@ class Stream:
             raise self._cancelled() from None
 
     async def done_writing(self) -> None:
-        """Half-close: nothing more will be written. Does nothing when the call is over; `read` raises why it is."""
+        """Half-close: no further message is written. Does nothing when the call is over; `read` raises its error."""
         try:
             async with self._writing:
                 if self._half_closed or self._call.done():
@@ -154,23 +157,23 @@ class Stream:
             raise self._cancelled() from None
 
     def __aiter__(self) -> AsyncIterator[Any]:
-        """Messages until the peer ends the call well; raises as `read` does."""
+        """Iterate over messages until the peer ends the call without an error; raises as `read` does."""
         return self._messages()
 
     def cancel(self) -> None:
-        """End the call now; whoever waits on it gets `Closed`. Does nothing when it is over."""
+        """End the call now; every task that waits on it gets `Closed`. Does nothing when it is over."""
         self._call.cancel()
 
     def done(self) -> bool:
-        """Whether the call is over."""
+        """Return True if the call is over."""
         return bool(self._call.done())
 
     async def is_free(self) -> bool:
-        """Whether it can still be used. See `rpc.stream_pool`."""
+        """Return True if it can still be used. See `rpc.stream_pool`."""
         return not self.done() and self.is_current()
 
     def is_current(self) -> bool:
-        """Whether it was opened with our newest credentials. Others end, and the server ends the stream soon after."""
+        """Return True if it was opened with our newest credentials. A server ends it soon after older ones expire."""
         return self._is_current()
 
     @property
@@ -192,7 +195,7 @@ class Stream:
         if self._connected:
             return
         connecting = asyncio.ensure_future(self._call.wait_for_connection())
-        self._call.add_done_callback(lambda _: connecting.cancel())  # it waits for ever on a call that was cancelled
+        self._call.add_done_callback(lambda _: connecting.cancel())  # else it waits forever if the call was cancelled
         try:
             await connecting
         except grpc.aio.AioRpcError as error:
@@ -204,7 +207,7 @@ class Stream:
         self._connected = True
 
     async def _ended(self) -> AxonError:
-        """Why the call is over; waits until that is known."""
+        """Return the error that ended the call; waits until it is known."""
         if self._call._cython_call.is_locally_cancelled():
             return self._closed()
         code, details = await self._call.code(), await self._call.details()
@@ -216,7 +219,7 @@ class Stream:
         )
 
     def _cancelled(self) -> BaseException:
-        """The error to raise for a `CancelledError`. See Note: [Whose cancellation]."""
+        """Return the error to raise for a `CancelledError`. See Note: [Whose cancellation]."""
         return asyncio.CancelledError() if task_is_cancelled() else self._closed()
 
     def _closed(self) -> Closed:
@@ -227,6 +230,6 @@ class Stream:
 
 
 def task_is_cancelled() -> bool:
-    """Whether the current task is being cancelled, and not something that it waits for."""
+    """Return True if the current task itself is being cancelled, and not only the future that it awaits."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0

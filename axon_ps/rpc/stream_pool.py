@@ -1,9 +1,9 @@
-"""A pool of open streams: which one a client uses next, and what ends a server's idle ones.
+"""A pool of open streams: a client's choice of the next one, and the end of a server's idle ones.
 
 Note: [Streams are pooled]
-    Opening a stream costs both ends as much as moving a hundred kilobytes, and ending it well another round trip. So
-    frequent calls go over streams that stay open, one call at a time on each. Both ends know from the messages when a
-    call is over; one that fails ends the stream, with its error.
+    Opening a stream costs both ends as much as moving a hundred kilobytes, and ending it without an error costs another
+    round trip. So frequent calls use streams that stay open, one call at a time on each. Both ends know from the
+    messages when a call is over. A call that fails ends the stream, with its error.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ NEVER = Deadline(None)
 
 
 class Poolable(Protocol):
-    """A stream, or something around one."""
+    """A stream, or an object that wraps a stream."""
 
     async def is_free(self) -> bool:
-        """Whether it can be used again."""
+        """Return True if it can be used again."""
 
     def cancel(self) -> None:
-        """End it, and what is under way on it: whoever waits gets `Closed`."""
+        """End it, and the call under way on it: every task that waits gets `Closed`."""
 
     @property
     def place(self) -> str:
@@ -44,8 +44,8 @@ class StreamPool(Generic[T]):
     """A client's streams of one method, to any number of servers. Everything runs on one event loop.
 
     Args:
-        open: opens another one.
-        max_idle: how many idle ones to one server stay open; as many as are usually in use at once.
+        open: opens another stream.
+        max_idle: most idle streams to one server that stay open; as many as are usually in use at once.
     """
 
     def __init__(self, open: Callable[[Stub], Awaitable[T]], max_idle: int) -> None:
@@ -54,7 +54,7 @@ class StreamPool(Generic[T]):
         self._idle: WeakKeyDictionary[Stub, list[T]] = WeakKeyDictionary()
 
     def acquire(self, stub: Stub, deadline: Deadline = NEVER) -> Acquired[T]:
-        """A stream for one call, in the context; an error ends it, else it goes back to the pool.
+        """Return a context with a stream for one call; an error ends it, else it goes back to the pool.
 
         Raises:
             Timeout: the call was not over in time.
@@ -62,7 +62,7 @@ class StreamPool(Generic[T]):
         return Acquired(self, stub, deadline)
 
     async def take(self, stub: Stub, deadline: Deadline) -> T:
-        """A stream that is used by nobody.
+        """Take an idle stream, or open one.
 
         Raises:
             Timeout: none could be opened in time.
@@ -104,7 +104,7 @@ class Acquired(Generic[T]):
 
     async def __aenter__(self) -> T:
         self._stream = await self._pool.take(self._stub, self._deadline)
-        if (remaining_s := self._deadline.remaining()) < math.inf:  # lighter than asyncio.timeout, in what is frequent
+        if (remaining_s := self._deadline.remaining()) < math.inf:  # cheaper than asyncio.timeout, for frequent calls
             self._timer = asyncio.get_running_loop().call_later(remaining_s, self._stream.cancel)
         return self._stream
 
@@ -120,7 +120,7 @@ class Acquired(Generic[T]):
 
 
 class IdleStreams:
-    """A server's idle streams, on which no call is under way: a server that stops does not wait for them."""
+    """A server's streams on which no call is under way: a server that stops does not wait for them."""
 
     def __init__(self) -> None:
         self._idle: set[Shielded[Any]] = set()
@@ -129,11 +129,11 @@ class IdleStreams:
 
     @property
     def draining(self) -> bool:
-        """Whether `drain` was called."""
+        """True if `drain` was called."""
         return self._draining
 
     async def next(self, read: Shielded[Any]) -> Any:
-        """The result of `read`, the first message of the next call; `EOF`: the stream is over, or we are draining."""
+        """Return the result of `read`, the next call's first message; `EOF`: the stream is over, or we are draining."""
         if self._draining:
             read.close()
             return EOF

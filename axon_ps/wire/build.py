@@ -1,13 +1,13 @@
-"""The axon_ps that a process is, and those that go together in one job. Pure.
+"""The version of axon_ps of a process, and the versions that are compatible in one job. Pure.
 
 Note: [Versions]
-    A protocol version is raised by whatever would be misunderstood by a process that does not know of it: another
-    meaning of a field, another layout of what is cut or summed. What is only added, and is not needed, leaves it.
-    Members of one protocol version go together, so that a job is upgraded process by process while it trains. A member
-    and its coordinator exchange their builds in Join and Welcome, and the one that knows a reason refuses.
+    A change that an older process would misunderstand raises the protocol version: another meaning of a field, another
+    layout of slices or sums. An addition that is not needed does not. Members of one protocol version are compatible,
+    so that a job can be upgraded process by process while it trains. A member and its coordinator exchange their builds
+    in Join and Welcome, and the side that finds an incompatibility refuses.
 
-    docs/upgrading.md has the table of what goes with what. `tests/upgrade` compares it with this, and the messages with
-    those that the protocol version began with; `make upgrade` upgrades a job that trains.
+    docs/upgrading.md has the table of compatible versions. `tests/upgrade` compares it with this, and the messages with
+    those at the start of the protocol version; `make upgrade` upgrades a job that trains.
 """
 
 from __future__ import annotations
@@ -20,46 +20,46 @@ from axon_ps.errors import InvalidRequest
 from axon_ps.version import __version__
 
 PROTOCOL: Final = 1
-"""Of this axon_ps. Those that did not say have 0."""
+"""The protocol version of this axon_ps. Builds that did not report one have 0."""
 
 OLDEST: Final = 1
-"""The oldest protocol that this axon_ps goes together with."""
+"""The oldest protocol version that is compatible with this axon_ps."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Build:
-    """The axon_ps that a process is.
+    """The version of axon_ps of a process.
 
     Attributes:
-        version: of the package, as text; empty = it does not say.
-        protocol: that it speaks; 0 = it does not say.
+        version: the package's version, as text; empty = not reported.
+        protocol: the protocol version; 0 = not reported.
     """
 
     version: str = ""
     protocol: int = 0
 
     def __str__(self) -> str:
-        """As errors have it."""
+        """Return the text for errors."""
         named = f"axon_ps {self.version}" if self.version else "an older axon_ps"
         return f"{named} (protocol {self.protocol})"
 
 
 @cache
 def ours() -> Build:
-    """The build of this process."""
+    """Return the build of this process."""
     return Build(version=__version__, protocol=PROTOCOL)
 
 
 def check(theirs: Build, who: str, us: str) -> None:
-    """Check that two processes go together, as far as this one knows.
+    """Check that two processes are compatible, as far as this one knows.
 
     Args:
-        theirs: the build of the other.
-        who: what errors call it.
-        us: what errors call this process.
+        theirs: the build of the other process.
+        who: the name of the other process in errors.
+        us: the name of this process in errors.
 
     Raises:
-        InvalidRequest: they do not.
+        InvalidRequest: they are not.
     """
     if theirs.protocol < OLDEST:
         raise InvalidRequest(

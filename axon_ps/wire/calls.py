@@ -48,7 +48,7 @@ _ROOTED: Final = (Operation.REDUCE, Operation.BROADCAST, Operation.GATHER, Opera
 
 
 def call_to_proto(call: Call) -> collective_pb2.Call:
-    """The message for a call."""
+    """Convert a call to a message."""
     return collective_pb2.Call(
         sequence=call.sequence,
         operation=_OPERATIONS[call.operation],
@@ -61,7 +61,7 @@ def call_to_proto(call: Call) -> collective_pb2.Call:
 
 
 def call_from_proto(message: collective_pb2.Call, world_size: int) -> Call:
-    """The call of a message, in a group of `world_size` ranks.
+    """Convert a message to a call, in a group of `world_size` ranks.
 
     Raises:
         InvalidRequest: the operation, dtype or reduce operation is unknown, or counts or root do not fit the group.

@@ -1,10 +1,10 @@
-"""The elements of a chunk that changed between two versions of it: exact, and small where few did.
+"""The elements of a chunk that changed between two versions of it: exact, and small if few changed.
 
     shape legend: n = numel of the chunk, k = changed elements
 
-A payload is k distances u16[k], then the k new values. A distance is that to the changed element before, less 1; the
-first counts from -1. So that each fits, every `_STRIDE`-th element counts as changed. Elements are compared as bits: a
-NaN equals itself, and 0.0 is not -0.0.
+A payload is k distances u16[k], then the k new values. A distance is that to the previous changed element, minus 1; the
+first counts from -1. So that each distance fits, every `_STRIDE`-th element counts as changed. Elements are compared as
+bits: a NaN equals itself, and 0.0 is not -0.0.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _BITS: Final = {2: np.uint16, 4: np.uint32}
 
 
 def encode_changes(old: Array, new: Array) -> bytes | None:
-    """The change that makes `new` of `old`; None where that is no smaller than `new` itself.
+    """Encode the change from `old` to `new`; None if it is not smaller than `new` itself.
 
     Args:
         old: wire[n], contiguous.
@@ -38,10 +38,10 @@ def encode_changes(old: Array, new: Array) -> bytes | None:
 
 
 def apply_changes(payload: memoryview, out: Array) -> None:
-    """Make of `out`, wire[n] with the older values, the newer ones.
+    """Update `out`, wire[n], from the old values to the new ones.
 
     Raises:
-        InvalidRequest: the payload is none of a chunk of this size.
+        InvalidRequest: the payload does not fit a chunk of this size.
     """
     count, rest = divmod(payload.nbytes, 2 + out.itemsize)
     if rest:

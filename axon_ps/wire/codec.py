@@ -1,7 +1,7 @@
 """Conversion between values and the messages of `v1`: for every value `x`, `x_to_proto` and `x_from_proto`.
 
 Messages are validated: an enum must have a known value, a name must be short and printable, counts must fit each other.
-`x_from_proto` raises `InvalidRequest` naming the field; value types that check themselves in their constructors
+`x_from_proto` raises `InvalidRequest` naming the field. Value types that check themselves in their constructors
 (layouts, job specs) are not checked again.
 """
 
@@ -49,7 +49,7 @@ MAX_LAYOUT_NUMEL: Final = 1 << 45
 """Most elements of a layout: 35 trillion, far above any model and far below an overflow."""
 
 MAX_CUTS: Final = 1 << 16
-"""Most shard servers that a plan cuts units over, as many as there may be."""
+"""Most shard servers over which a plan cuts units, as many as there may be."""
 
 _DTYPES: Final = {
     DType.F32: common_pb2.D_TYPE_F32,
@@ -81,7 +81,7 @@ _POLICIES_BACK: Final[dict[int, type[Policy]]] = {number: policy for policy, num
 
 
 def name_from_proto(name: str, what: str, *, empty: bool = False) -> str:
-    """`name` itself, if it is valid (printable, not too long); `what` names it in the error.
+    """Return `name` itself, if it is valid (printable, not too long); `what` names it in the error.
 
     Raises:
         InvalidRequest: it is empty (unless `empty`), too long or not printable.
@@ -96,19 +96,19 @@ def name_from_proto(name: str, what: str, *, empty: bool = False) -> str:
 
 
 def dtype_to_proto(dtype: DType) -> common_pb2.DType:
-    """The number of a dtype on the wire."""
+    """Return the number of a dtype on the wire."""
     return _DTYPES[dtype]
 
 
 def dtype_from_proto(number: int, *, blocks: bool = False) -> DType:
-    """The dtype behind a number from the wire.
+    """Return the dtype of a number from the wire.
 
     Args:
         number: the number.
         blocks: whether a dtype of blocks is allowed, as in collectives.
 
     Raises:
-        InvalidRequest: it is unset, an unknown dtype, or one of blocks where that is not allowed.
+        InvalidRequest: it is unset or unknown, or a dtype of blocks where that is not allowed.
     """
     dtype = _known(_DTYPES_BACK, number, "dtype")
     if dtype not in NUMBERS and not blocks:
@@ -117,12 +117,12 @@ def dtype_from_proto(number: int, *, blocks: bool = False) -> DType:
 
 
 def role_to_proto(role: Role) -> common_pb2.Role:
-    """The number of a role on the wire."""
+    """Return the number of a role on the wire."""
     return _ROLES[role]
 
 
 def role_from_proto(number: int) -> Role:
-    """The role behind a number from the wire.
+    """Return the role of a number from the wire.
 
     Raises:
         InvalidRequest: it is unset or unknown.
@@ -131,12 +131,12 @@ def role_from_proto(number: int) -> Role:
 
 
 def outcome_to_proto(outcome: Outcome) -> common_pb2.Outcome:
-    """The number of an outcome on the wire."""
+    """Return the number of an outcome on the wire."""
     return _OUTCOMES[outcome]
 
 
 def outcome_from_proto(number: int) -> Outcome:
-    """The outcome behind a number from the wire.
+    """Return the outcome of a number from the wire.
 
     Raises:
         InvalidRequest: it is unset or unknown.
@@ -145,7 +145,7 @@ def outcome_from_proto(number: int) -> Outcome:
 
 
 def member_to_proto(member: Member) -> membership_pb2.Member:
-    """A member as a message."""
+    """Convert a member to a message."""
     return membership_pb2.Member(
         role=role_to_proto(member.role),
         rank=member.rank,
@@ -159,7 +159,7 @@ def member_to_proto(member: Member) -> membership_pb2.Member:
 
 
 def member_from_proto(message: membership_pb2.Member) -> Member:
-    """A member from a message.
+    """Convert a message to a member.
 
     Raises:
         InvalidRequest: the role is unknown, or a name is missing or not printable.
@@ -177,7 +177,7 @@ def member_from_proto(message: membership_pb2.Member) -> Member:
 
 
 def membership_to_proto(membership: Membership) -> membership_pb2.MembershipEvent:
-    """A membership as the event that announces it."""
+    """Convert a membership to the event that announces it."""
     return membership_pb2.MembershipEvent(
         generation=membership.generation,
         workers=[member_to_proto(m) for m in membership.workers],
@@ -196,7 +196,7 @@ def membership_to_proto(membership: Membership) -> membership_pb2.MembershipEven
 
 
 def membership_from_proto(message: membership_pb2.MembershipEvent) -> Membership:
-    """A membership from the event that announces it.
+    """Convert the event that announces a membership to the membership.
 
     Raises:
         InvalidRequest: a member is malformed, in the wrong list, or out of order.
@@ -219,7 +219,7 @@ def membership_from_proto(message: membership_pb2.MembershipEvent) -> Membership
 
 
 def placement_to_proto(placement: Placement) -> placement_pb2.Placement:
-    """The placement of a model's slices, as a message."""
+    """Convert the placement of a model's slices to a message."""
     made = {h: placement_pb2.SliceHolders(complete=h.complete, copying=h.copying) for h in placement.counts}
     return placement_pb2.Placement(
         number=placement.number,
@@ -230,7 +230,7 @@ def placement_to_proto(placement: Placement) -> placement_pb2.Placement:
 
 
 def placement_from_proto(message: placement_pb2.Placement) -> Placement:
-    """The placement of a model's slices.
+    """Convert a message to the placement of a model's slices.
 
     Raises:
         InvalidRequest: a slice has no holder, or units are cut over no server, or over more than there may be.
@@ -239,7 +239,7 @@ def placement_from_proto(message: placement_pb2.Placement) -> Placement:
         raise InvalidRequest(f"a placement is cut over {message.num_cuts} servers; at most {MAX_CUTS} are allowed")
     if not message.num_cuts or not all(h.complete for h in message.slices):
         raise InvalidRequest("a placement names a slice that no shard server holds, or is cut over no server")
-    made: dict[Holders, Holders] = {}  # equal ones are one object, which is found sooner in dictionaries
+    made: dict[Holders, Holders] = {}  # equal ones become one object, which dictionaries find faster
     holders = (Holders(tuple(h.complete), tuple(h.copying)) for h in message.slices)
     return Placement(
         holders=tuple([made.setdefault(h, h) for h in holders]),
@@ -250,22 +250,22 @@ def placement_from_proto(message: placement_pb2.Placement) -> Placement:
 
 
 def progress_to_proto(progress: ModelProgress) -> membership_pb2.ModelProgress:
-    """The progress of a model as a message."""
+    """Convert the progress of a model to a message."""
     return membership_pb2.ModelProgress(model=progress.model, step=progress.step, version=progress.version)
 
 
 def progress_from_proto(message: membership_pb2.ModelProgress) -> ModelProgress:
-    """The progress of a model from a message."""
+    """Convert a message to the progress of a model."""
     return ModelProgress(model=message.model, step=message.step, version=message.version)
 
 
 def copy_to_proto(copy: CopyFrom) -> membership_pb2.CopyFrom:
-    """A copy from another model as a message."""
+    """Convert a copy from another model to a message."""
     return membership_pb2.CopyFrom(source=copy.source, weight=copy.weight, version=copy.version)
 
 
 def copy_from_proto(message: membership_pb2.CopyFrom) -> CopyFrom:
-    """A copy from another model, from a message.
+    """Convert a message to a copy from another model.
 
     Raises:
         InvalidRequest: the weight is not above 0 and at most 1.
@@ -276,7 +276,7 @@ def copy_from_proto(message: membership_pb2.CopyFrom) -> CopyFrom:
 
 
 def layout_to_proto(layout: Layout) -> common_pb2.Layout:
-    """A layout as a message."""
+    """Convert a layout to a message."""
     return common_pb2.Layout(
         units=[
             common_pb2.Unit(
@@ -295,7 +295,7 @@ def layout_to_proto(layout: Layout) -> common_pb2.Layout:
 
 
 def layout_from_proto(message: common_pb2.Layout) -> Layout:
-    """A layout from a message.
+    """Convert a message to a layout.
 
     Raises:
         InvalidRequest: a name, shape or dtype is malformed, or the layout breaks one of its invariants.
@@ -316,12 +316,12 @@ def layout_from_proto(message: common_pb2.Layout) -> Layout:
 
 
 def hypers_to_proto(hypers: Iterable[Hyper]) -> list[dict[str, Hyper]]:
-    """The hyperparameters of every group: the fields of their messages, which is faster than the messages."""
+    """Return the hyperparameters of every group as fields of their messages, which is faster than messages."""
     return [{"values": hyper} for hyper in hypers]
 
 
 def hyper_from_proto(message: common_pb2.Hyper) -> dict[str, float]:
-    """The hyperparameters of one group from a message; the optimizer checks their values.
+    """Convert a message to the hyperparameters of one group; the optimizer checks their values.
 
     Raises:
         InvalidRequest: a name is malformed.
@@ -330,7 +330,7 @@ def hyper_from_proto(message: common_pb2.Hyper) -> dict[str, float]:
 
 
 def hypers_from_proto(messages: Iterable[common_pb2.Hyper]) -> tuple[Hyper, ...]:
-    """The hyperparameters of every group from their messages.
+    """Convert messages to the hyperparameters of every group.
 
     Raises:
         InvalidRequest: a name is malformed.
@@ -339,7 +339,7 @@ def hypers_from_proto(messages: Iterable[common_pb2.Hyper]) -> tuple[Hyper, ...]
 
 
 def optimizer_to_proto(optimizer: OptimizerSpec) -> common_pb2.OptimizerSpec:
-    """An optimizer as a message."""
+    """Convert an optimizer to a message."""
     return common_pb2.OptimizerSpec(
         name=optimizer.name,
         groups=hypers_to_proto(optimizer.groups),
@@ -349,7 +349,7 @@ def optimizer_to_proto(optimizer: OptimizerSpec) -> common_pb2.OptimizerSpec:
 
 
 def optimizer_from_proto(message: common_pb2.OptimizerSpec) -> OptimizerSpec:
-    """An optimizer from a message.
+    """Convert a message to an optimizer.
 
     Raises:
         InvalidRequest: a name is malformed, or a parameter is in a group that does not exist.
@@ -367,26 +367,26 @@ def optimizer_from_proto(message: common_pb2.OptimizerSpec) -> OptimizerSpec:
 
 
 def change_to_proto(change: OptimizerChange) -> common_pb2.OptimizerChange:
-    """A change of optimizers as a message."""
+    """Convert a change of optimizers to a message."""
     return common_pb2.OptimizerChange(optimizer=optimizer_to_proto(change.spec), retains_moments=change.retains_moments)
 
 
 def change_from_proto(message: common_pb2.OptimizerChange) -> OptimizerChange:
-    """A change of optimizers from a message.
+    """Convert a message to a change of optimizers.
 
     Raises:
-        InvalidRequest: as `optimizer_from_proto` raises it.
+        InvalidRequest: see `optimizer_from_proto`.
     """
     return OptimizerChange(spec=optimizer_from_proto(message.optimizer), retains_moments=message.retains_moments)
 
 
 def policy_to_proto(policy: Policy) -> policy_pb2.Policy:
-    """A policy as a message."""
+    """Convert a policy to a message."""
     return policy_pb2.Policy(kind=_POLICIES[type(policy)], **vars(policy))
 
 
 def policy_from_proto(message: policy_pb2.Policy) -> Policy:
-    """A policy from a message.
+    """Convert a message to a policy.
 
     Raises:
         InvalidRequest: it is unknown, or its setting is out of range.
@@ -396,12 +396,12 @@ def policy_from_proto(message: policy_pb2.Policy) -> Policy:
 
 
 def compression_to_proto(compression: Compressor) -> common_pb2.Compression:
-    """A compression as a message."""
+    """Convert a compression to a message."""
     return common_pb2.Compression(name=compression.name, options=compression.options)
 
 
 def compression_from_proto(message: common_pb2.Compression) -> Compressor:
-    """A compression from a message.
+    """Convert a message to a compression.
 
     Raises:
         InvalidRequest: no compressor has its name, or it has no such option, or the option is out of range.
@@ -411,7 +411,7 @@ def compression_from_proto(message: common_pb2.Compression) -> Compressor:
 
 
 def job_spec_to_proto(spec: JobSpec) -> common_pb2.JobSpec:
-    """A job's spec as a message. It is made once: of a large layout that takes a while."""
+    """Convert a job's spec to a message. It is encoded once, since that takes a while for a large layout."""
     if not spec.encoded:
         spec.encoded.append(_job_spec_to_proto(spec).SerializeToString(deterministic=True))
     return common_pb2.JobSpec.FromString(spec.encoded[0])
@@ -434,7 +434,7 @@ def _job_spec_to_proto(spec: JobSpec) -> common_pb2.JobSpec:
 
 
 def job_spec_from_proto(message: common_pb2.JobSpec) -> JobSpec:
-    """A job's spec from a message.
+    """Convert a message to a job's spec.
 
     Raises:
         InvalidRequest: the layout, a dtype, a compression or a size is invalid.
@@ -450,7 +450,7 @@ def job_spec_from_proto(message: common_pb2.JobSpec) -> JobSpec:
 
 
 def decision_to_proto(decision: Decision) -> session_pb2.DecisionEvent:
-    """A decision as the event that announces it."""
+    """Convert a decision to the event that announces it."""
     return session_pb2.DecisionEvent(
         step=decision.step,
         generation=decision.generation,
@@ -473,7 +473,7 @@ def decision_to_proto(decision: Decision) -> session_pb2.DecisionEvent:
 
 
 def decision_from_proto(message: session_pb2.DecisionEvent) -> Decision:
-    """A decision from the event that announces it.
+    """Convert the event that announces a decision to the decision.
 
     Raises:
         InvalidRequest: the outcome is unknown, or a hyperparameter's name or a copy's weight is malformed.
@@ -501,12 +501,12 @@ def decision_from_proto(message: session_pb2.DecisionEvent) -> Decision:
 
 
 def turn_to_proto(turn: Turn) -> common_pb2.Turn:
-    """The replica and clock of a step, as a message."""
+    """Convert the replica and clock of a step to a message."""
     return common_pb2.Turn(replica=turn.replica, clock=turn.clock, slowest_clock=turn.slowest_clock)
 
 
 def turn_from_proto(message: common_pb2.Turn) -> Turn:
-    """The replica and clock of a step, from a message."""
+    """Convert a message to the replica and clock of a step."""
     return Turn(replica=message.replica, clock=message.clock, slowest_clock=message.slowest_clock)
 
 

@@ -1,12 +1,12 @@
-"""Values that are committed with a step: small texts by name, of which the coordinator knows no more. Pure.
+"""Values that are committed with a step: small texts by name, which the coordinator does not interpret. Pure.
 
 Note: [Committed with a step]
-    Where a training program is, such as how many samples of the data it has used, must move exactly when the parameters
-    do, or a worker's death makes it use samples twice or never. So these values are a part of the step: every worker
-    votes for them, the votes must agree, and they are in the decision and in the same transaction of the store as it.
-    A step that is skipped, since its gradients are not finite, commits them too: it is decided, and its samples have
-    been used. One that is aborted does not. A value stays until a later step commits another one of its name. A
-    checkpoint has the values of its version, and who restores it goes on with those.
+    The position of a training program, such as the number of samples used, must change exactly when the parameters do.
+    Otherwise a worker's death makes the program use samples twice or never. So these values are a part of the step:
+    every worker votes for them, the votes must agree, and they are in the decision and in the same transaction of the
+    store. A step that is skipped, since its gradients are not finite, commits them too: it is decided, and its samples
+    have been used. An aborted step does not commit them. A value stays until a later step commits another one of its
+    name. A checkpoint has the values of its version, which are restored with it.
     (Kafka commits the offsets that a transaction has consumed with it in the same way.)
 """
 
@@ -23,7 +23,7 @@ MAX_BYTES = 4096
 
 
 def problem(values: Mapping[str, str]) -> str:
-    """Why these cannot be the committed values of a model, as text; empty when they can."""
+    """Return why these cannot be the committed values of a model, as text; empty when they can."""
     if any(not name or not name.isprintable() for name in values):
         return "a name of a value to commit is empty or not printable"
     size_bytes = sum(len(name.encode()) + len(value.encode()) for name, value in values.items())
@@ -34,7 +34,7 @@ def problem(values: Mapping[str, str]) -> str:
 
 
 def checked(values: Mapping[str, str]) -> Mapping[str, str]:
-    """The same values.
+    """Check values, and return them.
 
     Raises:
         InvalidRequest: they cannot be committed.
@@ -45,10 +45,10 @@ def checked(values: Mapping[str, str]) -> Mapping[str, str]:
 
 
 def encoded(values: Mapping[str, Any]) -> Mapping[str, str]:
-    """Values to commit with a step, as they travel: JSON, one text for equal values.
+    """Encode values to commit with a step: JSON, with the same text for equal values.
 
     Raises:
-        InvalidRequest: they are no JSON, or too large.
+        InvalidRequest: they are not JSON values, or too large.
     """
     try:
         texts = {str(name): json.dumps(value, sort_keys=True, separators=(",", ":")) for name, value in values.items()}

@@ -1,6 +1,6 @@
-"""Memberships as what has changed since the one before: a job of n members tells n of them of every change. Pure.
+"""Memberships as differences to the previous one, since a job of n members sends n of them at every change. Pure.
 
-Owns: what a `MembershipDifference` has. Refuses: to know who was sent which; the ends of a stream do.
+Owns: the contents of a `MembershipDifference`. Refuses: to know which member was sent which; the ends of a stream do.
 
 The numbers of replicas and local ranks are not in it, since they follow from ranks and nodes: with one worker fewer,
 those of all later ones change.
@@ -23,7 +23,7 @@ _newest: deque[tuple[Membership | None, Message, Membership]] = deque(maxlen=4)
 
 
 def difference_to_proto(before: Membership, now: Membership) -> membership_pb2.MembershipDifference | None:
-    """The changes between two memberships of a job; None where they are more than half of it."""
+    """Return the changes between two memberships of a job; None if they are more than half of it."""
     workers, workers_gone = _changes(before.workers, now.workers)
     shards, shards_gone = _changes(before.shards, now.shards)
     finished, finished_gone = _ends(before.finished, now.finished)
@@ -42,12 +42,12 @@ def difference_to_proto(before: Membership, now: Membership) -> membership_pb2.M
 def announced(
     message: membership_pb2.MembershipEvent | membership_pb2.MembershipDifference, before: Membership | None
 ) -> Membership:
-    """The membership that an event announces, whole or as a difference to the one before.
+    """Return the membership that an event announces, in full or as a difference to the previous one.
 
-    The newest few are remembered: other members of this process are told the same, and have the same object.
+    The newest few are cached: other members of this process get the same events, and share the objects.
 
     Raises:
-        InvalidRequest: as `codec.membership_from_proto` or `membership_from_difference`.
+        InvalidRequest: see `codec.membership_from_proto` and `membership_from_difference`.
     """
     base = before if isinstance(message, membership_pb2.MembershipDifference) else None
     for known, same, found in tuple(_newest):
@@ -62,10 +62,10 @@ def announced(
 
 
 def membership_from_difference(before: Membership | None, message: membership_pb2.MembershipDifference) -> Membership:
-    """The membership that a difference leads to.
+    """Return the membership that a difference leads to.
 
     Raises:
-        InvalidRequest: it is of another one than `before`, or names members that this has not.
+        InvalidRequest: it is not a difference to `before`, or names members that `before` does not have.
     """
     if before is None or before.generation != message.since:
         known = "none" if before is None else f"that of generation {before.generation}"
@@ -83,14 +83,14 @@ def membership_from_difference(before: Membership | None, message: membership_pb
 
 
 def _changes(before: Sequence[Member], now: Sequence[Member]) -> tuple[list[Member], list[int]]:
-    """Those that are new, by rank, and the ranks of those that are gone or are another process."""
+    """Return the new members, by rank, and the ranks of members that are gone or are another process."""
     there = {m.id: m for m in before}
     new = [m for m in now if there.pop(m.id, None) is None]
     return new, sorted(m.rank for m in there.values())
 
 
 def _ends(before: Sequence[Member], now: Sequence[Member]) -> tuple[Sequence[Member], int]:
-    """The items that were added at the end, and the number of those taken from the beginning."""
+    """Return the items that were added at the end, and the number of items removed at the beginning."""
     first = now[0] if now else None
     gone = next((i for i, m in enumerate(before) if m == first), len(before))
     retained = before[gone:]

@@ -1,6 +1,6 @@
 """The events that members receive on their session, and the reports they send: values for state, servicer and client.
 
-Invariant: a `Membership` of a given generation never changes; whatever would change it makes a new generation.
+Invariant: a `Membership` of a given generation never changes; every change makes a new generation.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ class Welcome:
 
     Attributes:
         rank: the rank it has been given.
-        lease_s: how long its silence is tolerated.
-        world_size: workers the job starts with; 0 until the first worker has joined.
-        num_shards: shard servers of the job.
-        state_id: of the coordinator's durable state; another one than before means that it has lost its state.
-        released: numbers of the models that the job has no more.
-        build: which axon_ps the coordinator is.
+        lease_s: seconds that its silence is tolerated.
+        world_size: number of workers with which the job starts; 0 until the first worker has joined.
+        num_shards: number of shard servers of the job.
+        state_id: id of the coordinator's durable state; a new id means that the coordinator has lost its state.
+        released: numbers of the models that the job has released.
+        build: the coordinator's build.
     """
 
     rank: int
@@ -47,20 +47,20 @@ class Welcome:
 
 @dataclass(frozen=True, kw_only=True)
 class JobState:
-    """The parts of a model of the job.
+    """The state of a model of the job.
 
     Attributes:
         model: its number.
-        name: what it is called; empty until registered.
+        name: its name; empty until registered.
         spec: layout, dtypes and policy; None until registered. Only shard servers get it.
         optimizer: None until registered. Only shard servers get it.
-        initialized: whether every shard server holds its parameters.
-        version: committed steps.
+        initialized: whether every shard server has its parameters.
+        version: number of committed steps.
         epoch: how often it was restored; a change makes every gathered copy stale.
         copied: the newest version of this epoch that took another model's values; 0 = none. Frozen units are of it.
-        released: the job has it no more.
-        placement: where its slices are; None until registered.
-        no_room: why the shard servers cannot hold it, and what to do, as text; empty when they can.
+        released: whether the job has released it.
+        placement: the placement of its slices; None until registered.
+        no_room: why the shard servers lack the memory for it, and a remedy, as text; empty when they do not.
         committed: the newest values that were committed with its steps, by name.
     """
 
@@ -80,14 +80,14 @@ class JobState:
 
 @dataclass(frozen=True, kw_only=True)
 class SnapshotOrder:
-    """To a shard server: write your slices of every model to the checkpoint `uri`.
+    """The order to a shard server to write its slices of every model to the checkpoint `uri`.
 
     Attributes:
         id: number of the order.
-        uri: where.
-        version: of the first model, the current one; 0 if the job has it no more.
-        models: of the other models.
-        background: nobody waits for it.
+        uri: the checkpoint.
+        version: the current version of the first model; 0 if the job has released it.
+        models: the progress of the other models.
+        background: whether it is background work, for which no caller waits.
     """
 
     id: int
@@ -98,22 +98,22 @@ class SnapshotOrder:
 
 
 UPLOADED = "worker:"
-"""Instead of a checkpoint's URI: a worker uploads the values; optimizer state and version stay."""
+"""Used instead of a checkpoint's URI: a worker uploads the values; optimizer state and version do not change."""
 
 FIRST_VALUES = "worker:first"
-"""Instead of a checkpoint's URI: the next worker that registers the model uploads first values, as if it were new."""
+"""Used instead of a checkpoint's URI: the next worker to register the model uploads first values, as if it were new."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RestoreOrder:
-    """To a shard server: load your slices of a model from the checkpoint `uri`, which holds `version`; see `UPLOADED`.
+    """The order to a shard server to load its slices of a model from the checkpoint `uri`; see also `UPLOADED`.
 
     Attributes:
-        epoch: of the model, once it is loaded.
+        epoch: the model's epoch, once it is loaded.
         uri: the checkpoint.
-        version: the version it holds.
-        model: which model is loaded.
-        section: what the checkpoint calls it; empty = the only model in it.
+        version: the version in the checkpoint.
+        model: the model that is loaded.
+        section: its name in the checkpoint; empty = the only model in it.
         sha256: the hash of the manifest that the coordinator has checked; empty = it has none.
     """
 
@@ -127,7 +127,7 @@ class RestoreOrder:
 
 @dataclass(frozen=True, kw_only=True)
 class SessionLost:
-    """To our own process: the stream broke; the client reconnects unless `final`."""
+    """A local event: the stream broke; the client reconnects unless `final`."""
 
     error: AxonError
     final: bool = False
@@ -135,24 +135,24 @@ class SessionLost:
 
 @dataclass(frozen=True, kw_only=True)
 class SessionRestored:
-    """To our own process: the stream is up again, and all missed events have been delivered."""
+    """A local event: the stream is up again, and all missed events have been delivered."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RevokedNames:
-    """Everything that is revoked: ids of tokens, certificates and processes, and why."""
+    """All names that are revoked: ids of tokens, certificates and processes, with the reasons."""
 
     reasons: Mapping[str, str]
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepDue:
-    """To a worker that has not voted: so many others have that it is asked to come to the step with what it has.
+    """The request to a worker to vote on a step with the gradients that it has, since enough others have voted.
 
     Attributes:
-        generation: in which.
+        generation: the generation.
         step: the attempt.
-        model: whose step it is.
+        model: the step's model.
     """
 
     generation: int
@@ -162,7 +162,7 @@ class StepDue:
 
 @dataclass(frozen=True, kw_only=True)
 class KnowledgeRequest:
-    """To a shard server that asks to join: say first what you know, which is more than this coordinator does."""
+    """The request to a joining shard server to send its position first, because it is ahead of this coordinator."""
 
 
 ServerEvent = (
@@ -177,10 +177,10 @@ ServerEvent = (
     | TraceOrder
     | RevokedNames
 )
-"""What the coordinator pushes."""
+"""The events that the coordinator sends."""
 
 Event = Membership | JobState | Decision | StepDue | SnapshotOrder | RestoreOrder | SessionLost | SessionRestored
-"""What a client's `on_event` gets, in order."""
+"""The events that a client's `on_event` gets, in order."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -196,9 +196,9 @@ class ServerMemory:
     """The memory that a shard server has for parameters.
 
     Attributes:
-        available_bytes: what it could allocate now.
-        resident_bytes: what it has in RAM.
-        pool: servers with the same pool share the available bytes; empty = nobody does.
+        available_bytes: bytes that it could allocate now.
+        resident_bytes: bytes that it has in RAM.
+        pool: servers with the same pool share the available bytes; empty = no other server shares them.
     """
 
     available_bytes: int
@@ -208,15 +208,15 @@ class ServerMemory:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelPosition:
-    """The newest of a model that is known.
+    """The newest known state of a model.
 
     Attributes:
         model: its number.
         epoch: how often it was restored.
         step: the step attempt under way.
-        version: committed steps.
+        version: number of committed steps.
         placement: number of the newest placement.
-        initialized: whether the shard servers have all its values, of that epoch.
+        initialized: whether the shard servers have all its values of that epoch.
     """
 
     model: int
@@ -229,13 +229,13 @@ class ModelPosition:
 
 @dataclass(frozen=True, kw_only=True)
 class Position:
-    """The newest of a job that is known.
+    """The newest known state of a job.
 
     Attributes:
-        generation: the newest.
-        models: of each model.
+        generation: the newest generation.
+        models: the newest known state of each model.
         released: the numbers of models that were released.
-        snapshot_id: of the newest order of a checkpoint; 0 = there was none.
+        snapshot_id: id of the newest order of a checkpoint; 0 = there was none.
     """
 
     generation: int = 0
@@ -246,11 +246,11 @@ class Position:
 
 @dataclass(frozen=True, kw_only=True)
 class Connectivity:
-    """A member's account of whom it reaches, by incarnation; see `core.connectivity.reachability`.
+    """The members that a member reaches, by incarnation; see `core.connectivity.reachability`.
 
     Attributes:
         unreachable: all members that it cannot reach now.
-        reached: members that have answered it, once for each is enough.
+        reached: members that have answered it; each has to be reported once only.
     """
 
     unreachable: frozenset[str] = frozenset()
@@ -265,18 +265,18 @@ class JoinRequest:
         job: name of the job it wants to join.
         incarnation: 32 hex digits.
         node: host or container.
-        address: where a shard server listens.
+        address: the address at which a shard server listens.
         requested_rank: wanted rank; -1 = any.
-        world_size: worker: how many workers the job starts with; 0 = as the coordinator is configured.
-        standby: worker: only to replace one that the job has lost.
-        known: shard server: what it can make; None = it does not list it, and nothing is checked.
-        memory: shard server: what it has for parameters; None = it does not say, and nothing is checked.
-        state_id: of the durable state in which it was a member; empty = in none.
-        position: how far what it knows of the job goes.
-        build: which axon_ps it is.
-        credentials: ids of the certificate and token that it has shown; by one of these it would be revoked.
-        makes_itself: whether it holds the job's secret, and so can make itself other credentials.
-        connectivity: whom it reaches; None = it never says.
+        world_size: worker: number of workers with which the job starts; 0 = as the coordinator is configured.
+        standby: worker: joins only to replace a worker that the job has lost.
+        known: shard server: the optimizers and compressors it can make; None = not reported, nothing is checked.
+        memory: shard server: its memory for parameters; None = not reported, nothing is checked.
+        state_id: id of the durable state in which it was a member; empty = it was none.
+        position: the newest state of the job that it knows.
+        build: its build.
+        credentials: ids of the certificate and token that it has shown; revoking one of them revokes it.
+        makes_itself: whether it has the job's secret, and so can make itself other credentials.
+        connectivity: the members that it reaches; None = it never reports them.
     """
 
     job: str
@@ -298,24 +298,24 @@ class JoinRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class Vote:
-    """A worker has pushed everything of a step.
+    """A worker's message that it has pushed all gradients of a step.
 
     Attributes:
-        generation: the generation it pushed in.
-        step: the attempt; where replicas step asynchronously, the replica's clock.
+        generation: the generation in which it pushed.
+        step: the attempt; for asynchronous replicas, the replica's clock.
         max_norm: global L2 norm to clip to; 0 = do not clip.
         hyper: per parameter group, this step's hyperparameters; empty = as registered.
         version: the oldest version that the gradients may come from.
-        model: whose step it is.
-        copy: what the step takes from another model; None = it takes gradients.
+        model: the step's model.
+        copy: the copy that the step makes from another model; None = it takes gradients.
         blocked: whether the worker makes no step of another model before this one is decided.
         commit: values to commit with the step, by name; the same in all votes. See `committed`.
         traceparent: the worker's span of it; empty = the step is not traced.
-        weight: what its gradients were multiplied by, to be divided by the sum over all votes; None = they are to be
-            summed as they are. In all votes or in none.
-        untouched: numbers in the layout of the trainable parameters that it has no gradient of, ascending.
-        withdrawn: what it pushed must not count, so the step is aborted once all have voted.
-        optimizer: takes the place of the model's with the step; the same in all votes. None = it stays.
+        weight: the factor of its gradients, whose sum is divided by the sum of weights over all votes; None = gradients
+            are only summed. It is in all votes or in none.
+        untouched: numbers in the layout of the trainable parameters without a gradient, ascending.
+        withdrawn: its gradients must not count, so the step is aborted once all have voted.
+        optimizer: replaces the model's optimizer with the step; the same in all votes. None = it does not change.
     """
 
     generation: int
@@ -336,16 +336,18 @@ class Vote:
 
 @dataclass(frozen=True, kw_only=True)
 class Ready:
-    """A shard server has the gradients of a step in every slice it owns: of every replica, or of one if asynchronous.
+    """A shard server's report that it has the gradients of a step in every slice it owns.
+
+    They are the gradients of every replica, or of one replica if these are asynchronous.
 
     Attributes:
         generation: the generation.
-        step: the attempt; where replicas step asynchronously, the replica's clock.
+        step: the attempt; for asynchronous replicas, the replica's clock.
         sums_of_squares: of the summed gradient of each slice whose primary it is; non-finite when that is.
-        replica: whose gradients, where replicas step asynchronously.
-        model: of which model.
-        placement: number of the placement that it knows; a report of another than the current one does not count.
-        digests: by number, of the slices that others hold, too, as the last commit left them.
+        replica: the replica of the gradients, for asynchronous replicas.
+        model: the model.
+        placement: number of the placement that it knows; a report for an old placement does not count.
+        digests: by number, digests of the slices that others have, too, after the last commit.
     """
 
     generation: int
@@ -359,12 +361,12 @@ class Ready:
 
 @dataclass(frozen=True, kw_only=True)
 class Copied:
-    """A shard server has got slices of a model that it was to copy.
+    """A shard server's report that it has copied slices of a model.
 
     Attributes:
-        model: of which model.
+        model: the model.
         epoch: how often it had been restored.
-        slices: by number.
+        slices: the numbers of the slices.
         placement: number of the placement that it knows.
     """
 
@@ -375,22 +377,22 @@ class Copied:
 
 
 MAX_BLOCKS: Final = 16
-"""How many blocks of a slice a report names."""
+"""Most blocks of a slice that a report names."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Corrupted:
-    """Memory of a slice of a shard server does not hold what was written to it; see `shard.core.digests`.
+    """A shard server's report that memory of a slice differs from the values written; see `shard.core.digests`.
 
     Attributes:
-        model: of which model.
+        model: the model.
         epoch: how often it had been restored.
         slice: its number in the plan.
         placement: number of the placement that the server knew.
         generation: the generation that it knew.
-        lost: whether values or moments are lost; else only what was summed for the step under way.
-        version: that the server was at.
-        blocks: (array, first element, one past the last) in the slice's unit; the first of them.
+        lost: whether values or moments are lost; else only the sums for the step under way.
+        version: the server's version.
+        blocks: (array, first element, one past the last) in the slice's unit, of the first `MAX_BLOCKS`.
     """
 
     model: int
@@ -405,7 +407,7 @@ class Corrupted:
 
 @dataclass(frozen=True, kw_only=True)
 class SnapshotFile:
-    """A file of a checkpoint: a shard server's, which has slices of `model`, or the own state of worker `model`."""
+    """A file of a checkpoint: a shard server's slices of model `model`, or the own state of worker `model`."""
 
     name: str
     sha256: str
@@ -427,12 +429,12 @@ class Registered:
     """The answer to a registration.
 
     Attributes:
-        first: whether this call gave the job what it lacked.
-        initialized: whether the servers hold parameters already (a joiner must not upload).
-        version: committed steps.
-        upload: whether the caller is the one to upload the first values.
-        generation: the generation it was answered in.
-        model: the number that the model has everywhere else.
+        first: whether this call added something that the job lacked.
+        initialized: whether the servers have parameters already (a joiner must not upload).
+        version: number of committed steps.
+        upload: whether the caller is to upload the first values.
+        generation: the generation of the answer.
+        model: the model's number.
     """
 
     first: bool
@@ -463,13 +465,13 @@ class CheckpointReply:
     """A checkpoint that was written or read.
 
     Attributes:
-        uri: where it is.
-        version: the version it holds.
+        uri: the checkpoint.
+        version: its version.
         bytes: bytes of all its files.
-        extra_json: what was saved with it, a JSON object.
-        versions: where it has several models, the version of each by name.
-        optimizer: name of the optimizer of the first model asked for; empty = it has none.
-        hyper: per parameter group of that, the hyperparameters as of its version.
+        extra_json: the caller's values saved with it, a JSON object.
+        versions: if it has several models, the version of each by name.
+        optimizer: name of the optimizer of the first model requested; empty = it has none.
+        hyper: per parameter group of that, the hyperparameters at its version.
         states: the files of workers' own state.
     """
 
@@ -489,14 +491,14 @@ class ModelStatus:
 
     Attributes:
         model: its number.
-        name: what it is called.
-        version: committed steps.
+        name: its name.
+        version: number of committed steps.
         step: current step attempt.
         epoch: how often it was restored.
-        initialized: whether the servers hold its parameters.
-        parameters: elements of its layout.
-        slices: how many it is cut into.
-        lacking: how many of them have too few copies.
+        initialized: whether the servers have its parameters.
+        parameters: number of elements of its layout.
+        slices: number of its slices.
+        lacking: number of slices that have too few copies.
         steps_per_s: its steps that commit; 0 = unknown, or none do.
     """
 
@@ -513,16 +515,16 @@ class ModelStatus:
 
 
 class JobPhase(StrEnum):
-    """The activity of a job; `core.history.phase` says which it is."""
+    """The activity of a job; `core.history.phase` determines it."""
 
-    UNKNOWN = ""  # an older coordinator does not say it
+    UNKNOWN = ""  # an older coordinator does not report it
     WAITING = "waiting"  # for members, or for a restore
-    RUNNING = "running"  # every member is there, and without a model on the servers nobody sees its steps
+    RUNNING = "running"  # every member is there, and there is no model on the servers whose steps could be observed
     LOADING = "loading"  # its parameters are uploaded or restored
     READY = "ready"  # every member is there, and no step has committed since
     TRAINING = "training"  # steps commit
     STALLED = "stalled"  # every member is there, and no step commits any more
-    FINISHED = "finished"  # its workers have done all there was to do
+    FINISHED = "finished"  # its workers have done all their work
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -530,14 +532,14 @@ class CheckpointStatus:
     """A job's checkpoints, as far as they are known. Times are in seconds before the reply.
 
     Attributes:
-        uri: the newest that was written, whoever asked for it; empty = none is known.
-        version: of the first model in it.
-        age_s: since when it is complete.
-        took_s: how long writing it took; 0 = it was written before this coordinator started.
+        uri: the newest that was written, by any caller; empty = none is known.
+        version: the version of the first model in it.
+        age_s: its age since it was complete.
+        took_s: the duration of writing it; 0 = it was written before this coordinator started.
         bytes: bytes of all its files.
-        failure: why the newest one that failed was not written, verified, removed or restored; empty = none failed.
-        failure_age_s: since when.
-        activity: what the job does about checkpoints by itself, now or next; empty = nothing.
+        failure: why the newest failed checkpoint was not written, verified, removed or restored; empty = none failed.
+        failure_age_s: the age of that failure.
+        activity: the automatic work on checkpoints, now or next, as text; empty = none.
     """
 
     uri: str = ""
@@ -556,26 +558,26 @@ class Status:
 
     Attributes:
         job: its name.
-        membership: who is there.
-        version: committed steps of the first model.
+        membership: its members.
+        version: number of committed steps of the first model.
         step: its current step attempt.
         registered: whether there is a layout.
-        initialized: whether the servers hold the parameters of every model.
-        parameters: elements of all layouts.
-        lease_s: how long a silent member stays a member.
-        uptime_s: of the coordinator.
+        initialized: whether the servers have the parameters of every model.
+        parameters: number of elements of all layouts.
+        lease_s: seconds that a silent member stays a member.
+        uptime_s: the coordinator's uptime.
         counters: steps committed, skipped, aborted; joins, losses; last gradient norm; members' own metrics.
-        pending: what the current step, a barrier or a checkpoint waits for, as text.
+        pending: the causes for which the current step, a barrier or a checkpoint waits, as text.
         models: the job's models by number.
-        replication: how many shard servers are to hold each slice.
-        draining: ranks of the shard servers that give up what they hold.
-        awaited: incarnations of the members that a restarted coordinator has not heard of: whether they live is not
-            known.
+        replication: number of shard servers that are to have each slice.
+        draining: ranks of the shard servers that are draining.
+        awaited: incarnations of the members that have not contacted a restarted coordinator yet: it is not known
+            whether they live.
         checkpoints: its checkpoints.
-        progress: what the training script has reported last; None = nothing.
-        phase: what the job is doing.
-        headline: the same in words, and what is amiss.
-        steps_per_s: the steps of the first model that commit, without a model the script's; 0 = unknown, or none.
+        progress: the newest report of the training script; None = there is none.
+        phase: the job's activity.
+        headline: the phase in words, with problems.
+        steps_per_s: the steps of the first model that commit, or, without a model, the script's; 0 = unknown, or none.
     """
 
     job: str

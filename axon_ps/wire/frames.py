@@ -1,22 +1,22 @@
 """Bulk messages, encoded and decoded without the protobuf library copying the payload.
 
-Owns the conversions `encode_chunk`, `encode_buffers`, `decode_chunk` and `Target`, and `payload_array` and `elements`,
-which check a payload before it is used. Refuses all other messages with `InvalidRequest`.
+Owns: the conversions `encode_chunk`, `encode_buffers`, `decode_chunk` and `Target`, and `payload_array` and `elements`,
+which check a payload before it is used. Refuses: all other messages, with `InvalidRequest`.
 
 Bulk messages are `Chunk` (parameters and gradients) and `CollectiveChunk`.
 
 Note: [The payload comes last]
-    `payload` has the highest field number of a bulk message, the same one in all of them, and protobuf's own encoders
-    write fields in ascending order. So the encoding of a complete chunk is the encoding of its small fields, then the
-    payload's tag, its length and its bytes. Protobuf encodes the small fields here, and the rest is joined to them: one
-    copy of the payload, the one that makes the message. Decoding is the reverse and copies nothing: skip over the small
-    fields, have protobuf decode the bytes before the payload, and return the rest as a view.
+    `payload` has the highest field number of a bulk message, the same in all of them, and protobuf's own encoders write
+    fields in ascending order. So the encoding of a complete chunk is the encoding of its small fields, then the
+    payload's tag, its length and its bytes. Protobuf encodes the small fields here, and the rest is joined to them. The
+    payload is copied once, into the message. Decoding is the reverse and copies nothing: the small fields are skipped,
+    protobuf decodes the bytes before the payload, and the rest is returned as a view.
 
-    Where the payload begins is found by its tag, followed by the length of all that is left. The tag's byte may be
-    found in another field, too; but if protobuf can decode all before it, a field begins there, and it is the payload.
+    The begin of the payload is found by its tag, followed by the length of the rest. The tag's byte may be found in
+    another field, too. But if protobuf can decode all bytes before it, a field begins there, and it is the payload.
 
-    Another client may write the fields in another order, or so many that the payload begins late; then protobuf parses
-    all of it, which copies more. Both ways accept the same messages and give the same result.
+    Another client may write the fields in another order, or so many that the payload begins late. Then protobuf parses
+    the entire message, which copies more. Both ways accept the same messages and give the same result.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ BULK_MESSAGES: Final[tuple[type[BulkMessage], ...]] = (common_pb2.Chunk, collect
 """The message types of this module; servicers and stubs pass them as encoded bytes."""
 
 Payload = bytes | bytearray | memoryview | Array
-"""The types of a payload: anything contiguous; its bytes are sent unchanged."""
+"""The types of a payload, which must be contiguous; its bytes are sent unchanged."""
 
 _PAYLOAD_FIELD: Final = common_pb2.Chunk.PAYLOAD_FIELD_NUMBER
 _LENGTH_DELIMITED: Final = 2
@@ -50,17 +50,17 @@ _HEAD_BYTES: Final = 512
 
 
 def encode_chunk(header: BulkMessage, payload: Payload | None) -> bytes:
-    """The encoding of `header` with `payload` in it, in one copy of the payload; as `encode_buffers`."""
+    """Encode `header` with `payload` in it, with one copy of the payload; see `encode_buffers`."""
     return b"".join(encode_buffers(header, payload))
 
 
 def encode_buffers(header: BulkMessage, payload: Payload | None) -> tuple[bytes | memoryview, ...]:
-    """The encoding of `header` with `payload` in it, in buffers that follow each other; the last is the payload itself.
+    """Encode `header` with `payload` in it, as buffers that follow each other; the last is the payload itself.
 
     It must not change until the buffers are sent. See Note: [The payload comes last].
 
     Args:
-        header: every field but the payload, which must be unset.
+        header: every field except the payload, which must be unset.
         payload: contiguous bytes or array, little-endian; None or empty leaves the field out, as protobuf does.
 
     Raises:
@@ -80,7 +80,7 @@ def encode_buffers(header: BulkMessage, payload: Payload | None) -> tuple[bytes 
 
 
 def decode_chunk(data: bytes | memoryview) -> tuple[common_pb2.Chunk, memoryview]:
-    """The header of an encoded `Chunk` (payload unset) and a view of its payload, which keeps `data` alive.
+    """Decode a `Chunk`: its header (payload unset) and a view of its payload, which keeps `data` alive.
 
     See Note: [The payload comes last].
 
@@ -91,7 +91,7 @@ def decode_chunk(data: bytes | memoryview) -> tuple[common_pb2.Chunk, memoryview
 
 
 def decode_bulk(kind: type[Bulk], data: bytes | memoryview) -> tuple[Bulk, memoryview]:
-    """The header of an encoded message of `kind` (payload unset) and a view of its payload, which keeps `data` alive.
+    """Decode a message of `kind`: its header (payload unset) and a view of its payload, which keeps `data` alive.
 
     Raises:
         InvalidRequest: `data` is not an encoded message of that kind.
@@ -110,13 +110,14 @@ def decode_bulk(kind: type[Bulk], data: bytes | memoryview) -> tuple[Bulk, memor
 
 
 class Target(Generic[Bulk]):
-    """Destinations of payloads while their messages are received: memory that the header tells, without a copy.
+    """Destinations of payloads while their messages are received: memory chosen by the header, without a copy.
 
-    It is what `rpc.stream.Stream.read` takes, which may not ask: then `decode` gives the payload as it came.
+    It is an argument of `rpc.stream.Stream.read`, which may not call it: then `decode` returns the payload as it came.
 
     Args:
-        kind: of the messages.
-        memory: where a payload of so many bytes goes; None = anywhere. It is not checked yet, and may not come whole.
+        kind: the type of the messages.
+        memory: returns the memory for a payload, by its header and size; None = any memory. The payload is not checked
+            yet, and may not come in full.
     """
 
     def __init__(self, kind: type[Bulk], memory: Callable[[Bulk, int], memoryview | None]) -> None:
@@ -126,7 +127,7 @@ class Target(Generic[Bulk]):
         self._header: Bulk | None = None
 
     def __call__(self, first: memoryview, size: int) -> tuple[int, memoryview] | None:
-        """The beginning of the payload, and the memory for it, by the first bytes of a message of `size` bytes."""
+        """Return the payload's offset, and the memory for it, by the first bytes of a message of `size` bytes."""
         found = _split(self._kind, first, size)
         if found is None:
             return None
@@ -138,10 +139,10 @@ class Target(Generic[Bulk]):
         return start, memory
 
     def decode(self, message: bytes | memoryview) -> tuple[Bulk, memoryview, bool]:
-        """Header and payload of a message that was read, and whether the payload is where `memory` said.
+        """Return header and payload of a message that was read, and whether the payload is in the memory of `memory`.
 
         Raises:
-            InvalidRequest: as `decode_bulk`.
+            InvalidRequest: see `decode_bulk`.
         """
         header, self._header = self._header, None
         if header is None:
@@ -153,7 +154,7 @@ class Target(Generic[Bulk]):
 def payload_array(
     header: common_pb2.Chunk, payload: memoryview, max_numel: int, compressed_bytes: Callable[[int], int] | None = None
 ) -> Array:
-    """The payload as a read-only 1-D array of the header's dtype, without a copy; bf16 as uint16, compressed as u8.
+    """Return the payload as a read-only 1-D array of the header's dtype, not copied; bf16 as uint16, compressed as u8.
 
     Args:
         header: has dtype and number of elements.
@@ -162,8 +163,8 @@ def payload_array(
         compressed_bytes: the compressed size of a number of elements; None = the job does not compress.
 
     Raises:
-        InvalidRequest: the dtype is unknown, there are more elements than `max_numel`, the length does not fit, it is
-            `absent`, so that there are none, or it is compressed and the job's are not.
+        InvalidRequest: the dtype is unknown, there are more elements than `max_numel`, the length does not fit, the
+            chunk is `absent`, so that there are none, or it is compressed and the job's chunks are not.
     """
     dtype = dtype_from_proto(header.dtype)
     if header.absent:
@@ -188,10 +189,10 @@ def payload_array(
 
 
 def elements(payload: memoryview, dtype: DType) -> Array:
-    """A payload as a read-only 1-D array, without a copy; bf16 as uint16. The caller checks its length.
+    """Return a payload as a read-only 1-D array, without a copy; bf16 as uint16. The caller checks its length.
 
     Raises:
-        InvalidRequest: it is no whole number of elements, or a bool is neither 0 nor 1.
+        InvalidRequest: it is not an integral number of elements, or a bool is neither 0 nor 1.
     """
     if payload.nbytes % dtype.itemsize:
         raise InvalidRequest(f"a payload of {payload.nbytes} bytes is no whole number of {dtype.value} elements")
@@ -210,9 +211,9 @@ def _varint(value: int) -> bytes:
 
 
 def _split(kind: type[Bulk], data: bytes | memoryview, size: int) -> tuple[Bulk, int] | None:
-    """The header of a message of `size` bytes that begins with `data`, and where its payload begins.
+    """Return the header of a message of `size` bytes that begins with `data`, and the offset of its payload.
 
-    None if it has none, or none that is found like this; see Note: [The payload comes last].
+    None if no payload is found in this way; see Note: [The payload comes last].
     """
     head = bytes(data[:_HEAD_BYTES])
     tag = head.find(_PAYLOAD_TAG_BYTE)
@@ -221,17 +222,17 @@ def _split(kind: type[Bulk], data: bytes | memoryview, size: int) -> tuple[Bulk,
         if start + length == size:
             try:
                 header = kind.FromString(head[:tag])
-            except DecodeError:  # it is in the middle of a field
+            except DecodeError:  # the byte is in the middle of a field
                 pass
             else:
-                header.ClearField("payload")  # of two the last counts
+                header.ClearField("payload")  # of two payloads the last counts
                 return header, start
         tag = head.find(_PAYLOAD_TAG_BYTE, tag + 1)
     return None
 
 
 def _read_varint(data: bytes, position: int) -> tuple[int, int]:
-    """A varint of at most four bytes, and where it ends; (-1, position) if it is longer, or cut off."""
+    """Return a varint of at most four bytes, and the position after it; (-1, position) if it is longer, or cut off."""
     value = 0
     for shift, byte in zip((0, 7, 14, 21), data[position : position + 4], strict=False):
         value |= (byte & 0x7F) << shift

@@ -1,4 +1,4 @@
-"""A training script's report of its progress, as it is in the job's store. Pure."""
+"""A training script's report of its progress, in the job's store. Pure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Final
 from axon_ps.texts import printable, value_of_json
 
 REPORT_KEY: Final = "axon_ps/progress"
-"""Key of the store under which the newest report is, a JSON object; see `worker.progress`."""
+"""Key of the newest report in the store, a JSON object; see `worker.progress`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,12 +19,12 @@ class Report:
     """A report.
 
     Attributes:
-        step: how far the script is.
-        steps: how many steps there will be; None = it does not say.
-        loss: the loss; None = it does not say.
-        steps_per_s: as measured by the script's worker; 0 = unknown.
+        step: the script's current step.
+        steps: the total number of steps; None = not reported.
+        loss: the loss; None = not reported.
+        steps_per_s: the rate measured by the script's worker; 0 = unknown.
         values: further numbers, by name.
-        at: when it was made, in seconds since 1970; 0 = unknown.
+        at: its time, in seconds since 1970; 0 = unknown.
         by_version: whether `step` is the version of the parameters, since the script has not given another.
     """
 
@@ -37,14 +37,14 @@ class Report:
     by_version: bool = False
 
     def at_version(self, version: int, run_began: int, steps_per_s: float) -> Report:
-        """The report as of now: one by version has the step of now, and the job's rate.
+        """Return the current report: a report by version gets the current step, and the job's rate.
 
-        `steps` may be those of all runs of the job or those of this run alone. It is this run's where the other cannot
-        be: the job had as many before this run, or has more now. A number of steps that is exceeded all the same is
-        left out: it counts something else.
+        `steps` may count all runs of the job, or this run alone. It is taken as this run's if it cannot be of all runs:
+        the job had as many steps before this run, or has more now. If the number is exceeded nevertheless it is left
+        out, because it counts something else.
 
         Args:
-            version: of the first model.
+            version: the version of the first model.
             run_began: its version when this run of the workers began.
             steps_per_s: the job's rate.
         """
@@ -57,7 +57,7 @@ class Report:
         return dataclasses.replace(report, steps=None) if exceeded else report
 
     def left_s(self, now: float) -> float | None:
-        """The time that the rest will take, if it goes on like this, in seconds; None = that cannot be known.
+        """Return the time that the rest takes at the current rate, in seconds; None = unknown.
 
         Args:
             now: the time, in seconds since 1970.
@@ -70,7 +70,7 @@ class Report:
 
 
 def parse(value: bytes | None) -> Report | None:
-    """The report that is stored; None if there is none, whatever is stored instead."""
+    """Parse the stored report; None if the value is missing or not a report."""
     try:
         found = value_of_json(value or b"", "a report")
         return Report(

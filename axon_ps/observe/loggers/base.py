@@ -11,19 +11,19 @@ from axon_ps.errors import ConfigurationError
 
 @runtime_checkable
 class Logger(Protocol):
-    """Takes metrics. Its methods are called on one thread, for which training does not wait.
+    """Receives metrics. Its methods are called on one thread, for which training does not wait.
 
-    What it raises is logged as a warning, and training goes on.
+    Its exceptions are logged as warnings, and training goes on.
     """
 
     def log_hyperparams(self, params: Mapping[str, Any]) -> None:
-        """The settings of the run; called once, before any metrics."""
+        """Log the settings of the run; called once, before any metrics."""
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
-        """Values by name at a step. Steps grow, unless a checkpoint was restored: then they begin again behind it."""
+        """Log values by name at a step. Steps grow, unless a checkpoint was restored: then they continue from it."""
 
     def close(self) -> None:
-        """There is nothing more; what was logged is on disk, or sent."""
+        """Write or send everything that was logged; no call follows."""
 
 
 def library(name: str, extra: str) -> Any:

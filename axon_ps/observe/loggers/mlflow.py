@@ -12,13 +12,13 @@ from axon_ps.observe.loggers.base import library
 class MLflowLogger:
     """One run. The newest run of that name in the experiment is continued.
 
-    MLflow cannot take a value back: where steps begin again after a restored checkpoint or a restart, those that the
-    run has already are not logged again.
+    MLflow cannot replace a value. If steps are repeated after a restored checkpoint or a restart, those that the run
+    has already are not logged again.
 
     Args:
-        experiment: its name; made if there is none.
-        run_name: of the run.
-        tracking_uri: a server, "sqlite:///file.db" or a directory; None = as MLFLOW_TRACKING_URI says.
+        experiment: its name; it is made if it does not exist.
+        run_name: the run's name.
+        tracking_uri: a server, "sqlite:///file.db" or a directory; None = the value of MLFLOW_TRACKING_URI.
 
     Raises:
         ConfigurationError: `mlflow` is not installed.
@@ -39,7 +39,7 @@ class MLflowLogger:
         self._last = self._newest_step()
 
     def log_hyperparams(self, params: Mapping[str, Any]) -> None:
-        """See `Logger.log_hyperparams`; those that a continued run has already stay as they are."""
+        """See `Logger.log_hyperparams`; those that a continued run has already do not change."""
         known = self._client.get_run(self.run_id).data.params
         for name, value in params.items():
             if name not in known:

@@ -1,4 +1,4 @@
-"""Metrics on their way to loggers: a bounded queue and one thread, so training waits for no file or network."""
+"""A bounded queue of metrics for a logger, and its thread, so that training waits for no file or network."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from axon_ps.observe.loggers.base import Logger
 
 CAPACITY: Final = 4096
 CLOSE_S: Final = 10.0
-"""How long `close` waits for a logger that is behind."""
+"""Seconds that `close` waits for a logger that is behind."""
 
 _LOG_AGAIN_S: Final = 60.0
 _logger = logging.getLogger(__name__)
@@ -23,12 +23,12 @@ _logger = logging.getLogger(__name__)
 class LoggerQueue:
     """Gives each committed step to one logger, once.
 
-    A step that is reported again at the same version, because its successor was aborted, is not logged twice. Steps
-    that are smaller than the newest one are: the job was restored from a checkpoint, and the logger knows what to do.
+    A step that is reported again at the same version, because its successor was aborted, is not logged twice. A step
+    below the newest one is logged again: the job was restored from a checkpoint, and the logger handles that.
 
     Args:
-        logger: gets everything, on the queue's thread; closed with the queue.
-        hyperparams: given to it first.
+        logger: gets all metrics, on the queue's thread; closed with the queue.
+        hyperparams: the settings of the run, which it gets first.
     """
 
     def __init__(self, logger: Logger, hyperparams: Mapping[str, Any]) -> None:
@@ -51,7 +51,7 @@ class LoggerQueue:
         self._put(lambda: self._logger.log_metrics(values, step))
 
     def close(self) -> None:
-        """Log what is left, then close the logger; a logger that is too slow is left behind, with a warning."""
+        """Log the rest of the queue, then close the logger; a logger that is too slow is abandoned, with a warning."""
         ends = time.monotonic() + CLOSE_S
         with contextlib.suppress(queue.Full):
             self._queue.put(None, timeout=CLOSE_S)
@@ -75,7 +75,7 @@ class LoggerQueue:
     def _try(self, action: Callable[[], None]) -> None:
         try:
             action()
-        except Exception as error:  # a logger is somebody else's; training goes on
+        except Exception as error:  # a logger may be the user's; training goes on
             self._warn(f"failed: {type(error).__name__}: {error}")
 
     def _warn(self, what: str) -> None:

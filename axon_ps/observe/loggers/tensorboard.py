@@ -12,13 +12,13 @@ from axon_ps.observe.loggers.base import library
 
 
 class TensorBoardLogger:
-    """Writes event files. A run that is continued continues in the same directory.
+    """Writes event files. A continued run uses the same directory.
 
-    Where steps begin again, as after a restored checkpoint or a restart of everything, those from there on are marked
-    as void (TensorBoard's `SessionLog.START`), so that a curve has each step once, as it was made last.
+    If steps are repeated after a restored checkpoint or a restart of everything, the old ones from there on are marked
+    as void (TensorBoard's `SessionLog.START`). So a curve has each step once, with its newest value.
 
     Args:
-        directory: of this run; made if it is not there.
+        directory: the directory of this run; it is made if it does not exist.
 
     Raises:
         ConfigurationError: `tensorboard` is not installed.

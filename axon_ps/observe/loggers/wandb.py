@@ -11,14 +11,14 @@ from axon_ps.observe.loggers.base import library
 class WandbLogger:
     """One run. With an `id`, a process that is started again continues that run.
 
-    Weights & Biases takes no step twice: where steps begin again after a restored checkpoint, those that it has had
-    already are not sent.
+    Weights & Biases accepts no step twice. If steps are repeated after a restored checkpoint, those that it has already
+    are not sent.
 
     Args:
-        project: of the run.
-        id: of the run, so that it can be continued; None = a new one.
-        mode: "online", "offline" or "disabled"; None = as WANDB_MODE says.
-        directory: where its files go; None = its own choice.
+        project: the run's project.
+        id: the run's id, so that it can be continued; None = a new one.
+        mode: "online", "offline" or "disabled"; None = the value of WANDB_MODE.
+        directory: the directory of its files; None = the default of wandb.
         options: further arguments of `wandb.init`.
 
     Raises:

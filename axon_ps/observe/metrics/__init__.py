@@ -1,1 +1,1 @@
-"""The numbers of `.statistics()` as metrics: described in one table, read when somebody asks for them."""
+"""The numbers of `.statistics()` as metrics: described in one table, and read at each scrape."""

@@ -1,4 +1,4 @@
-"""Metrics as text, in the formats of Prometheus and OpenMetrics, by prometheus-client. Read only when asked."""
+"""Metrics as text, in the formats of Prometheus and OpenMetrics, by prometheus-client. They are read at each scrape."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class _Statistics(Collector):
         self._labels = labels
 
     def collect(self) -> Iterator[Metric]:
-        """The families, each with the samples of all its sources; what has the same labels is added up."""
+        """Yield the families, each with the samples of all its sources; samples with the same labels are added up."""
         families: dict[str, Metric] = {}
         samples: dict[tuple[str, tuple[tuple[str, str], ...]], float] = defaultdict(float)
         for source in self._sources():
@@ -61,7 +61,7 @@ class _Statistics(Collector):
                 yield family
 
     def describe(self) -> list[Metric]:
-        """Nothing: what there is depends on what the process does."""
+        """Return nothing: the metrics depend on the work of the process."""
         return []
 
 
@@ -73,8 +73,8 @@ class Exposition:
     """The answer to `/metrics`.
 
     Args:
-        sources: what is read, at every scrape.
-        labels: of every metric of this process: job, role, rank, node.
+        sources: the sources, which are read at every scrape.
+        labels: the labels of every metric of this process: job, role, rank, node.
     """
 
     def __init__(self, sources: Callable[[], Iterable[Source]], labels: Mapping[str, str]) -> None:
@@ -84,6 +84,6 @@ class Exposition:
         PlatformCollector(registry=self._registry)
 
     def encode(self, accept: str) -> tuple[bytes, str]:
-        """The text and its content type, by what the caller accepts."""
+        """Return the text and its content type, by the content types that the caller accepts."""
         encode, content_type = choose_encoder(accept)
         return encode(self._registry), content_type

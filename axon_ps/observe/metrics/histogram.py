@@ -1,4 +1,4 @@
-"""`Histogram`: how often something took how long. An update is a search in a dozen numbers and three additions."""
+"""`Histogram`: counts of durations. An update is a search in a dozen numbers and three additions."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ BOUNDS_S: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0,
 
 
 class Histogram:
-    """Durations in buckets. One thread observes at a time; of two at once one may be lost, never a number torn.
+    """Durations in buckets. One thread observes at a time; of two at once one may be lost, but no number is torn.
 
     Attributes:
-        count: how many there were.
-        sum_s: of all of them, in seconds.
+        count: number of durations.
+        sum_s: their sum, in seconds.
     """
 
     def __init__(self) -> None:
@@ -23,19 +23,19 @@ class Histogram:
         self._counts = [0] * (len(BOUNDS_S) + 1)
 
     def observe(self, seconds: float) -> None:
-        """Something took so long."""
+        """Count a duration."""
         self._counts[bisect_left(BOUNDS_S, seconds)] += 1
         self.count += 1
         self.sum_s += seconds
 
     def merge(self, other: Histogram) -> None:
-        """Count what another has counted, too."""
+        """Add the counts of another histogram."""
         self._counts = [a + b for a, b in zip(self._counts, other._counts, strict=True)]
         self.count += other.count
         self.sum_s += other.sum_s
 
     def buckets(self) -> list[tuple[float, int]]:
-        """For every upper bound, inf the last, how many took at most so long."""
+        """Return for every upper bound, inf the last, the number of durations up to it."""
         found, total = [], 0
         for bound, count in zip((*BOUNDS_S, float("inf")), self._counts, strict=True):
             total += count

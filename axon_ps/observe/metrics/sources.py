@@ -1,6 +1,6 @@
-"""Sources of this process's metrics: a weak list of everything whose `.statistics()` are to be seen.
+"""Sources of this process's metrics: a weak list of the objects whose `.statistics()` are exposed.
 
-Registering costs a list entry; nothing is read before somebody asks. An object that is freed is seen no more.
+Registering costs a list entry; statistics are read at a scrape only. An object that is freed leaves the list.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from axon_ps.observe.metrics.histogram import Histogram
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """One thing that has statistics.
+    """An object that has statistics.
 
     Attributes:
         kind: a key of `table.TABLE`.
         read: its `.statistics`.
-        labels: what distinguishes it from others of its kind.
+        labels: the labels that distinguish it from others of its kind.
         histograms: its histograms, by a key of `table.HISTOGRAMS`.
     """
 
@@ -35,12 +35,12 @@ _registered: list[Callable[[], Source | None]] = []
 
 
 def register(kind: str, owner: object, **labels: str) -> None:
-    """Have the statistics of `owner` seen as long as it lives.
+    """Expose the statistics of `owner` as long as it lives.
 
     Args:
         kind: a key of `table.TABLE`.
-        owner: has `.statistics()`.
-        labels: what distinguishes it from others of its kind.
+        owner: an object with `.statistics()`.
+        labels: the labels that distinguish it from others of its kind.
     """
     reference = weakref.ref(owner)
 
@@ -54,7 +54,7 @@ def register(kind: str, owner: object, **labels: str) -> None:
 
 
 def registered() -> Iterator[Source]:
-    """Those that live."""
+    """Return the sources that still live."""
     with _lock:
         found = [one() for one in _registered]
     return (source for source in found if source is not None)

@@ -1,11 +1,11 @@
-"""The one table of metrics: for every number of a `.statistics()` its name, its kind and its meaning.
+"""The table of metrics: for every number of a `.statistics()` its name, its kind and its meaning.
 
 A statistic without a row is exported as `axon_ps_undescribed`, and fails `tests/unit/observe/test_metrics_table.py`.
 
 Note: [Names]
-    Prometheus's: `axon_ps_`, what it is of, a unit at the end (bytes, seconds); counters end in `_total`, which is
-    added when they are written. A statistic "model/NAME/x" is x of one model, and a metric of its own, so that adding
-    up counts nothing twice; "worker/3/x" is x of a member, as the coordinator sees it.
+    Names follow Prometheus: `axon_ps_`, the subject, a unit at the end (bytes, seconds). Counters end in `_total`,
+    which is added when they are written. A statistic "model/NAME/x" is x of one model, and a metric of its own, so
+    that adding up counts nothing twice. "worker/3/x" is x of a member, as the coordinator sees it.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ class Metric:
     """One metric.
 
     Attributes:
-        name: with its unit, without `_total`.
-        help: what it counts or measures.
+        name: its name, with its unit, without `_total`.
+        help: description of the count or measure.
         is_counter: whether it only grows while the process lives; else it is a gauge.
     """
 
@@ -259,7 +259,7 @@ TABLE: Final[Mapping[str, Mapping[str, Metric]]] = {
     "group": _GROUP,
     "process": _PROCESS,
 }
-"""By what it is of, and by statistic."""
+"""Metrics, by kind of source, and by statistic."""
 
 HISTOGRAMS: Final[Mapping[str, Mapping[str, Metric]]] = {
     "worker": {
@@ -270,17 +270,17 @@ HISTOGRAMS: Final[Mapping[str, Mapping[str, Metric]]] = {
     },
     "coordinator": {"step": _gauge("step_seconds", "From a decision on a step to the next; of all models.")},
 }
-"""Of durations, by what they are of, and by name. `worker_vote_seconds_sum` is the statistic `decision_wait_s`."""
+"""Histograms of durations, by kind of source, and by name. `worker_vote_seconds_sum` equals `decision_wait_s`."""
 
 _MEMBERS: Final = ("worker", "shard")
 
 
 def described(source: str, statistic: str) -> tuple[Metric, dict[str, str]] | None:
-    """The metric of a statistic, and the labels that its name has; None when it is not described.
+    """Return the metric of a statistic, and the labels in its name; None when it is not described.
 
     Args:
         source: a key of `TABLE`.
-        statistic: a key of what `.statistics()` returned.
+        statistic: a key of the result of `.statistics()`.
     """
     head, _, rest = statistic.partition("/")
     subject, _, name = rest.rpartition("/")
@@ -294,4 +294,4 @@ def described(source: str, statistic: str) -> tuple[Metric, dict[str, str]] | No
 
 
 REPEATED: Final = "wire_"
-"""A wrapper's statistics that begin with this repeat the worker's, and are no metrics of their own."""
+"""A wrapper's statistics that begin with this repeat the worker's, and are not metrics of their own."""

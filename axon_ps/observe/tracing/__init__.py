@@ -1,5 +1,5 @@
-"""Traces: what took how long in a training step, over all processes, recorded for a few steps.
+"""Traces: the durations of the parts of a training step, over all processes, recorded for a few steps.
 
-span     `Span`, and how it is named across processes · tracer  `Tracer`: a member's spans, and who gets them
+span     `Span`, and its name across processes · tracer  `Tracer`: a member's spans, and their receivers
 chrome   spans as a file for Perfetto · otlp   spans for an OpenTelemetry collector, by its SDK
 """

@@ -1,7 +1,7 @@
 """Spans as a Chrome trace: the JSON that https://ui.perfetto.dev and chrome://tracing open. Pure.
 
-A process is a member, a row is what can only happen one after the other, or within each other: spans that overlap get
-rows of their own. Arrows lead from what was asked for to what a server did about it.
+A process is a member. A row has spans that follow or contain each other: spans that overlap get rows of their own.
+Arrows lead from a request to a server's work on it.
 
 Source of the format: "Trace Event Format", the document that Chromium's trace viewer refers to.
 """
@@ -15,7 +15,7 @@ from typing import Any, Final
 from axon_ps.observe.tracing.span import Span
 
 _ROWS: Final = ("step", "gather", "push", "apply")
-"""The rows of a process, from above; a span that is of none of them is in the first."""
+"""The rows of a process, from above; a span that belongs to none of them is in the first."""
 
 _LABELS: Final = ("unit", "worker")
 """Attributes that are shown with a span's name."""
@@ -27,10 +27,10 @@ class MemberSpans:
 
     Attributes:
         member: its name: "worker 0".
-        node: host or container.
-        spans: in any order.
-        dropped: how many are missing, since there was no room.
-        offset_s: how much the coordinator's clock was ahead of the member's when they came, their way included.
+        node: its host or container.
+        spans: the spans, in any order.
+        dropped: number of spans that were dropped for lack of memory.
+        offset_s: the coordinator's clock minus the member's when they came, including the time on the way.
     """
 
     member: str
@@ -41,7 +41,7 @@ class MemberSpans:
 
 
 def of_steps(members: Iterable[MemberSpans], first: int, last: int) -> list[MemberSpans]:
-    """Only the spans of the attempts `first` to `last`; others may have been sampled meanwhile."""
+    """Return only the spans of the attempts `first` to `last`; others may have been sampled meanwhile."""
     known = list(members)
     wanted = {
         span.context.trace_id
@@ -53,14 +53,14 @@ def of_steps(members: Iterable[MemberSpans], first: int, last: int) -> list[Memb
 
 
 def chrome_trace(members: Sequence[MemberSpans], notes: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """The trace, ready for `json.dump`.
+    """Return the trace, ready for `json.dump`.
 
     Args:
-        members: in the order in which they are to be shown.
+        members: spans by member, in the order in which they are shown.
         notes: further values for readers of the file.
     """
     began_ns = min((span.start_ns for member in members for span in member.spans), default=0)
-    at: dict[int, tuple[int, int, Span]] = {}  # by id, with process and row
+    at: dict[int, tuple[int, int, Span]] = {}  # process, row and span, by the span's id
     events: list[dict[str, Any]] = []
     for pid, member in enumerate(members, 1):
         events += _names(pid, member)
@@ -93,7 +93,7 @@ def _metadata(name: str, pid: int, tid: int = 0, /, **args: Any) -> dict[str, An
 
 
 def _rows(spans: Iterable[Span]) -> Iterator[tuple[int, str, list[Span]]]:
-    """Rows with their numbers and names: any two spans of a row are apart, in the first also one within the other."""
+    """Yield rows with their numbers and names: spans of a row are disjoint, or, in the first row, also nested."""
     by_row: dict[str, list[Span]] = {name: [] for name in _ROWS}
     for span in sorted(spans, key=lambda one: (one.start_ns, -one.end_ns)):
         by_row[span.name if span.name in by_row else _ROWS[0]].append(span)
@@ -105,8 +105,8 @@ def _rows(spans: Iterable[Span]) -> Iterator[tuple[int, str, list[Span]]]:
 
 
 def _apart(spans: Iterable[Span], *, nested: bool) -> list[list[Span]]:
-    """Spans, by their beginning, over as few rows as they need; what one thread does is `nested`."""
-    rows: list[tuple[list[Span], list[int]]] = []  # with the ends of those that are open there
+    """Distribute spans, by their beginning, over as few rows as possible; if `nested`, a row may have nested spans."""
+    rows: list[tuple[list[Span], list[int]]] = []  # each row with the ends of its open spans
     for span in spans:
         for _, ends in rows:
             while ends and ends[-1] <= span.start_ns:
@@ -143,7 +143,7 @@ def _instants(span: Span, pid: int, tid: int, began_ns: int) -> Iterator[dict[st
 
 
 def _arrows(at: Mapping[int, tuple[int, int, Span]], began_ns: int) -> Iterator[dict[str, Any]]:
-    """From a span to those that it caused in other processes."""
+    """Yield arrows from spans to those that they caused in other processes."""
     for span_id, (pid, tid, span) in at.items():
         cause = at.get(span.parent_id)
         if cause is None or cause[0] == pid or cause[2].name == "step":

@@ -1,10 +1,10 @@
-"""Spans for an OpenTelemetry collector: our records as the SDK's, queued, batched and sent by the SDK.
+"""Spans for an OpenTelemetry collector: converted to the SDK's spans, then queued, batched and sent by the SDK.
 
-Of OpenTelemetry this uses what sends (its batch processor and OTLP exporter, with their `OTEL_` variables), not what
-records: a span of ours begins in one thread and ends in another, and is wanted by `axon-ps trace`, too.
+This uses OpenTelemetry for sending: its batch processor and OTLP exporter, with their `OTEL_` variables. It does not
+use it for recording: a span here begins in one thread and ends in another, and is used by `axon-ps trace`, too.
 
-Training never waits for a collector: a span for which the queue has no room is dropped and counted, and at the end
-what is queued gets `FLUSH_S`. Everything of OpenTelemetry is imported here, when an exporter is made.
+Training never waits for a collector: when the queue is full a span is dropped and counted. At the end the queued spans
+are sent for at most `FLUSH_S`. OpenTelemetry is imported only here, when an exporter is made.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export import SpanExporter
 
 FLUSH_S: Final = 2.0
-"""How long what is queued may take at the end."""
+"""Seconds for sending the queued spans at the end."""
 
 QUEUE_SPANS: Final = 8192
 """Most spans that wait to be sent."""
@@ -36,7 +36,7 @@ class OtlpExporter:
 
     Args:
         service: name of the service, such as "axon_ps.worker"; `OTEL_SERVICE_NAME` wins.
-        attributes: of the process: job, rank, node.
+        attributes: attributes of the process: job, rank, node.
         protocol: "http/protobuf" or "grpc".
 
     Raises:
@@ -58,7 +58,7 @@ class OtlpExporter:
         self._closed = False
 
     def __call__(self, span: Span) -> None:
-        """Queue a span that has ended, if there is room."""
+        """Queue a span that has ended; drop it if the queue is full."""
         if self._closed or self._given - self._counted.taken >= QUEUE_SPANS:
             self._dropped += 1
             return
@@ -66,7 +66,7 @@ class OtlpExporter:
         self._processor.on_end(self._converted(span))
 
     def statistics(self) -> dict[str, float]:
-        """Counts of spans: exported, refused by the collector or lost on the way, and dropped for want of space."""
+        """Return the numbers of spans exported, of those refused or lost on the way, and of those dropped."""
         counted = self._counted
         return {
             "spans_exported": float(counted.exported),
@@ -75,7 +75,7 @@ class OtlpExporter:
         }
 
     def close(self) -> None:
-        """Send what is queued, for at most `FLUSH_S`; what is left is lost."""
+        """Send the queued spans, for at most `FLUSH_S`; the rest is lost."""
         if self._closed:
             return
         self._closed = True
@@ -86,7 +86,7 @@ class OtlpExporter:
             _logger.warning("%d spans were not exported: the collector did not take them in %g s", left, FLUSH_S)
 
     def _shut_down(self) -> None:
-        with contextlib.suppress(Exception):  # what the exporter thinks of a collector that is gone
+        with contextlib.suppress(Exception):  # errors of the exporter about a collector that is gone
             self._processor.shutdown()
 
     def _converted(self, span: Span) -> ReadableSpan:
@@ -95,7 +95,7 @@ class OtlpExporter:
         from opentelemetry.trace.status import Status, StatusCode
 
         parent = SpanContext(span.context.trace_id, span.parent_id) if span.parent_id else None
-        is_server = "server" in span.attributes  # it is what a shard server did for a worker
+        is_server = "server" in span.attributes  # it is the work of a shard server for a worker
         return ReadableSpan(
             name=span.name,
             context=_context(span.context),
@@ -112,7 +112,7 @@ class OtlpExporter:
 
 
 class _Counted:
-    """An exporter that counts, and says once that it fails. (It is the SDK's `SpanExporter` by its methods.)"""
+    """An exporter that counts spans, and logs once that it fails. It has the methods of the SDK's `SpanExporter`."""
 
     def __init__(self, exporter: SpanExporter) -> None:
         self._exporter = exporter
@@ -177,7 +177,10 @@ def _exporter(protocol: str) -> SpanExporter:
 
 
 def _quiet(name: str) -> None:
-    """The exporter logs every attempt of every batch; that it fails is logged here, once. Who has set it up decides."""
+    """Silence the exporter's logger, which logs every attempt of every batch, unless the user has set its level.
+
+    A failure is logged here, once.
+    """
     logger = logging.getLogger(name)
     if logger.level == logging.NOTSET:
         logger.setLevel(logging.CRITICAL)

@@ -1,14 +1,15 @@
-"""`Tracer`: the spans of one member, for the steps that are sampled, and who gets them.
+"""`Tracer`: the spans of one member, for the steps that are sampled, and their receivers.
 
-A step is sampled if its number is a multiple of `TracePolicy.every`, the same in all workers; or if somebody has
-ordered it (`TraceOrder`, of `axon-ps trace`). Where neither is the case `active` is False, and nothing else is read.
+A step is sampled if its number is a multiple of `TracePolicy.every`, which is the same in all workers. A step is also
+sampled if it was ordered (`TraceOrder`, of `axon-ps trace`). If neither can happen `active` is False, and nothing else
+is read.
 
-Owns: the clock of spans, the bounded list of those that were ordered. Refuses: threads, sockets, what a step is.
+Owns: the clock of spans, the bounded list of spans that were ordered. Refuses: threads, sockets, knowledge of steps.
 
 Note: [The clock of spans]
-    Spans of several processes need a clock in common, the wall clock; durations need one that nobody sets. So spans
-    are timed by the monotonic clock, counted from the wall clock as it was when this process last had no span open.
-    Hosts whose clocks differ show it: their rows are shifted against each other.
+    Spans of several processes need a common clock, the wall clock; durations need a clock that is never set. So spans
+    are timed by the monotonic clock, plus its difference to the wall clock when this process last had no span open.
+    If the clocks of hosts differ, their rows are shifted against each other.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ class TracePolicy:
     """The steps that are traced and exported.
 
     Attributes:
-        every: one in so many; 0 = none.
-        protocol: of the exporter: "http/protobuf" or "grpc".
+        every: one of this many steps is traced; 0 = none.
+        protocol: the exporter's protocol: "http/protobuf" or "grpc".
     """
 
     every: int = 0
@@ -42,7 +43,7 @@ class TracePolicy:
 
 
 NO_TRACES: Final = TracePolicy()
-"""None are, before somebody orders some."""
+"""The policy that traces only steps that are ordered."""
 
 
 @dataclass
@@ -52,9 +53,9 @@ class Collection:
     Attributes:
         order: the order.
         done: called once, when the last step and its spans are over, on the thread that ended it.
-        expires_s: when they are not wanted any more, by `time.monotonic`.
+        expires_s: the time at which the order expires, by `time.monotonic`.
         spans: those that have ended.
-        dropped: how many there was no room for.
+        dropped: number of spans that exceeded `MAX_SPANS`.
         over: whether the last step is decided.
         under_way: ids of the spans that began before that and have not ended.
     """
@@ -68,7 +69,7 @@ class Collection:
     under_way: set[int] = field(default_factory=set)
 
     def add(self, span: Span) -> None:
-        """Take a span that has ended, while there is room."""
+        """Add a span that has ended, up to `MAX_SPANS`."""
         if len(self.spans) < MAX_SPANS:
             self.spans.append(span)
         else:
@@ -76,7 +77,7 @@ class Collection:
 
 
 class Tracer:
-    """Any thread; without an order or `start`, it samples nothing."""
+    """The spans of one member. Any thread may call it. Without an order or `start`, it samples nothing."""
 
     def __init__(self) -> None:
         self._exporter: OtlpExporter | None = None
@@ -88,15 +89,15 @@ class Tracer:
         self._collection: Collection | None = None
 
     def start(self, policy: TracePolicy, role: str, attributes: Mapping[str, str]) -> None:
-        """From now on sample steps, and export what is recorded; nothing where the policy has none traced.
+        """Begin to sample steps and export their spans; does nothing if the policy traces no step.
 
         Args:
-            policy: which steps.
-            role: of this process: "worker", "shard" or "coordinator".
-            attributes: of this process: job, rank, node.
+            policy: selects the steps.
+            role: this process's role: "worker", "shard" or "coordinator".
+            attributes: attributes of this process: job, rank, node.
 
         Raises:
-            ConfigurationError: the extra `otel` is not installed, or its settings cannot be.
+            ConfigurationError: the extra `otel` is not installed, or its settings are invalid.
         """
         if policy.every and self._exporter is None:
             from axon_ps.observe.tracing.otlp import OtlpExporter
@@ -105,26 +106,26 @@ class Tracer:
             self._every = policy.every
 
     def close(self) -> None:
-        """Export what is left, for at most `otlp.FLUSH_S`. Harmless when repeated."""
+        """Export the remaining spans, for at most `otlp.FLUSH_S`. Harmless when repeated."""
         if self._exporter is not None:
             self._exporter.close()
 
     def statistics(self) -> dict[str, float]:
-        """Spans that were recorded, and what became of them."""
+        """Return the numbers of spans recorded, and of those exported, failed and dropped."""
         exported = {} if self._exporter is None else self._exporter.statistics()
         return {"spans_recorded": float(self._recorded), **exported}
 
     @property
     def active(self) -> bool:
-        """Whether any step may be sampled at present."""
+        """True if any step may be sampled at present."""
         return self._every > 0 or self._collection is not None
 
     def samples(self, step: int, attempt: int) -> bool:
-        """Whether a step is to be traced.
+        """Return True if a step is traced.
 
         Args:
-            step: its number, which `every` goes by: the attempt, or the clock of an asynchronous replica.
-            attempt: the attempt that is decided next, which orders go by.
+            step: its number, to which `every` applies: the attempt, or the clock of an asynchronous replica.
+            attempt: the attempt that is decided next, to which orders apply.
         """
         if self._every and step % self._every == 0:
             return True
@@ -134,7 +135,7 @@ class Tracer:
     # ------------------------------------------------------------------ spans
 
     def now(self) -> int:
-        """The time, as spans have it: ns since 1970."""
+        """Return the time by the clock of spans: ns since 1970."""
         return time.perf_counter_ns() + (self._offset_ns or self._anchored())
 
     def _anchored(self) -> int:
@@ -145,10 +146,10 @@ class Tracer:
         """Begin a span; `end` it.
 
         Args:
-            name: what it is of.
-            parent: the span that it is within.
-            start_ns: when it began; 0 = now.
-            attributes: by name.
+            name: its kind.
+            parent: the span that contains it.
+            start_ns: its begin; 0 = now.
+            attributes: its attributes, by name.
         """
         with self._lock:
             if not self._open:
@@ -169,7 +170,7 @@ class Tracer:
         self.record(span)
 
     def record(self, span: Span) -> None:
-        """A span has ended."""
+        """Record a span that has ended."""
         self._recorded += 1
         if self._exporter is not None:
             self._exporter(span)
@@ -179,7 +180,7 @@ class Tracer:
             self._take()
 
     def serving(self, name: str, traceparent: str) -> AbstractContextManager[Span | None]:
-        """A span of what a peer has asked for; None where it is not traced, or its spans are not wanted here."""
+        """Record a span of the work on a peer's request; None if it is not traced, or no spans are recorded here."""
         parent = SpanContext.parse(traceparent) if traceparent and self.active else None
         return _UNTRACED if parent is None else self._serving(name, parent)
 
@@ -196,18 +197,18 @@ class Tracer:
     # ------------------------------------------------------------------ orders
 
     def order(self, order: TraceOrder, done: Callable[[Collection], None]) -> None:
-        """Record the steps of an order; another one that is under way is given up."""
+        """Record the steps of an order; it replaces an order under way."""
         self._collection = Collection(order, done, time.monotonic() + order.timeout_s)
 
     def decided(self, model: int, step: int) -> None:
-        """The attempts of a model up to `step` are decided."""
+        """Record that the attempts of a model up to `step` are decided."""
         collection = self._current()
         if collection is not None and model == collection.order.model and step >= collection.order.last:
             collection.over = True
             self._take()
 
     def finish(self) -> None:
-        """The member ends: hand over what there is."""
+        """Hand over the spans so far, because the member ends."""
         self._take(at_once=True)
 
     def _current(self) -> Collection | None:

@@ -3,11 +3,11 @@
 identity      roles, and SPIFFE IDs
 tokens        the job's secret, and the tokens of roles that are made from it
 authority     certificates that are made from it
-certificates  this process's, renewed while it runs; a peer's, read
+certificates  this process's certificate, renewed while it runs; reading a peer's
 watched_file  files that are replaced while a job runs
-loopback      which addresses need none of it
-credentials   the caller of one call, and what is revoked
+loopback      addresses that need no credentials
+credentials   the caller of one call, and the credentials that are revoked
 interceptor   refuses calls before a servicer gets them
 
-What may be called with which role is `rpc.access`; when TLS is used, `rpc.security`.
+`rpc.access` has the roles of each call; `rpc.security` decides if TLS is used.
 """

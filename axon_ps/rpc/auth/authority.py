@@ -1,17 +1,17 @@
-"""The authority of a job: whoever holds the job's secret has it, and issues certificates. No protocol is needed.
+"""The authority of a job: every process with the job's secret can issue certificates. No protocol is needed.
 
 Note: [An authority without a file]
-    Its private key is derived from the secret (`tokens.derived_key`), so all processes that hold the secret have the
-    same authority, without a message, a file or a process that could be lost. Each makes a key of its own when it
-    starts, signs a certificate for it with its role, and trusts certificates that the authority has signed. Rotating
-    the secret rotates the authority.
+    Its private key is derived from the secret (`tokens.derived_key`). So all processes with the secret have the same
+    authority, without a message, a file or a process that could be lost. Each makes a key of its own when it starts,
+    signs a certificate for it with its role, and trusts certificates that the authority has signed. Rotating the secret
+    rotates the authority.
 
-    A certificate holds for a day, and is made again after two thirds of it. Its name is a SPIFFE ID (`identity`). Its
-    DNS names include one per role, by which a client verifies that it has reached a process of that role, at whatever
-    address: a worker's certificate never passes for a shard server's. Its common name is an id of the process that it
-    retains when the certificate is made again: revoking that revokes all of them.
+    A certificate is valid for a day, and is made again after two thirds of it. Its name is a SPIFFE ID (`identity`).
+    Its DNS names include one per role. By it a client verifies that it has reached a process of that role, at any
+    address: a worker's certificate is never accepted as a shard server's. Its common name is an id of the process,
+    which does not change when the certificate is made again: revoking the id revokes all of them.
 
-P-256, because BoringSSL, which gRPC uses, verifies no other curve by default that is as common.
+The curve is P-256, the most common one of those that BoringSSL, which gRPC uses, verifies by default.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from axon_ps.rpc.auth.identity import ANY_SERVICE, SERVICES, Identity, server_na
 from axon_ps.rpc.auth.tokens import check_strong, derived_key
 
 MAKES_ITSELF: Final = "holds the job's secret"
-"""The organizational unit of a process that issued its certificate itself, so that it can do so again."""
+"""The organizational unit in a certificate that its process issued itself, so that it can do so again."""
 
 CLOCKS_S: Final = 300
-"""A certificate is valid from so long before it was made, as clocks differ."""
+"""A certificate is valid from this many seconds before it was made, since clocks differ."""
 
 _ORDER: Final = 0xFFFFFFFF00000000FFFFFFFFFFFFFFFFBCE6FAADA7179E84F3B9CAC2FC632551  # of P-256
 ISSUER: Final = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "axon-ps job authority")])
-"""The name of every such authority."""
+"""The name of every job's authority."""
 _BEGINS: Final = datetime(2020, 1, 1, tzinfo=UTC)
 _ENDS: Final = datetime(2120, 1, 1, tzinfo=UTC)
 _USAGE: Final = {
@@ -57,7 +57,7 @@ class Issued:
     Attributes:
         chain: the certificate.
         key: its private key.
-        expires_s: until when, in seconds since 1970.
+        expires_s: the end of its validity, in seconds since 1970.
     """
 
     chain: bytes
@@ -75,7 +75,7 @@ class JobAuthority:
         secret: the secret.
 
     Attributes:
-        certificate: the authority's certificate, as PEM: whom to trust.
+        certificate: the authority's certificate, as PEM, to be trusted.
 
     Raises:
         ConfigurationError: the secret could be guessed.
@@ -99,11 +99,11 @@ class JobAuthority:
         """Make a key, and a certificate for it.
 
         Args:
-            identity: whose it is.
-            lifetime_s: how long it is valid from now on.
+            identity: the identity of its process.
+            lifetime_s: seconds that it is valid from now on.
             process: id that the next certificate of the same process has, too; empty = a random one.
             hosts: host names and addresses that it is valid for besides the names of its role.
-            itself: whether it is for this process, which holds the secret.
+            itself: whether it is for this process, which has the secret.
 
         Raises:
             ConfigurationError: the job's name cannot be in a certificate.
@@ -132,7 +132,7 @@ class JobAuthority:
         return Issued(_pem(certificate), private, expires.timestamp())
 
     def _self_signed(self) -> x509.Certificate:
-        """Two processes make different bytes, which are one authority: name and key are equal."""
+        """Make the authority's certificate; in all processes name and key are equal, though the bytes differ."""
         public = self._key.public_key()
         usage = _USAGE | {"digital_signature": False, "key_cert_sign": True, "crl_sign": True}
         return (
@@ -148,7 +148,7 @@ class JobAuthority:
 
 @cache
 def authority_of(secret: str) -> JobAuthority:
-    """The authority of a secret: one for the process.
+    """Return the authority of a secret, which is made once in a process.
 
     Raises:
         ConfigurationError: the secret could be guessed.
@@ -157,7 +157,7 @@ def authority_of(secret: str) -> JobAuthority:
 
 
 def roots_of(known_secrets: Sequence[str]) -> bytes:
-    """Whom to trust, as PEM, where several secrets are valid."""
+    """Return the certificates to trust, as PEM, if several secrets are valid."""
     return b"".join(authority_of(secret).certificate for secret in known_secrets)
 
 

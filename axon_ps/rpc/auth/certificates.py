@@ -1,9 +1,9 @@
 """Certificates: those of this process, which are renewed while it runs, and those of peers, which are read.
 
-Two sources: the job's authority (`authority`), for a process that holds the job's secret; and PEM files, which are read
-again when somebody has replaced them (SPIRE's helper, cert-manager, `axon-ps auth issue`).
+There are two sources: the job's authority (`authority`), for a process with the job's secret; and PEM files. The files
+are read again when they were replaced (by SPIRE's helper, cert-manager, `axon-ps auth issue`).
 
-Any thread may ask a source: gRPC does at every handshake, from threads of its own.
+Any thread may use a source: gRPC does at every handshake, from threads of its own.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from axon_ps.rpc.auth.identity import SCHEME, Identity, identity_of
 from axon_ps.rpc.auth.watched_file import WatchedFiles, warn_of_readers
 
 LIFETIME_S: Final = 86400.0
-"""How long a certificate of the job's authority holds."""
+"""Seconds that a certificate of the job's authority is valid."""
 
 RENEWED_AFTER: Final = 2 / 3
 """The fraction of that after which it is made again."""
@@ -32,7 +32,7 @@ RENEWED_AFTER: Final = 2 / 3
 _logger = logging.getLogger(__name__)
 
 SPIRE_FILES: Final = {"ca_file": "bundle.pem", "cert_file": "svid.pem", "key_file": "svid.key"}
-"""What SPIRE's helper, and `axon-ps auth issue`, call the files in a directory."""
+"""The names that SPIRE's helper, and `axon-ps auth issue`, give the files in a directory."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Chain:
     """The proof of a process's identity, and the authorities that it trusts: PEM. Equal ones are the same object.
 
     Attributes:
-        roots: the authorities it trusts; empty = it asks nobody for a certificate.
+        roots: the authorities it trusts; empty = it asks no peer for a certificate.
         certificate: its certificate, and those between it and its authority; empty = it has none.
         key: the private key.
     """
@@ -54,7 +54,7 @@ class ChainSource(Protocol):
     """The source of a process's certificate."""
 
     def current(self) -> Chain:
-        """The one to use now."""
+        """Return the chain to use now."""
 
 
 class AuthoritySource:
@@ -62,8 +62,8 @@ class AuthoritySource:
 
     Args:
         known_secrets: returns the job's secrets; the first is the one to use. See Note: [Rotation].
-        identity: who this process is.
-        lifetime_s: how long a certificate holds.
+        identity: the identity of this process.
+        lifetime_s: seconds that a certificate is valid.
 
     Raises:
         ConfigurationError: the secret could be guessed, or the job's name cannot be in a certificate.
@@ -82,7 +82,7 @@ class AuthoritySource:
         self._chain = self._make(tuple(known_secrets()))
 
     def current(self) -> Chain:
-        """The one to use now; a new one when two thirds of the last one's time are over, or the secret was rotated."""
+        """Return the chain to use now; a new one after two thirds of the last one's time, or if the secret changed."""
         known = tuple(self._secrets())
         with self._lock:
             if known != self._made_by or time.time() >= self._renew_s:
@@ -132,7 +132,7 @@ class FileSource:
         self._chain = Chain(b"")
 
     def current(self) -> Chain:
-        """The one to use now."""
+        """Return the chain to use now."""
         contents = self._files.contents()
         with self._lock:
             if contents is not self._read:
@@ -147,11 +147,11 @@ class PeerCertificate:
     """The claims of a peer's certificate.
 
     Attributes:
-        identity: whose it is; None = it has no SPIFFE ID.
+        identity: the identity of its process; None = it has no SPIFFE ID.
         serial: its serial number, in hex.
-        process: the common name of one of the job's authority: an id that its successors have, too; else empty.
-        expires_s: until when, in seconds since 1970.
-        makes_itself: whether its process holds the job's secret, and issued it itself.
+        process: the common name, if the job's authority issued it: an id that its successors have, too; else empty.
+        expires_s: the end of its validity, in seconds since 1970.
+        makes_itself: whether its process has the job's secret, and issued it itself.
     """
 
     identity: Identity | None
@@ -163,14 +163,14 @@ class PeerCertificate:
 
 @lru_cache(maxsize=4096)
 def peer_certificate(pem: bytes, pattern: str = "") -> PeerCertificate:
-    """The claims of a peer's certificate; the handshake has verified that an authority we trust has signed it.
+    """Return the claims of a peer's certificate; the handshake has verified that a trusted authority signed it.
 
     Args:
         pem: the certificate.
-        pattern: as of `identity.identity_of`.
+        pattern: see `identity.identity_of`.
 
     Raises:
-        PermissionDenied: its SPIFFE ID is not one of a process of ours, or it has several.
+        PermissionDenied: its SPIFFE ID does not name a process of axon_ps, or it has several.
     """
     from cryptography import x509
     from cryptography.x509.oid import NameOID
@@ -198,7 +198,7 @@ def peer_certificate(pem: bytes, pattern: str = "") -> PeerCertificate:
 
 
 def files_in(directory: str) -> dict[str, str]:
-    """The paths of a directory that SPIRE's helper or `axon-ps auth issue` has written.
+    """Return the paths in a directory that SPIRE's helper or `axon-ps auth issue` has written.
 
     Raises:
         ConfigurationError: one of the files is missing.
@@ -214,6 +214,6 @@ def files_in(directory: str) -> dict[str, str]:
 
 
 def _own_hosts() -> list[str]:
-    """The names of this machine for those who know no role names: browsers, Prometheus."""
+    """Return the names of this machine for clients that know no role names: browsers, Prometheus."""
     name = socket.gethostname()
     return [*([name] if name.isascii() and name else []), "localhost", "127.0.0.1", "::1"]

@@ -1,17 +1,17 @@
 """A server's account of a caller: its identity by certificate and token, their validity, and the calls it may make.
 
-A caller's role is taken from its certificate, where that has a SPIFFE ID, and from its token. If both are there, both
-must allow a call. Without any, it may call only what needs nothing (`access`).
+A caller's role is taken from its certificate, if that has a SPIFFE ID, and from its token. If both are present, both
+must allow a call. Without either, it may only make calls that need no role (`access`).
 
 Note: [Revoked while a connection is open]
-    A connection that is open would make a handshake's checks worthless: so every call is checked, and those under way
-    of whoever is revoked are ended, each with the error that says so. What is revoked is the id of a token, the serial
+    A handshake's checks would not end a connection that is open. So every call is checked, and the calls under way of a
+    caller that is revoked are ended, with the error `Revoked`. A revocation names the id of a token, the serial
     number of a certificate, or the id of a process, which all its certificates have (`authority`).
 
 Note: [A stream ends with its credentials]
-    A stream may last for days, and what its caller has shown at its beginning may not. `GRACE_S` after its end the
+    A stream may last for days, longer than the credentials with which it was opened. `GRACE_S` after their end the
     stream is ended, unless newer credentials of the same caller were shown for it (`StreamEnd.extend`). The caller gets
-    `Broken`, so a client opens it again by itself, with newer ones if it has any, and is refused if not.
+    `Broken`. So a client opens it again by itself, with newer credentials if it has any, and is refused if not.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from axon_ps.rpc.auth.tokens import as_text, is_role_token, verified
 from axon_ps.rpc.security import SCHEME, Security
 
 GRACE_S: Final = 5.0
-"""How much longer than its credentials a stream lasts."""
+"""Seconds that a stream lasts longer than its credentials."""
 
 _LOOK_S: Final = 600.0
-"""How often the clock is read, at least, for the end of a stream."""
+"""Most seconds between two looks at the clock for the end of a stream."""
 
 _NO_TOKEN: Final = "this server asks for the job's token, and none was given"
 _WRONG_TOKEN: Final = "the token is none of this server's; is it the token of this job?"
@@ -51,10 +51,10 @@ class Credentials:
     Attributes:
         roles: the roles that it may act in.
         rank: the only rank that it may have; None = any.
-        names: what it would be revoked by: ids of its token, its certificate, its process; empty = by nothing.
-        has_secret: whether it holds the job's secret, so that it can make itself other credentials.
-        expires_s: until when they hold, in seconds since 1970.
-        text: who it is, for messages.
+        names: ids that revoke it, of its token, its certificate and its process; empty = it cannot be revoked.
+        has_secret: whether it has the job's secret, so that it can make itself other credentials.
+        expires_s: the end of their validity, in seconds since 1970.
+        text: a description of the caller, for messages.
     """
 
     roles: frozenset[Principal] = EVERY_ROLE
@@ -65,7 +65,7 @@ class Credentials:
     text: str = "a caller of this process, or without credentials"
 
     def check_join(self, role: Principal, rank: int) -> int:
-        """The rank with which it may join as `role`, given the one that it wants (-1 = any).
+        """Return the rank with which it may join as `role`, given the rank that it wants (-1 = any).
 
         Raises:
             PermissionDenied: it may not.
@@ -78,7 +78,7 @@ class Credentials:
 
 
 class Unknown(PermissionDenied):
-    """The caller is nobody that the server knows: UNAUTHENTICATED, where a role that may not is PERMISSION_DENIED."""
+    """The server does not know the caller: UNAUTHENTICATED. A known role without permission gets PERMISSION_DENIED."""
 
 
 class Revoked(Unknown):
@@ -86,25 +86,25 @@ class Revoked(Unknown):
 
 
 class Ended(Broken):
-    """The credentials of a stream are over, and it is ended: UNAUTHENTICATED. Open it again, with newer ones."""
+    """A stream is ended because its credentials have expired: UNAUTHENTICATED. Open it again, with newer ones."""
 
 
 EVERYBODY: Final = Credentials()
-"""Where nobody is asked for credentials."""
+"""The credentials of every caller, if a server asks for none."""
 
 _calling: ContextVar[Credentials] = ContextVar("axon_ps_calling", default=EVERYBODY)
 
 
 def calling() -> Credentials:
-    """The caller of the call that is being served; in a servicer."""
+    """Return the caller of the call that is being served; in a servicer."""
     return _calling.get()
 
 
 class StreamEnd:
-    """When the stream that the current task serves ends. See Note: [A stream ends with its credentials].
+    """The end of the stream that the current task serves. See Note: [A stream ends with its credentials].
 
     Args:
-        credentials: those that it was opened with.
+        credentials: the credentials with which it was opened.
 
     Attributes:
         is_over: whether it was ended.
@@ -120,18 +120,18 @@ class StreamEnd:
             self._look()
 
     def extend(self, newer: Credentials) -> None:
-        """Let it last as long as these, if they are of the same caller."""
+        """Extend the stream to the end of newer credentials, if they are of the same caller."""
         if newer.text == self._text or newer.has_secret:
             self._expires_s = max(self._expires_s, newer.expires_s)
 
     def error(self) -> Ended:
-        """The text for its caller."""
+        """Return the error for its caller."""
         return Ended(
             f"the credentials that this stream was opened with ({self._text}) are over; open it with newer ones"
         )
 
     def close(self) -> None:
-        """It is over."""
+        """Stop the timer, because the stream is over."""
         if self._timer is not None:
             self._timer.cancel()
 
@@ -148,12 +148,12 @@ _stream_end: ContextVar[StreamEnd | None] = ContextVar("axon_ps_stream_end", def
 
 
 def stream_end() -> StreamEnd | None:
-    """When the stream ends that is being served; in a servicer. None = of a call of one message."""
+    """Return the end of the stream that is being served; in a servicer. None = it is a call of one message."""
     return _stream_end.get()
 
 
 class Revocations:
-    """The names that are revoked, and the calls under way of those that may be. One event loop."""
+    """The names that are revoked, and the calls under way of callers that may be revoked. One event loop."""
 
     def __init__(self) -> None:
         self._reasons: dict[str, str] = {}
@@ -162,11 +162,11 @@ class Revocations:
 
     @property
     def reasons(self) -> Mapping[str, str]:
-        """By the names that are revoked, the reasons."""
+        """The reasons, by the name that is revoked."""
         return self._reasons
 
     def set(self, reasons: Mapping[str, str]) -> None:
-        """Set what is revoked, by name, and why; calls under way of what is new there are ended."""
+        """Set the reasons by the name that is revoked; calls under way of names that are new there are ended."""
         new = [name for name in reasons if name not in self._reasons]
         self._reasons = dict(reasons)
         for task in {task for name in new for task in self._calls.get(name, ())}:
@@ -174,16 +174,16 @@ class Revocations:
             task.cancel()
 
     def check(self, names: Iterable[str]) -> None:
-        """Refuse what is revoked.
+        """Refuse names that are revoked.
 
         Raises:
-            PermissionDenied: one of these names is.
+            PermissionDenied: one of these names is revoked.
         """
         if why := self._why(names):
             raise PermissionDenied(why)
 
     def _why(self, names: Iterable[str]) -> str:
-        """Why these are refused; empty when they are not."""
+        """Return why these are refused; empty when they are not."""
         for name in names:
             if name in self._reasons:
                 return f"these credentials ({name}) were revoked" + (f": {r}" if (r := self._reasons[name]) else "")
@@ -191,9 +191,9 @@ class Revocations:
 
     @contextlib.contextmanager
     def watching(self, credentials: Credentials, *, is_stream: bool = False) -> Iterator[None]:
-        """While the current task serves a call of these; `set` ends it, which then raises `Revoked`.
+        """Register the current task as serving a call with these; `set` can end it, which then raises `Revoked`.
 
-        A stream ends with its credentials, too: it raises `Ended`.
+        A stream is also ended when its credentials expire: it raises `Ended`.
         """
         task = asyncio.current_task()
         assert task is not None, "a call is served by a task"
@@ -226,19 +226,19 @@ OnRefused = Callable[[str, Credentials, str, PermissionDenied], None]
 
 
 class Guard:
-    """The rules of one server: callers, and what they may do.
+    """The rules of one server: its callers, and the calls that they may make.
 
     Args:
-        security: the server's.
-        revocations: what is revoked; None = nothing, yet.
+        security: the server's security.
+        revocations: the names that are revoked; None = none, yet.
 
     Attributes:
         revocations: the same.
-        on_refused: gets path, credentials, address and error of each caller whom we know and whose role may not.
+        on_refused: gets path, credentials, address and error of each known caller whose role may not make the call.
         asks: whether credentials are asked for at all.
 
     Raises:
-        ConfigurationError: the observer's token would restrict nobody, or a token cannot be read.
+        ConfigurationError: the observer's token would restrict no caller, or a token cannot be read.
     """
 
     def __init__(self, security: Security, revocations: Revocations | None = None) -> None:
@@ -256,7 +256,7 @@ class Guard:
         self.asks = bool(tokens) or security.spiffe
 
     def admit(self, path: str, authorization: bytes, certificate: bytes = b"", peer: str = "") -> Credentials:
-        """The caller of `path`, if it may make the call.
+        """Return the caller of `path`, if it may make the call.
 
         Args:
             path: the RPC, or "METHOD PATH" of HTTP, as in `access`.
@@ -265,8 +265,8 @@ class Guard:
             peer: its address.
 
         Raises:
-            Unknown: it is nobody that we know.
-            PermissionDenied: its role may not.
+            Unknown: the caller is not known.
+            PermissionDenied: its role may not make the call.
         """
         credentials = self.credentials(authorization, certificate)
         if not may_call(credentials.roles, path):
@@ -276,10 +276,10 @@ class Guard:
         return credentials
 
     def credentials(self, authorization: bytes, certificate: bytes) -> Credentials:
-        """The identity of a caller.
+        """Return the credentials of a caller.
 
         Raises:
-            Unknown: nobody that we know: no, wrong, expired or revoked credentials, or another job's.
+            Unknown: there are none, or they are wrong, expired, revoked, or another job's.
         """
         try:
             by_certificate = self._by_certificate(certificate) if certificate else None
@@ -335,7 +335,7 @@ class Guard:
 
 
 def _nothing(path: str, credentials: Credentials, peer: str, error: PermissionDenied) -> None:
-    """Nobody wants to know who is refused."""
+    """Ignore a refused caller: the default of `Guard.on_refused`."""
 
 
 def _names_of(certificate: PeerCertificate) -> tuple[str, ...]:
@@ -343,7 +343,7 @@ def _names_of(certificate: PeerCertificate) -> tuple[str, ...]:
 
 
 def _both(one: Credentials | None, other: Credentials | None) -> Credentials | None:
-    """The calls that both allow."""
+    """Combine two credentials of a caller into those that allow the calls that both allow."""
     if one is None or other is None:
         return one or other
     ranks = {rank for rank in (one.rank, other.rank) if rank is not None}

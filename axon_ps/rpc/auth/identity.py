@@ -2,8 +2,8 @@
 
     spiffe://axon-ps/job/JOB/ROLE              spiffe://axon-ps/job/JOB/worker/rank/3
 
-Any trust domain is read: which one may sign is decided by the authority that is trusted. An authority of the user's own
-may name processes otherwise; then a pattern says where the job and the role are.
+Any trust domain is accepted: the trusted authorities decide which domain may sign. An authority of the user's own may
+use other names; then a pattern gives the positions of the job and the role in them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _FIELDS: Final = {"domain": r"[a-z0-9._-]+", "job": _NAME, "role": r"[a-z]+", "r
 
 
 class Principal(enum.Enum):
-    """A role: what credentials make of their holder. `access` is the table of what each may call."""
+    """A role, which credentials give to a process. `access` is the table of the calls that each may make."""
 
     COORDINATOR = "coordinator"
     SHARD = "shard"
@@ -38,7 +38,7 @@ class Principal(enum.Enum):
 EVERY_ROLE: Final = frozenset(Principal)
 SERVICES: Final = frozenset({Principal.COORDINATOR, Principal.SHARD})
 ANY_SERVICE: Final = "service.axon-ps.internal"
-"""A name that the certificates of both services have, for who does not know which it asks."""
+"""A name in the certificates of both services, for clients that do not know which of the two they call."""
 
 
 @dataclass(frozen=True)
@@ -60,10 +60,10 @@ class Identity:
         return f"{self.role.value}{rank} of job {self.job!r}"
 
     def uri(self) -> str:
-        """Its SPIFFE ID.
+        """Return its SPIFFE ID.
 
         Raises:
-            ConfigurationError: the job's name cannot be in one.
+            ConfigurationError: the job's name cannot be in a SPIFFE ID.
         """
         if not re.fullmatch(_NAME, self.job):
             raise ConfigurationError(
@@ -74,20 +74,20 @@ class Identity:
 
 
 def server_name(role: Principal) -> str:
-    """The DNS name in a certificate by which a client verifies the server's role, whatever address it has."""
+    """Return the DNS name in a certificate by which a client verifies the server's role, at any address."""
     return f"{role.value}.axon-ps.internal"
 
 
 def identity_of(uri: str, pattern: str = "") -> Identity:
-    """The identity that a SPIFFE ID names.
+    """Return the identity that a SPIFFE ID names.
 
     Args:
         uri: the SPIFFE ID.
-        pattern: the form that the authority gives them, with `{role}`, and `{job}` and `{rank}` if they are there
-            ("spiffe://example.org/ns/{job}/sa/axon-{role}"); empty = ours.
+        pattern: the form of the authority's SPIFFE IDs, with `{role}`, and `{job}` and `{rank}` if they are in it
+            ("spiffe://example.org/ns/{job}/sa/axon-{role}"); empty = the form of the module's docstring.
 
     Raises:
-        PermissionDenied: it has another form, or names no role of ours.
+        PermissionDenied: it has another form, or does not name a role of axon_ps.
         ConfigurationError: the pattern is malformed.
     """
     if (match := _expression(pattern or _DEFAULT_PATTERN).fullmatch(uri)) is None:
@@ -99,10 +99,10 @@ def identity_of(uri: str, pattern: str = "") -> Identity:
 
 
 def role_of(name: str, where: str) -> Principal:
-    """The role of a name.
+    """Return the role of a name.
 
     Raises:
-        PermissionDenied: there is none of that name.
+        PermissionDenied: no role has that name.
     """
     try:
         return Principal(name)

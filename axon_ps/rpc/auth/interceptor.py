@@ -1,15 +1,16 @@
-"""The interceptor of a server: who calls, then the message of a unary call, then the servicer, and nothing left of it.
+"""The interceptor of a server: it checks the caller, reads the message of a unary call, and calls the servicer.
 
 Note: [Credentials before bytes]
-    A caller whom nobody knows, or whose role may not, is refused by the headers of its call: its message is not read,
-    so of a message of 60 MiB no more arrives than HTTP/2's window. What callers without credentials may ask (health) is
-    received from few at a time; for one more, the call whose message has been waited for longest is refused.
+    A caller that is not known, or whose role may not make the call, is refused by the headers of its call. Its message
+    is not read, so no more than HTTP/2's window arrives of a message of 60 MiB. The messages of callers without
+    credentials (health) are received from few at a time. For one more, the call whose message has been awaited longest
+    is refused.
 
 Note: [What an aborted call leaves]
     gRPC keeps the `AbortError` of a call with the call, and an error keeps the frames that it has passed: the request,
-    its bytes, and gRPC's call with what it has received, in a circle that only the garbage collector finds, which a
-    service runs rarely (`host.malloc`). *Measured*: 1,537 puts of 1 MiB that were refused left 2.1 GiB. So what leaves
-    this module has passed no frame.
+    its bytes, and gRPC's call with its received data. They form a cycle that only the garbage collector finds, which a
+    service runs rarely (`host.malloc`). *Measured*: 1,537 puts of 1 MiB that were refused left 2.1 GiB. So an error
+    that leaves this module keeps no frame.
 """
 
 from __future__ import annotations
@@ -38,11 +39,11 @@ Serving = Callable[[Any], contextlib.AbstractContextManager[None]]
 
 
 class CallInterceptor(grpc.aio.ServerInterceptor):
-    """Stands before every servicer of a server. See the notes of this module, and Note: [A unary call that is reset].
+    """Precedes every servicer of a server. See the notes of this module, and Note: [A unary call that is reset].
 
     Args:
-        guard: knows credentials and the table.
-        asks: whether credentials are asked for at all; else everybody may call.
+        guard: checks credentials and the table.
+        asks: whether credentials are asked for at all; else every caller may call.
     """
 
     def __init__(self, guard: Guard, *, asks: bool) -> None:
@@ -55,7 +56,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Any:
-        """Return the call's handler: a stream, also of a unary method, which first asks who calls."""
+        """Return the call's handler, which first checks the caller; it is a stream also for a unary method."""
         handler = await continuation(handler_call_details)
         if handler is None:
             return _UNKNOWN
@@ -63,7 +64,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         given = next((v for k, v in handler_call_details.invocation_metadata if k == TOKEN_KEY), b"")
         serving = self._serving(path, given.encode() if isinstance(given, str) else given, handler.request_streaming)
         behaviour: Any = next(filter(None, (handler.stream_stream, handler.unary_stream, handler.unary_unary)), None)
-        if inspect.isasyncgenfunction(behaviour):  # of others: gRPC's reflection
+        if inspect.isasyncgenfunction(behaviour):  # not a servicer of ours: gRPC's reflection
             answer = _generating(behaviour, serving) if handler.request_streaming else None
         elif inspect.iscoroutinefunction(behaviour):
             answer = self._answering(handler, behaviour, path, serving)
@@ -79,7 +80,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         )
 
     def _serving(self, path: str, given: bytes, is_stream: bool) -> Serving:
-        """The context that a call is served in, which raises `PermissionDenied` when its caller may not make it."""
+        """Return the context in which a call is served; it raises `PermissionDenied` if its caller may not make it."""
         if not self._asks or needs_nothing(path):
             return lambda context: contextlib.nullcontext()
 
@@ -103,7 +104,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
                     reply = await behaviour(request, context)
                     if not handler.response_streaming:
                         await Shielded(context.write(reply))
-            except AxonError as error:  # of whom it is refused to, or who has sent no message
+            except AxonError as error:  # the caller is refused, or has sent no message
                 await _refuse(context, error)
 
         async def answer(requests: Any, context: Any) -> None:
@@ -130,19 +131,22 @@ def _generating(behaviour: Any, serving: Serving) -> Any:
 
 
 class _Reads:
-    """The messages of unary calls that are being received: few of a connection at a time, few of strangers at all."""
+    """The messages of unary calls that are being received: few of a connection, and few of callers without credentials.
+
+    A stranger is a caller without credentials.
+    """
 
     def __init__(self) -> None:
         self._connections: dict[str, _Connection] = {}
         self._strangers: dict[_Stranger, None] = {}  # in the order of their calls
 
     async def message(self, context: Any, path: str, *, is_strange: bool) -> Any:
-        """The message of a call.
+        """Receive the message of a call.
 
         Raises:
             InvalidRequest: it cannot be parsed, or the call has ended without one.
             Timeout: it does not come.
-            AbortError: others came meanwhile, for whom it made room.
+            AbortError: it was refused in favour of newer calls.
         """
         try:
             async with asyncio.timeout(FIRST_MESSAGE_S):
@@ -162,7 +166,7 @@ class _Reads:
 
     @contextlib.asynccontextmanager
     async def _permit(self, connection: str) -> AsyncIterator[None]:
-        """While a message of a connection is being received."""
+        """Limit the messages of a connection that are being received in this context."""
         calls = self._connections.setdefault(connection, _Connection())
         calls.number += 1
         try:
@@ -175,7 +179,7 @@ class _Reads:
 
     @contextlib.contextmanager
     def _stranger(self, context: Any) -> Iterator[_Stranger]:
-        """While a message of a caller without credentials is being received, or waited for."""
+        """Limit the messages of callers without credentials that are being received, or awaited, in this context."""
         if len(self._strangers) >= MAX_READS_OF_STRANGERS:
             oldest = next(iter(self._strangers))
             del self._strangers[oldest]
@@ -189,7 +193,7 @@ class _Reads:
 
 
 class _Connection:
-    """The calls of a connection that receive their message, or wait for that."""
+    """The calls of a connection that receive their message, or wait to receive it."""
 
     def __init__(self) -> None:
         self.number = 0
@@ -208,7 +212,7 @@ class _Stranger:
         self._context = context
 
     def refuse(self) -> None:
-        """End the call, and with it the reading of its message."""
+        """End the call, and the reading of its message."""
         self.refusal = asyncio.ensure_future(self._refuse())
         self.refusal.add_done_callback(lambda refusal: refusal.cancelled() or refusal.exception())
 
@@ -219,7 +223,7 @@ class _Stranger:
         except grpc.aio.AbortError:
             raise
         except grpc.aio.BaseError:
-            pass  # it has gone meanwhile
+            pass  # the caller has gone meanwhile
 
 
 async def _unknown(_: Any, context: Any) -> None:
@@ -227,7 +231,7 @@ async def _unknown(_: Any, context: Any) -> None:
 
 
 _UNKNOWN: Final[Any] = grpc.stream_stream_rpc_method_handler(_unknown)
-"""gRPC's own answer, which a reset would leave memory of."""
+"""gRPC's answer to an unknown method; gRPC's own handler would leak memory if the call is reset."""
 
 
 async def _refuse(context: Any, error: AxonError) -> None:

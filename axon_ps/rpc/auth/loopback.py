@@ -6,7 +6,7 @@ import ipaddress
 
 
 def is_loopback(host: str) -> bool:
-    """Whether listening on `host` is reachable from this machine only."""
+    """Return True if listening on `host` is reachable from this machine only."""
     name = host.strip("[]")
     if name.lower() == "localhost":
         return True
@@ -17,10 +17,10 @@ def is_loopback(host: str) -> bool:
 
 
 def is_private(host: str, *, token: bool) -> bool:
-    """Whether a service on `host` serves only this machine's processes that know the job's token: those of its user.
+    """Return True if a service on `host` serves only processes of this machine with the job's token: those of its user.
 
     Args:
         host: the address that it listens on.
-        token: whether it asks for one.
+        token: whether it asks for a token.
     """
     return token and is_loopback(host)

@@ -1,4 +1,4 @@
-"""Contexts of TLS whose certificates are renewed, for what is not gRPC: HTTP servers, bulk connections.
+"""TLS contexts whose certificates are renewed, for connections that are not gRPC's: HTTP servers, bulk connections.
 
 gRPC has its own: `Security.server_credentials` and `channel_credentials`.
 """
@@ -14,11 +14,11 @@ from axon_ps.rpc.auth.certificates import Chain, ChainSource
 
 
 def server_context(source: ChainSource, *, required: bool) -> ssl.SSLContext:
-    """A context that has the newest certificate at every handshake.
+    """Make a context that uses the newest certificate at every handshake.
 
     Args:
-        source: where certificates come from.
-        required: whether every client must show a certificate, rather than that it may.
+        source: the source of certificates.
+        required: whether every client must show a certificate; else it may.
 
     Raises:
         ConfigurationError: the certificate cannot be used.
@@ -41,7 +41,7 @@ def server_context(source: ChainSource, *, required: bool) -> ssl.SSLContext:
 
 @lru_cache(maxsize=16)
 def client_context(chain: Chain) -> ssl.SSLContext:
-    """A context of a client that proves itself by `chain`, and whose server must have the name that it is told.
+    """Make a context of a client that proves itself by `chain`, and verifies the server's name.
 
     Raises:
         ConfigurationError: the certificate cannot be used.
@@ -71,7 +71,7 @@ def _context(chain: Chain, *, required: bool) -> ssl.SSLContext:
 
 
 def _load(context: ssl.SSLContext, chain: Chain) -> None:
-    """Python's ssl reads files only: one without a name, in memory, that nobody else can open."""
+    """Load a certificate and its key from an unnamed file in memory, since Python's ssl reads files only."""
     fd = os.memfd_create("axon-ps certificate", os.MFD_CLOEXEC)
     try:
         os.write(fd, chain.certificate + b"\n" + chain.key)

@@ -1,11 +1,11 @@
-"""Tokens: the job's secret, and those of one role that are made from it (JWT, HS256).
+"""Tokens: the job's secret, and tokens of one role that are made from it (JWT, HS256).
 
-Whoever holds the secret holds every role, and can make tokens and certificates. A token of a role names the job
-(`aud`), the role (`sub`), if wanted the rank, and when it ends (`exp`); its id (`jti`) is what is revoked. It is signed
-by a key that is derived from the secret, so a token gives nothing of the secret away, if that cannot be guessed: from a
-token, or a certificate, one can try secrets offline. So a secret that is short makes neither.
+A process with the secret has every role, and can make tokens and certificates. A token of a role names the job (`aud`),
+the role (`sub`), optionally the rank, and its end (`exp`). It is revoked by its id (`jti`). It is signed by a key that
+is derived from the secret. With a token, or a certificate, an attacker can test guesses of the secret offline. So
+neither is made from a short secret; a random one cannot be found.
 
-PyJWT is imported when the first such token is met.
+PyJWT is imported when the first such token is used.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from axon_ps.rpc.auth.identity import MAX_RANK, Identity, role_of
 
 SECRET_BYTES: Final = 24
 MIN_SECRET_CHARS: Final = 22
-"""What 128 random bits are in base64; of hex digits they are 32."""
+"""Characters of 128 random bits in base64; they are 32 hex digits."""
 
 MIN_DISTINCT_CHARS: Final = 8
 """A secret with fewer different characters is not random."""
@@ -38,9 +38,9 @@ class Claims:
     """The claims of a role's token.
 
     Attributes:
-        identity: whose it is.
+        identity: the identity that it gives.
         id: its id, by which it is revoked.
-        expires_s: until when, in seconds since 1970.
+        expires_s: the end of its validity, in seconds since 1970.
     """
 
     identity: Identity
@@ -49,25 +49,25 @@ class Claims:
 
 
 def new_secret() -> str:
-    """A random secret of a job."""
+    """Return a random secret of a job."""
     return secrets.token_urlsafe(SECRET_BYTES)
 
 
 def is_strong(secret: str) -> bool:
-    """Whether keys may be derived from a secret: it is long enough to be random."""
+    """Return True if keys may be derived from a secret: it is long enough to be random."""
     return len(secret) >= MIN_SECRET_CHARS and len(set(secret)) >= MIN_DISTINCT_CHARS and not is_role_token(secret)
 
 
 def check_strong(secret: str, what: str, otherwise: str = "") -> None:
-    """Refuse to derive keys from what could be guessed.
+    """Refuse to derive keys from a secret that could be guessed.
 
     Args:
         secret: the secret.
-        what: what needs it, for the message.
-        otherwise: what could be done instead, for the message.
+        what: the feature that needs it, for the message.
+        otherwise: an alternative, for the message.
 
     Raises:
-        ConfigurationError: it could; the message says how to make a secret.
+        ConfigurationError: it could be guessed; the message has the command that makes a secret.
     """
     if is_role_token(secret):
         raise ConfigurationError(f"{what} needs the job's secret, and the token that was given is one of a role")
@@ -80,7 +80,7 @@ def check_strong(secret: str, what: str, otherwise: str = "") -> None:
 
 
 def derived_key(secret: str, purpose: str, size: int = 32) -> bytes:
-    """A key for one purpose, by HKDF-SHA256 (RFC 5869) without salt, as the secret is random; at most 64 bytes."""
+    """Derive a key for a purpose, by HKDF-SHA256 (RFC 5869) without salt, as the secret is random; at most 64 bytes."""
     extracted = hmac.digest(bytes(32), secret.encode(), hashlib.sha256)
     info = f"axon-ps {purpose}".encode()
     first = hmac.digest(extracted, info + b"\x01", hashlib.sha256)
@@ -88,12 +88,12 @@ def derived_key(secret: str, purpose: str, size: int = 32) -> bytes:
 
 
 def is_role_token(token: str) -> bool:
-    """Whether a token is one of a role, rather than a secret: a JWT has three fields."""
+    """Return True if a token is of a role, rather than a secret: a JWT has three fields."""
     return token.count(".") == 2 and token.startswith("ey")
 
 
 def mint(secret: str, identity: Identity, lifetime_s: float) -> str:
-    """A token of a role.
+    """Make a token of a role.
 
     Raises:
         ConfigurationError: the secret could be guessed from it.
@@ -109,7 +109,7 @@ def mint(secret: str, identity: Identity, lifetime_s: float) -> str:
 
 
 def verified(token: str, known_secrets: Sequence[str], job: str) -> Claims:
-    """The claims of a token, if it is one of this job and holds.
+    """Return the claims of a token, if it is valid and of this job.
 
     Args:
         token: the token.
@@ -117,7 +117,7 @@ def verified(token: str, known_secrets: Sequence[str], job: str) -> Claims:
         job: name of the job; empty = any.
 
     Raises:
-        PermissionDenied: it does not; which it was is in the message.
+        PermissionDenied: it is not; the message has the reason.
     """
     claims = _signed(token, known_secrets)
     if claims.expires_s <= time.time():
@@ -128,10 +128,10 @@ def verified(token: str, known_secrets: Sequence[str], job: str) -> Claims:
 
 
 def read_unverified(token: str) -> Claims:
-    """The claims of a token, whoever signed it.
+    """Return the claims of a token without checking its signature.
 
     Raises:
-        PermissionDenied: it says not what a token must say.
+        PermissionDenied: a claim is missing or malformed.
     """
     import jwt
 
@@ -142,7 +142,7 @@ def read_unverified(token: str) -> Claims:
 
 
 def as_text(time_s: float) -> str:
-    """A time as people read it."""
+    """Format a time for messages."""
     return datetime.fromtimestamp(time_s, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
 
 

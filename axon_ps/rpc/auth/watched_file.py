@@ -2,7 +2,7 @@
 
 Note: [Rotation]
     A token file may have several lines. A service accepts each of them, and proves itself by, and sends, the first. So
-    a secret is rotated without a moment in which two processes do not know each other: add the new one as a second line
+    a secret can be rotated such that all processes accept each other at any time: add the new one as a second line
     everywhere; then put it first, everywhere; then remove the old one.
 """
 
@@ -21,7 +21,7 @@ from typing import Final
 from axon_ps.errors import ConfigurationError
 
 LOOK_S: Final = 1.0
-"""How often, at most, is looked whether a file has changed."""
+"""Least seconds between two checks for changed files."""
 
 _logger = logging.getLogger(__name__)
 
@@ -30,9 +30,9 @@ class WatchedFiles:
     """The contents of files, read again when one has changed. Any thread may use it.
 
     Args:
-        files: what they are called in messages, and their paths.
-        secret: which of them nobody else on this machine should read.
-        check: refuses contents that cannot be used, as half of a file that is being written, by a ConfigurationError.
+        files: their names in messages, and their paths.
+        secret: the names of those that no other user of this machine should read.
+        check: raises ConfigurationError for unusable contents, such as half of a file that is being written.
 
     Raises:
         ConfigurationError: one cannot be read or used.
@@ -56,7 +56,7 @@ class WatchedFiles:
                 warn_of_readers(path)
 
     def contents(self) -> tuple[bytes, ...]:
-        """The contents; those that were read last, if the files cannot be read or used now, which is logged once."""
+        """Return the contents; the last valid ones, if the files cannot be read or used now, which is logged once."""
         with self._lock:
             if time.monotonic() - self._looked_s >= LOOK_S:
                 self._look()
@@ -86,20 +86,20 @@ class WatchedFiles:
 
 @cache
 def token_file(path: str) -> WatchedFiles:
-    """The file of tokens at a path: one for the process, so that it is looked at once a second.
+    """Return the file of tokens at a path: one object for the process, so that it is checked once a second.
 
     Raises:
-        ConfigurationError: it cannot be read, is no text, or has none.
+        ConfigurationError: it cannot be read, is not text, or has no token.
     """
     what = "the token file"
     return WatchedFiles([(what, path)], secret=[what], check=lambda contents: _lines(path, contents[0]))
 
 
 def lines_of(path: str) -> tuple[str, ...]:
-    """The tokens in a file, one a line; the first is ours. See Note: [Rotation].
+    """Return the tokens in a file, one a line; this process uses the first. See Note: [Rotation].
 
     Raises:
-        ConfigurationError: it cannot be read, is no text, or has none.
+        ConfigurationError: it cannot be read, is not text, or has no token.
     """
     return _lines(path, token_file(path).contents()[0])
 
@@ -115,7 +115,7 @@ def _lines(path: str, content: bytes) -> tuple[str, ...]:
 
 
 def read(path: str, option: str) -> bytes:
-    """A file's content.
+    """Read a file.
 
     Raises:
         ConfigurationError: it cannot be read; the message names `option`.
@@ -128,7 +128,7 @@ def read(path: str, option: str) -> bytes:
 
 @cache
 def warn_of_readers(path: str) -> None:
-    """Warn, once a process, of a secret that every user of this machine can read."""
+    """Warn, once per process, about a secret that every user of this machine can read."""
     try:
         mode = os.stat(path).st_mode
     except OSError:

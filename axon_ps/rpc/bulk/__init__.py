@@ -1,25 +1,25 @@
 """Bulk connections: streaming calls over sockets of their own, negotiated over gRPC.
 
-The RPC `Bulk.Open` names a port and a capability; a call that moves much data connects there, shows it, and carries
-the same messages as the call of gRPC would, to the same servicer, with the same statuses. One call uses a connection at
-a time. What both ends of gRPC's C core do with each byte is left to the kernel: *measured* on loopback, both ends,
-a stream of messages of 1 MiB takes 0.45 CPU seconds a GB in place of 1.0.
+The reply to the RPC `Bulk.Open` has a port and a capability. A call that moves much data connects to the port and shows
+the capability. It has the same messages as the call over gRPC, the same servicer, and the same statuses. A connection
+is used by one call at a time. The per-byte work of gRPC's C core at both ends is left to the kernel: *measured* on
+loopback, both ends, a stream of messages of 1 MiB takes 0.45 CPU seconds a GB instead of 1.0.
 
 The stream of that RPC stays open. When it breaks, because the peer died, froze or was cut off (gRPC pings it),
-the bulk calls of that client end with it. Who calls, what that caller may call, and when its credentials end are those
-of that stream: see `server`.
+the bulk calls of that client end with it. The caller's identity, its permissions and the end of its credentials are
+those of that stream: see `server`.
 
-gRPC remains the contract: a client or server without this, or between which the port cannot be reached, uses gRPC for
-the same calls.
+gRPC remains the contract: a client or server without bulk connections uses gRPC for the same calls, and so does a pair
+between which the port cannot be reached.
 
-    connection   a socket: frames in and out, in the time that the event loop has
-    hangups      which sockets their peers have closed, also behind data that nobody has read yet
+    connection   a socket: frames in and out, on an event loop
+    hangups      detection of sockets that their peers have closed, also behind unread data
     client       a client's calls, and the negotiation
     server       the listener, and a servicer's end of a call
 
 Note: [The frames of a bulk connection]
-    A frame is a byte that says its kind, its length (u32, little-endian), and that many bytes. The client begins with
-    HELLO, a `BulkHello`, and the server answers with an empty HELLO, or hangs up: then it is no bulk call. MESSAGE is a
-    message of the call, as gRPC would carry it; END, of the client, means that no more will come; STATUS, a
-    `BulkStatus`, is the server's last frame. Whoever closes the connection before that cancels the call.
+    A frame is a byte for its kind, its length (u32, little-endian), and that many bytes. The client begins with HELLO,
+    a `BulkHello`. The server answers with an empty HELLO, or hangs up if it refuses the bulk call. MESSAGE is a message
+    of the call, as in gRPC. END, from the client, means that no more messages come. STATUS, a `BulkStatus`, is the
+    server's last frame. A side that closes the connection before that cancels the call.
 """

@@ -1,9 +1,10 @@
-"""A client's bulk calls, and how it finds out whether a server takes any. See `rpc.bulk`. One event loop.
+"""A client's bulk calls, and their negotiation with a server. See `rpc.bulk`. One event loop.
 
 Note: [Where a bulk connection cannot be had]
-    A server may have no port for them, or one that is not reachable from here: behind a NAT, a firewall. Then the call
-    goes over gRPC, as do the next ones of `AGAIN_S`. Nothing was sent when it is known, so no call is lost by it. Each
-    bulk call takes a file of its process, so what is more than `limits.max_bulk_calls` goes over gRPC, too.
+    A server may have no port for bulk calls, or its port may not be reachable from here: behind a NAT, a firewall. Then
+    the call is made over gRPC, as are all calls in the next `AGAIN_S`. This is known before a message is sent, so no
+    call is lost. Each bulk call takes a file of its process, so calls beyond `limits.max_bulk_calls` are also made over
+    gRPC.
 """
 
 from __future__ import annotations
@@ -35,16 +36,16 @@ from axon_ps.rpc.stream import EOF, Place, Stream
 from axon_ps.wire.v1 import bulk_pb2
 
 CONNECT_S: Final = 2.0
-"""How long connecting may take, TLS included. See Note: [Where a bulk connection cannot be had]."""
+"""Seconds for connecting, including TLS. See Note: [Where a bulk connection cannot be had]."""
 
 AGAIN_S: Final = 60.0
-"""How long calls go over gRPC after that."""
+"""Seconds for which calls are made over gRPC after connecting has failed."""
 
 BULK: Final = bulk_pb2.DESCRIPTOR.services_by_name["Bulk"]
 """The service that `BulkClient` calls, and `server.BulkServer` performs."""
 
 _MIN_RTT_AT: Final = 148
-"""Where struct tcp_info of Linux has tcpi_min_rtt, a u32 of microseconds."""
+"""Offset of tcpi_min_rtt, a u32 of microseconds, in Linux's struct tcp_info."""
 
 Parse = Callable[[bytes], Any] | None
 _logger = logging.getLogger(__name__)
@@ -53,11 +54,11 @@ _CLOSED: Final = Status(grpc.StatusCode.UNAVAILABLE, "Socket closed: by this sid
 
 
 class BulkCall:
-    """A client's end of a call, with what `stream.Stream` uses of a call of gRPC's.
+    """A client's end of a call, with the part of the interface of gRPC's calls that `stream.Stream` uses.
 
     Args:
-        connection: on which HELLO was sent.
-        parse: makes a message of its bytes; None = messages are raw.
+        connection: a connection on which HELLO was sent.
+        parse: parses a message; None = messages are raw.
     """
 
     def __init__(self, connection: Connection, parse: Parse) -> None:
@@ -69,18 +70,18 @@ class BulkCall:
         self._unread: deque[memoryview] = deque()
         self._receiving = Turn()
         self._callbacks: list[Callable[[Any], object]] = []
-        self._cython_call = self  # where `Stream` looks for a method of gRPC's that has no public name
+        self._cython_call = self  # `Stream` finds here a method of gRPC's that is not public
         connection.on_hangup(self._on_hangup)
 
     is_bulk = True
-    """It is no call of gRPC: a message may be a tuple of buffers, which is sent without being joined; several tasks may
-    send; and one that is cancelled while it waits for the call leaves nothing behind."""
+    """It is not a gRPC call: a message may be a tuple of buffers, which is sent without being joined. Several tasks may
+    send. A task that is cancelled while it waits for the call leaves no state behind."""
 
     async def wait_for_connection(self) -> None:
-        """It is connected."""
+        """Return at once: it is connected."""
 
     async def read(self, place: Place | None = None) -> Any:
-        """The next message of the server's, or EOF; raises as gRPC does. Cancelling the reader cancels the call."""
+        """Return the server's next message, or EOF; raises as gRPC does. Cancelling the reader cancels the call."""
         try:
             while not self._unread and self._status is None:
                 await self._receive(place)
@@ -102,7 +103,7 @@ class BulkCall:
         return self._send(Kind.MESSAGE, *(message if isinstance(message, tuple) else (message,)))
 
     async def done_writing(self) -> None:
-        """Half-close: no message will be sent any more."""
+        """Half-close: no further message is sent."""
         await self._send(Kind.END)
 
     def cancel(self) -> bool:
@@ -124,11 +125,11 @@ class BulkCall:
             callback(self)
 
     def done(self) -> bool:
-        """Whether the server has ended the call, or this side has. Messages of before may be there to be read."""
+        """Return True if the server or this side has ended the call. Earlier messages may still be read."""
         return self._status is not None or self._hung_up
 
     def is_locally_cancelled(self) -> bool:
-        """Whether this side ended the call."""
+        """Return True if this side ended the call."""
         return self._is_local
 
     def add_done_callback(self, callback: Callable[[Any], object]) -> None:
@@ -139,23 +140,23 @@ class BulkCall:
             callback(self)
 
     async def code(self) -> grpc.StatusCode:
-        """The status code, once the call has ended; what was sent before stays to be read."""
+        """Return the status code, once the call has ended; earlier messages can still be read."""
         while self._status is None:
             await self._receive()
         return self._status.code
 
     async def details(self) -> str:
-        """The status details; of a call that has ended."""
+        """Return the status details of a call that has ended."""
         return self._ended().details
 
     async def trailing_metadata(self) -> tuple[tuple[str, bytes], ...]:
-        """The metadata that came with the status; of a call that has ended."""
+        """Return the metadata that came with the status of a call that has ended."""
         return self._ended().trailing
 
     # ------------------------------------------------------------------ inside
 
     async def _receive(self, place: Place | None = None) -> None:
-        """Receive a frame, if nobody else has received one or ended the call meanwhile."""
+        """Receive a frame, or wait until another task has received one or ended the call."""
         if self._receiving.taken:
             await self._receiving.wait()
             self._receiving.leave()
@@ -193,7 +194,7 @@ class Caller(Protocol):
     """An opener of calls of `BULK`: a `service.Stub`.
 
     Attributes:
-        peer: what errors call the other end.
+        peer: the name of the other end in errors.
     """
 
     peer: str
@@ -202,11 +203,11 @@ class Caller(Protocol):
         """Open a streaming call."""
 
     def credentials(self) -> object:
-        """A value that stands for the credentials that the next call shows."""
+        """Return a value that identifies the credentials of the next call."""
 
 
 class _Granted:
-    """A server's answer to RPC `Open`: where its bulk connections are, while the stream of the answer lasts."""
+    """A server's answer to RPC `Open`: the port of its bulk connections, valid as long as the answer's stream."""
 
     def __init__(self, credentials: object) -> None:
         self.credentials = credentials
@@ -221,7 +222,7 @@ class _Granted:
         call.add_done_callback(self._calls.discard)
 
     def end(self, status: Status | None) -> None:
-        """The stream has ended; calls under way go on if it did so well."""
+        """Record that the stream has ended; calls under way end with `status`, or continue if it is None."""
         self.is_over = True
         if status is not None:
             for call in list(self._calls):
@@ -229,12 +230,12 @@ class _Granted:
 
 
 class BulkClient:
-    """One client's bulk calls of one server.
+    """One client's bulk calls to one server.
 
     Args:
-        caller: its calls of gRPC.
-        host: where the server is.
-        tls: gives the context of TLS, and the name that the server's certificate must have; None = plaintext.
+        caller: makes its gRPC calls.
+        host: the server's host.
+        tls: returns the TLS context, and the name that the server's certificate must have; None = plaintext.
 
     Attributes:
         rtt_s: the round trip of the newest connection when it was made, in seconds; 0 = not known.
@@ -250,11 +251,11 @@ class BulkClient:
         self.rtt_s = 0.0
 
     async def open(self, path: str, parse: Parse) -> BulkCall | None:
-        """A call, to be used as one of gRPC's; None if it must be one.
+        """Open a call, to be used like a gRPC call; None if the call must be made over gRPC.
 
         Args:
             path: "/SERVICE/METHOD".
-            parse: makes a message of its bytes; None = messages are raw.
+            parse: parses a message; None = messages are raw.
         """
         if asyncio.get_running_loop().time() < self._again_s or len(_under_way) >= max_bulk_calls():
             return None
@@ -281,7 +282,7 @@ class BulkClient:
         await asyncio.gather(*self._following, return_exceptions=True)
 
     async def _ask(self) -> _Granted | None:
-        """The server's grant; None = nothing."""
+        """Return the server's grant; None = the server grants no bulk calls."""
         asking = self._asking
         if asking is not None and asking.done():
             granted = asking.result()
@@ -302,13 +303,13 @@ class BulkClient:
             async with self._caller.open("Open") as stream:
                 await stream.write(bulk_pb2.OpenRequest())
                 reply = await stream.read()
-                if reply is EOF:  # it stops
+                if reply is EOF:  # the server stops
                     return
                 granted.port, granted.capability = reply.port, reply.capability
                 connected_ports.add(reply.port)
                 asking.set_result(granted)
                 await stream.read()
-                status = None  # it stops, and calls under way may end
+                status = None  # the server stops, and calls under way may be finished
         except ConfigurationError as error:
             self._give_up(str(error))
         except AxonError as error:
@@ -323,7 +324,7 @@ class BulkClient:
         self._again_s = asyncio.get_running_loop().time() + AGAIN_S
 
     async def _connect(self, granted: _Granted, path: str) -> Connection:
-        """A connection on which HELLO was sent."""
+        """Return a connection on which HELLO was exchanged."""
         sock, connection = await _connected(self._host, granted.port), None
         try:
             if self._tls is not None:
@@ -344,7 +345,7 @@ class BulkClient:
 
 
 def _rtt_s(sock: socket.socket) -> float:
-    """The shortest round trip of a connection so far, in seconds; 0 where the kernel does not say."""
+    """Return the shortest round trip of a connection so far, in seconds; 0 if unknown."""
     info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _MIN_RTT_AT + 4)
     if len(info) < _MIN_RTT_AT + 4:
         return 0.0
@@ -353,10 +354,10 @@ def _rtt_s(sock: socket.socket) -> float:
 
 
 async def _connected(host: str, port: int) -> socket.socket:
-    """A socket that is connected.
+    """Connect a socket.
 
     Raises:
-        OSError: none can be, at any address of the host.
+        OSError: it cannot be connected to any address of the host.
     """
     loop, failure = asyncio.get_running_loop(), OSError(f"{host} has no address")
     for family, kind, protocol, _, address in await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM):
@@ -375,11 +376,11 @@ async def _connected(host: str, port: int) -> socket.socket:
 
 
 def bulk_client(caller: Caller, address: str, security: Security, to: Principal | None) -> BulkClient | None:
-    """The client that opens the bulk calls to a server; None if it is of this process.
+    """Make the client that opens the bulk calls to a server; None if the server is in this process.
 
     Args:
-        caller: its calls of gRPC.
-        address, security, to: as of `channels.connect`.
+        caller: makes its gRPC calls.
+        address, security, to: see `channels.connect`.
 
     Raises:
         ConfigurationError: a file of `security` cannot be used.

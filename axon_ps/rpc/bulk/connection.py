@@ -1,12 +1,12 @@
 """One socket of a bulk call: frames in and out. See `rpc.bulk`, Note: [The frames of a bulk connection].
 
 Note: [Few wake-ups]
-    A socket is readable as soon as one packet is there, and an event loop that looks each time spends more on looking
+    A socket is readable as soon as one packet is there. An event loop that reads each time spends more time on waking
     than the kernel on copying. So a reader that needs many bytes is woken when `LOW_WATER_BYTES` of them are there, or
-    the last one (SO_RCVLOWAT; the kernel wakes it earlier where it cannot store as many, and at the end). It is read
-    where the loop finds it, and the task that waits runs only when all is there. The loop goes on watching until
-    something comes that nobody waits for, and until it says so a socket that was read empty is not read again: a
-    connection that is asked and answers costs one system call for each message.
+    the last one (SO_RCVLOWAT; the kernel wakes it earlier if it cannot store as many, and at the end). The loop's
+    callback reads the bytes, and the waiting task runs only when all of them are there. The loop watches the socket
+    until bytes come for which no task waits. A socket that was read empty is not read again until the loop reports that
+    it is readable: a connection with alternating requests and replies costs one system call for each message.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ LOW_WATER_BYTES: Final = 512 << 10
 """See Note: [Few wake-ups]."""
 
 LARGE_BYTES: Final = 64 << 10
-"""With a frame of this size the event loop has a turn, also if the socket never makes us wait."""
+"""After a frame of at least this size the task yields to the event loop, even if the socket never blocks."""
 
 BUFFER_BYTES: Final = 4 << 10
-"""How much more than a frame is read, and copied once more, where more is there: several small messages at once."""
+"""Bytes that are read ahead, and copied once more, so that several small messages are read at once."""
 
 FIRST_BYTES: Final = 512
-"""How much of a large frame `Place` sees: more than the header of any chunk that has a payload."""
+"""Bytes of a large frame that `Place` gets: more than the header of any chunk that has a payload."""
 
 SILENCE_MS: Final = int(1000 * (KEEPALIVE_S + KEEPALIVE_TIMEOUT_S))
-"""A connection whose peer's machine has acknowledged nothing for this long is broken, as one of gRPC's is."""
+"""A connection is broken after so many ms in which the peer's machine acknowledged nothing, as with gRPC."""
 
 Buffer = bytes | memoryview
 T = TypeVar("T")
@@ -60,18 +60,18 @@ HEAD: Final = struct.Struct("<BI")
 
 
 class FrameError(ConnectionError):
-    """The peer sends no frames of ours."""
+    """The peer sends bytes that are not a frame of this protocol."""
 
 
 class Turn:
-    """One task after the other, in order: a lock that costs nothing where nobody waits. One event loop.
+    """A fair lock of tasks, which costs next to nothing if no task waits. One event loop.
 
         await turn.wait() if turn.taken else turn.take()
         try: ...
         finally: turn.leave()
 
     Attributes:
-        taken: whether it is a task's turn.
+        taken: whether a task has the lock.
     """
 
     __slots__ = ("_waiting", "taken")
@@ -81,11 +81,11 @@ class Turn:
         self._waiting: deque[asyncio.Future[None]] = deque()
 
     def take(self) -> None:
-        """It is this task's turn, since it is nobody's."""
+        """Take the lock, which is free."""
         self.taken = True
 
     async def wait(self) -> None:
-        """Wait until it is this task's turn."""
+        """Wait for the lock, and take it."""
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.append(future)
         try:
@@ -96,7 +96,7 @@ class Turn:
             raise
 
     def leave(self) -> None:
-        """The task's turn is over."""
+        """Release the lock, to the next task that waits."""
         self.taken = False
         while self._waiting and not self.taken:
             future = self._waiting.popleft()
@@ -109,7 +109,7 @@ class Connection:
     """Frames over a socket. One task may receive while others send, one after the other. One event loop.
 
     Args:
-        sock: connected; a TLS one may have its handshake before it. It is ours from now on.
+        sock: a connected socket, which this object then owns; the handshake of a TLS socket may be still to come.
         max_bytes: the longest frame that is accepted.
 
     Attributes:
@@ -135,8 +135,8 @@ class Connection:
         self._begin = self._end = 0
         self._readers: list[_Reading] = []
         self._watched = False
-        self._empty = False  # whether the socket was read empty, and the loop has not said since that more is there
-        self._waits = 0  # how often somebody has waited for the socket
+        self._empty = False  # whether the socket was read empty, and the loop has not reported new bytes since
+        self._waits = 0  # how often a task has waited for the socket
         self._sending = Turn()
         self._writers: set[asyncio.Future[None]] = set()
         self._hangups = hangups.of_this_loop()
@@ -146,7 +146,7 @@ class Connection:
         self._hangups.watch(self._fd, callback)
 
     def peer(self) -> str:
-        """The address of the other end, as gRPC writes it."""
+        """Return the address of the other end, in gRPC's format."""
         try:
             host, port, *_ = self._sock.getpeername()
         except (OSError, ValueError):
@@ -154,7 +154,7 @@ class Connection:
         return f"ipv6:[{host}]:{port}" if self._sock.family == socket.AF_INET6 else f"ipv4:{host}:{port}"
 
     async def handshake(self) -> None:
-        """The handshake of TLS, if it is a connection of TLS.
+        """Perform the TLS handshake, if it is a TLS connection.
 
         Raises:
             OSError: it failed: one of the ends does not trust the other.
@@ -163,13 +163,14 @@ class Connection:
             await self._attempt(self._sock.do_handshake)
 
     async def receive(self, place: Place | None = None) -> tuple[Kind, memoryview]:
-        """The next frame.
+        """Receive the next frame.
 
         Args:
-            place: where a large one goes, or its end does; then what comes before that is returned.
+            place: returns the destination of a large frame, or of its end; then only the bytes before that are
+                returned.
 
         Raises:
-            FrameError: the peer sends no frames of ours, or too long ones.
+            FrameError: the peer sends bytes that are not a frame, or a frame that is too long.
             OSError: the connection is over.
         """
         if self._end - self._begin < HEAD.size:
@@ -198,7 +199,7 @@ class Connection:
         """Send a frame made of `buffers`; returns when the kernel has all of it.
 
         Raises:
-            OSError: the connection is over; also if this was cancelled before, in the middle of a frame.
+            OSError: the connection is over; also if an earlier call was cancelled in the middle of a frame.
         """
         size = sum(buffer.nbytes if isinstance(buffer, memoryview) else len(buffer) for buffer in buffers)
         views: list[Buffer] = [HEAD.pack(kind, size), *(buffer for buffer in buffers if len(buffer))]
@@ -215,7 +216,7 @@ class Connection:
             await asyncio.sleep(0)
 
     def shut_down(self) -> None:
-        """Send nothing more. The peer gets what was sent before."""
+        """Send nothing more. The peer gets all frames that were sent before."""
         if not self.closed:
             try:
                 self._sock.shutdown(socket.SHUT_WR)
@@ -223,7 +224,7 @@ class Connection:
                 self.close()
 
     async def discard(self) -> None:
-        """Drop what comes in.
+        """Drop all received bytes.
 
         Raises:
             OSError: the peer closed the connection, or it broke.
@@ -233,14 +234,15 @@ class Connection:
             await self._read(_Reading(dropped, 1))
 
     def wake_writers(self) -> None:
-        """Have those who wait to send fail: the peer takes nothing more."""
+        """Have the tasks that wait to send fail, because the peer reads nothing more."""
         _fail(self._writers)
 
     def close(self, *, abort: bool = False) -> None:
-        """End the connection; whoever waits on it fails. Harmless when repeated.
+        """End the connection; every task that waits on it fails. Harmless when repeated.
 
         Args:
-            abort: drop what the peer has not taken yet, and tell it now: else it learns of the end when it has.
+            abort: drop the bytes that the peer has not read yet, so that it gets an error at once; else it sees the end
+                after it has read them.
         """
         if self.closed:
             return
@@ -269,14 +271,14 @@ class Connection:
         return body
 
     async def _fill(self, view: memoryview) -> None:
-        """Receive so many bytes."""
+        """Receive as many bytes as `view` has."""
         held = min(self._end - self._begin, view.nbytes)
         view[:held] = self._buffer[self._begin : self._begin + held]
         self._begin += held
         await self._read(_Reading(view[held:], view.nbytes - held))
 
     async def _read_more(self, count: int) -> None:
-        """Have at least so many bytes at hand, and what else has come with them."""
+        """Read until at least `count` bytes are in the buffer, and those that came with them."""
         held = self._end - self._begin
         if held >= count:
             return
@@ -287,7 +289,7 @@ class Connection:
         self._end += reading.count
 
     async def _read(self, reading: _Reading) -> None:
-        """Read until it is enough."""
+        """Read until all bytes that are needed were read."""
         while reading.count < reading.needed:
             if self.closed:
                 raise ConnectionResetError("this end closed the connection")
@@ -298,7 +300,7 @@ class Connection:
                 await self._writable()
 
     def _advance(self, reading: _Reading) -> bool:
-        """Read what is there; whether it is enough."""
+        """Read without waiting; returns True if all bytes that are needed were read."""
         while reading.count < reading.needed:
             try:
                 got = self._sock.recv_into(reading.view[reading.count :])
@@ -326,7 +328,7 @@ class Connection:
         return self._sock.send(views[0])
 
     async def _attempt(self, operation: Callable[..., T], *arguments: Any) -> T:
-        """Perform an operation of the socket as soon as it need not wait; what only reads is for `_read`."""
+        """Perform an operation of the socket as soon as it does not block; `_read` is for reading."""
         while True:
             if self.closed:
                 raise ConnectionResetError("this end closed the connection")
@@ -338,7 +340,7 @@ class Connection:
                 await self._writable()
 
     async def _readable(self, reading: _Reading) -> None:
-        """Wait until enough was read, or something else is to be done; see Note: [Few wake-ups]."""
+        """Wait until enough was read, or the caller has to act; see Note: [Few wake-ups]."""
         self._waits += 1
         self._set_low_water(reading)
         if not self._watched:
@@ -352,7 +354,7 @@ class Connection:
             self._readers.remove(reading)
 
     def _on_readable(self) -> None:
-        """Read for those who wait. See Note: [Few wake-ups]."""
+        """Read for the tasks that wait. See Note: [Few wake-ups]."""
         was_empty, self._empty = self._empty, False
         waiting = [reading for reading in self._readers if not reading.done.done()]
         for reading in waiting:
@@ -363,7 +365,7 @@ class Connection:
                     self._set_low_water(reading)
             except OSError as error:
                 reading.done.set_exception(error)
-        if not (waiting or was_empty or self.closed):  # else what was there may have been read since
+        if not (waiting or was_empty or self.closed):  # else the bytes may have been read since
             self._loop.remove_reader(self._fd)
             self._watched = False
 
@@ -374,7 +376,7 @@ class Connection:
             self._low_water = low_water
 
     async def _writable(self) -> None:
-        """Wait until something can be sent; several tasks may."""
+        """Wait until bytes can be sent; several tasks may wait."""
         self._waits += 1
         future: asyncio.Future[None] = self._loop.create_future()
         if not self._writers:
@@ -389,15 +391,15 @@ class Connection:
 
 
 class _Reading:
-    """The memory that is to be read into.
+    """A read into memory.
 
     Args:
-        view: where to.
-        needed: how many bytes are enough.
+        view: its destination.
+        needed: number of bytes that are enough.
 
     Attributes:
-        count: how many were read.
-        done: while somebody waits for it.
+        count: number of bytes that were read.
+        done: the future of the task that waits for it.
     """
 
     __slots__ = ("count", "done", "needed", "view")

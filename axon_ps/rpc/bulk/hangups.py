@@ -1,7 +1,7 @@
-"""Sockets that were closed by their peers: found also behind data that is not read yet.
+"""Detection of sockets that were closed by their peers, also behind data that is not read yet.
 
-A read finds the end of a connection only after all that was sent before it, and a task that waits for something else
-reads nothing. The kernel knows at once (EPOLLRDHUP), so one epoll for each event loop asks it.
+A read finds the end of a connection only after all data that was sent before it, and a task that waits for something
+else does not read. The kernel reports the end at once (EPOLLRDHUP), to one epoll for each event loop.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _of_loop: WeakKeyDictionary[asyncio.AbstractEventLoop, Hangups] = WeakKeyDiction
 
 
 class Hangups:
-    """Of one event loop; use `of_this_loop`."""
+    """The closed sockets of one event loop; use `of_this_loop`."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._epoll = select.epoll()
@@ -28,7 +28,7 @@ class Hangups:
         self._epoll.register(fd, select.EPOLLRDHUP | select.EPOLLONESHOT)
 
     def forget(self, fd: int) -> None:
-        """Watch a socket no more; before it is closed. Harmless when repeated."""
+        """Stop watching a socket, before it is closed. Harmless when repeated."""
         if self._callbacks.pop(fd, None) is not None:
             self._epoll.unregister(fd)
 
@@ -39,7 +39,7 @@ class Hangups:
 
 
 def of_this_loop() -> Hangups:
-    """The one of the running event loop."""
+    """Return the object of the running event loop."""
     loop = asyncio.get_running_loop()
     if (hangups := _of_loop.get(loop)) is None:
         hangups = _of_loop[loop] = Hangups(loop)

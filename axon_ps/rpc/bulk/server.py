@@ -1,15 +1,15 @@
-"""A server's end of bulk calls: the listener, whom it lets in, and what a servicer reads and writes. One event loop.
+"""A server's end of bulk calls: the listener, the check of capabilities, and a servicer's context. One event loop.
 
 Note: [Who makes a bulk call]
-    Whoever shows the capability of a stream of RPC `Open`, while that stream lasts: its caller, with its roles, until
-    its credentials end or are revoked (`auth.credentials`). Each call is checked against the table of RPCs (`access`)
-    as gRPC's interceptor does. Over TLS the port asks for certificates as that of gRPC does, so a capability that was
-    stolen is of no use to a stranger.
+    The stream of an RPC `Open` has a capability, which is valid while the stream lasts. A connection that shows it acts
+    as the stream's caller, with its roles, until its credentials end or are revoked (`auth.credentials`). Each call is
+    checked against the table of RPCs (`access`), as in gRPC's interceptor. Over TLS the port asks for certificates as
+    gRPC's port does, so a stolen capability is useless to a stranger.
 
 Note: [A status arrives]
     A connection that is closed while data of its client has not been read is reset, and a reset may overtake the
-    status. So the server says that nothing more will come, and drops what comes in until the client closes it, too, at
-    most for `LINGER_S`.
+    status. So the server shuts down its sending side, and drops received data until the client closes the connection,
+    too, at most for `LINGER_S`.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ class BulkServer:
 
     Args:
         services: from `service.service_handler`.
-        revocations: what is revoked.
-        tls: the context of TLS; None = plaintext.
+        revocations: the names that are revoked.
+        tls: the TLS context; None = plaintext.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class BulkServer:
         Args:
             host: address to listen on.
             port: port to listen on; 0 = any free one.
-            advertised: where clients reach it; 0 = there.
+            advertised: the port at which clients reach it; 0 = the same.
 
         Raises:
             ConfigurationError: it cannot listen there.
@@ -87,7 +87,7 @@ class BulkServer:
         return self._listener.port
 
     async def open(self, context: ServerStream) -> None:
-        """RPC `Open`: let the caller in while its stream lasts."""
+        """Perform the RPC `Open`: grant bulk calls to the caller while its stream lasts."""
         await context.read()
         capability, granted = secrets.token_bytes(32), _Grant(calling())
         self._granted[_hash(capability)] = granted
@@ -148,7 +148,7 @@ class BulkServer:
             sock.close() if connection is None else connection.close()
 
     async def _perform(self, connection: Connection, path: str, credentials: Credentials) -> None:
-        """Perform a call to its end, and tell its client how it ended."""
+        """Perform a call to its end, and send its status to the client."""
         task = asyncio.current_task()
         assert task is not None, "a coroutine runs in a task"
         call = _Call(connection, task)
@@ -189,7 +189,7 @@ class _Grant:
 
     @contextlib.contextmanager
     def serving(self, task: asyncio.Task[None]) -> Iterator[None]:
-        """While a call is under way."""
+        """Register a call as under way in this context."""
         self._calls.add(task)
         try:
             yield
@@ -203,7 +203,7 @@ class _Grant:
 
 
 class _Call:
-    """A servicer's end of a call, with what servicers use of gRPC's context."""
+    """A servicer's end of a call, with the part of the interface of gRPC's context that servicers use."""
 
     def __init__(self, connection: Connection, task: asyncio.Task[None]) -> None:
         self.parse: Any = None
@@ -215,15 +215,15 @@ class _Call:
         self._half_closed = False
 
     def peer(self) -> str:
-        """The address of the client."""
+        """Return the address of the client."""
         return self._connection.peer()
 
     def done(self) -> bool:
-        """Whether the call has ended."""
+        """Return True if the call has ended."""
         return self._status is not None or self.hung_up
 
     async def read(self) -> Any:
-        """The client's next message, or EOF: also when the connection broke, and the call is about to be cancelled."""
+        """Return the client's next message, or EOF: also if the connection broke, which then cancels the call."""
         if self._half_closed:
             return EOF
         try:
@@ -248,7 +248,7 @@ class _Call:
             raise grpc.aio.UsageError(f"the call is over: {error}") from None
 
     def hang_up(self) -> None:
-        """Cancel the call: the client has gone, or sends what it must not."""
+        """Cancel the call, because the connection has ended or failed."""
         self.hung_up = True
         self._connection.close()
         self._task.cancel()
@@ -276,7 +276,7 @@ class _Call:
 
 
 async def _hello(connection: Connection) -> bulk_pb2.BulkHello:
-    """The first frame."""
+    """Receive the first frame."""
     kind, body = await connection.receive()
     if kind is not Kind.HELLO:
         raise ConnectionError(f"a bulk connection began with a frame of kind {kind.name}")
@@ -284,5 +284,5 @@ async def _hello(connection: Connection) -> bulk_pb2.BulkHello:
 
 
 def _hash(capability: bytes) -> bytes:
-    """The key by which capabilities are looked up: the time that it takes says nothing of a capability."""
+    """Return the key by which a capability is looked up: the time of a lookup by hash reveals nothing of it."""
     return hashlib.sha256(capability).digest()

@@ -1,4 +1,4 @@
-"""The end of a bulk call: gRPC's account of a call, as a value and as the last frame."""
+"""The end of a bulk call: gRPC's status of a call, as a value and as the last frame."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _CODES: Final = {code.value[0]: code for code in grpc.StatusCode}
 
 
 class Status(NamedTuple):
-    """As gRPC's: code, details, and the `ErrorDetail` that came with it, if one did."""
+    """A status like gRPC's: code, details, and the `ErrorDetail` that came with it, if any."""
 
     code: grpc.StatusCode
     details: str = ""
@@ -25,16 +25,16 @@ class Status(NamedTuple):
         return ((ERROR_KEY, self.error),) if self.error else ()
 
     def encode(self) -> bytes:
-        """As a `BulkStatus`."""
+        """Encode as a `BulkStatus`."""
         number: int = self.code.value[0]
         return bulk_pb2.BulkStatus(code=number, details=self.details, error=self.error).SerializeToString()
 
     @classmethod
     def decode(cls, frame: memoryview) -> Status:
-        """From a `BulkStatus`.
+        """Decode a `BulkStatus`.
 
         Raises:
-            DecodeError: it is none.
+            DecodeError: the frame is malformed.
         """
         message = bulk_pb2.BulkStatus.FromString(bytes(frame))
         return cls(_CODES.get(message.code, grpc.StatusCode.UNKNOWN), message.details, message.error)

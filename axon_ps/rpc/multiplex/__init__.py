@@ -1,10 +1,10 @@
-"""Many calls over one stream: what a host's members ask of one server costs it one connection and one stream.
+"""Many calls over one stream: the calls of a host's members cost a server one connection and one stream.
 
-- `frames`: what waits to be written; equal messages for several calls are one frame.
+- `frames`: the queue of frames to be written; equal messages for several calls are one frame.
 - `server`: performs the calls of a stream, by the handlers of a service.
 - `client`: makes them.
-- `callers`: who makes one, as a message.
+- `callers`: the caller of a call, as a message.
 
-A call here has what one of gRPC has: messages both ways in order, a status with an `ErrorDetail`, cancellation, and who
-makes it; not deadlines, which are its caller's.
+Like a gRPC call, a call here has messages both ways in order, a status with an `ErrorDetail`, cancellation, and a
+caller. It has no deadline; its caller has one.
 """

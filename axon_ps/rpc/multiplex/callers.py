@@ -1,4 +1,4 @@
-"""The caller of a stream of many: as the caller's end has verified it, which holds the job's secret."""
+"""The caller of a call on a shared stream, as verified by the stream's client, which has the job's secret."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from axon_ps.wire.v1 import multiplex_pb2
 
 
 def caller_to_proto(caller: Credentials) -> multiplex_pb2.FrameCaller:
-    """Credentials as a message."""
+    """Convert credentials to a message."""
     return multiplex_pb2.FrameCaller(
         roles=sorted(role.value for role in caller.roles),
         rank=caller.rank,
@@ -21,7 +21,7 @@ def caller_to_proto(caller: Credentials) -> multiplex_pb2.FrameCaller:
 
 
 def caller_from_proto(message: multiplex_pb2.FrameCaller) -> Credentials:
-    """Credentials of a message.
+    """Convert a message to credentials.
 
     Raises:
         InvalidRequest: there is no such role.

@@ -18,7 +18,7 @@ from axon_ps.rpc.stream import EOF, Stream
 from axon_ps.wire.v1 import multiplex_pb2
 
 MAX_UNREAD: Final = 1024
-"""Messages of a call that nobody has read; more of them end it."""
+"""Most unread messages of a call; more of them end it."""
 
 _CODES: Final = {code.value[0]: code for code in grpc.StatusCode}
 
@@ -28,8 +28,8 @@ class MultiplexedClient:
 
     Args:
         stream: the stream.
-        peer: what errors call the other end.
-        id: the stream's; see `Frames.id`.
+        peer: the name of the other end in errors.
+        id: the stream's id; see `Frames.id`.
     """
 
     def __init__(self, stream: Stream, peer: str, id: str = "") -> None:
@@ -56,7 +56,7 @@ class MultiplexedClient:
         """Carry messages until the stream ends; all calls end with it.
 
         Raises:
-            AxonError: what ended it.
+            AxonError: the error that ended it.
         """
         writer = asyncio.ensure_future(self.outbox.write_to(self._stream))
         try:
@@ -68,7 +68,7 @@ class MultiplexedClient:
             raise Broken(f"{self._stream.place} ended")
         except AxonError as error:
             if not isinstance(error, Closed):
-                # What ended the stream answers no call: for a call, its connection broke.
+                # The error of the stream does not answer a call: for a call, its connection broke.
                 self._fail(error if isinstance(error, Broken) else Broken(f"{self._stream.place} has ended: {error}"))
             raise
         finally:
@@ -78,16 +78,16 @@ class MultiplexedClient:
             await asyncio.gather(writer, return_exceptions=True)
 
     async def call(self, method: str, request: bytes, caller: Credentials | None = None) -> bytes:
-        """Make a unary call; gives the encoded reply. Who cancels it cancels the call.
+        """Make a unary call, and return the encoded reply. Cancelling the task cancels the call.
 
         Args:
             method: name of the RPC.
             request: its request, encoded.
-            caller: who makes it; None = who has opened the stream.
+            caller: the process that makes it; None = the process that opened the stream.
 
         Raises:
             InvalidRequest: the request is too large.
-            AxonError: what the servicer raised; or what ended the stream.
+            AxonError: the error of the servicer, or the error that ended the stream.
         """
         check_size(request, method, is_call=True)
         call = self._begin(method, caller, request)
@@ -102,16 +102,16 @@ class MultiplexedClient:
         """Begin a streaming call; see `call`.
 
         Raises:
-            AxonError: what ended the stream.
+            AxonError: the error that ended the stream.
         """
         return self._begin(method, caller, None)
 
     def forget(self, number: int) -> None:
-        """A call is over."""
+        """Forget a call that is over."""
         self._calls.pop(number, None)
 
     def check_room(self) -> None:
-        """Refuse to send more to who does not read.
+        """Refuse to send more to a peer that does not read.
 
         Raises:
             Broken: too much waits to be sent.
@@ -177,21 +177,21 @@ class MultiplexedCall:
             self._client.outbox.add(self.number, message, lazy=lazy)
 
     def done_writing(self) -> None:
-        """No message will follow."""
+        """Half-close: no further message is sent."""
         if not self._over:
             self._client.outbox.add_frame(multiplex_pb2.Frame(calls=(self.number,), end=True))
 
     def cancel(self, error: AxonError | None = None) -> None:
-        """The call is over for us; whoever reads gets `error`, if there is one. Does nothing when it is over."""
+        """End the call from this side; its reader gets `error`, if there is one. Does nothing when it is over."""
         if not self._over:
             self._client.outbox.add_frame(multiplex_pb2.Frame(calls=(self.number,), cancel=True))
             self.end(error)
 
     async def messages(self) -> AsyncIterator[bytes]:
-        """The peer's messages, until the call has ended well.
+        """Yield the peer's messages, until the call has ended without an error.
 
         Raises:
-            AxonError: what ended it.
+            AxonError: the error that ended it.
         """
         while (message := await self._messages.get()) is not None:
             yield message
@@ -199,14 +199,14 @@ class MultiplexedCall:
             raise again(self._error)
 
     def take(self, message: bytes) -> None:
-        """A message has come."""
+        """Queue a message that has come."""
         if self._messages.qsize() >= MAX_UNREAD:
             self.cancel(Broken(f"{MAX_UNREAD} messages of {self.method} were not read; the call is ended"))
         else:
             self._messages.put_nowait(message)
 
     def end(self, error: AxonError | None) -> None:
-        """It has ended."""
+        """Record that the call has ended."""
         if not self._over:
             self._over, self._error = True, error
             self._client.forget(self.number)

@@ -1,4 +1,4 @@
-"""Frames that wait to be written to a stream of many calls."""
+"""The queue of frames to be written to a stream of many calls."""
 
 from __future__ import annotations
 
@@ -12,33 +12,33 @@ from axon_ps.rpc.service import ServerStream, Stream
 from axon_ps.wire.v1 import multiplex_pb2
 
 LAZY_S: Final = 0.1
-"""How long a message that is in no hurry may wait for others to be written with."""
+"""Seconds for which lazy messages are batched before they are written."""
 
 MAX_WAITING: Final = 1 << 14
-"""Frames that may wait: whoever lets so many pile up does not read, and its stream ends."""
+"""Most frames that wait to be written. If there are more, the peer does not read, and its stream is ended."""
 
 MAX_WAITING_BYTES: Final = 1 << 27
-"""Likewise, bytes of their messages."""
+"""Most bytes of their messages."""
 
 MAX_FRAME_BYTES: Final = MAX_MESSAGE_BYTES - (1 << 16)
-"""Of a message to a member: it travels in one of the stream's, with what else a frame has."""
+"""Most bytes of a message to a member: it is sent in a message of the stream, with the other fields of a frame."""
 
 MAX_CALL_FRAME_BYTES: Final = MAX_CALL_BYTES - (1 << 16)
-"""Likewise, of a message of a member's call."""
+"""Most bytes of a message of a member's call."""
 
 MAX_BYTES: Final = 1 << 20
-"""Of the frames that are written together; a larger one goes by itself."""
+"""Most bytes of frames that are written together; a larger frame is written by itself."""
 
 
 class Outbox:
-    """Frames in the order in which they came; a message that is equal to one that waits joins its frame.
+    """Frames in the order in which they were added; a message that equals a waiting one is added to its frame.
 
-    It does so only if no other frame of its call has come in between: each call's messages stay in order.
+    This happens only if no other frame of the same call was added in between: each call's messages stay in order.
     """
 
     def __init__(self) -> None:
         self._frames: list[multiplex_pb2.Frame] = []
-        self._indexes: dict[bytes, int] = {}  # of the messages that wait
+        self._indexes: dict[bytes, int] = {}  # of frames, by the message that waits
         self._last: dict[int, int] = {}  # by call, the index of its newest frame
         self._waiting_bytes = 0
         self._due = asyncio.Event()
@@ -46,11 +46,11 @@ class Outbox:
 
     @property
     def is_full(self) -> bool:
-        """Whether too much waits: who is to read does not."""
+        """True if too much waits to be written, because the peer does not read."""
         return len(self._frames) >= MAX_WAITING or self._waiting_bytes >= MAX_WAITING_BYTES
 
     def add(self, call: int, message: bytes, *, lazy: bool = False) -> None:
-        """Have a message of a call written: soon, or if it is `lazy`, within `LAZY_S`."""
+        """Have a message of a call written: soon, or, if it is `lazy`, within `LAZY_S`."""
         index = self._indexes.get(message, -1)
         if index > self._last.get(call, -1):
             self._frames[index].calls.append(call)
@@ -66,7 +66,7 @@ class Outbox:
         self._wake(lazy=False)
 
     async def take(self) -> Iterator[multiplex_pb2.Frames]:
-        """The frames to be written now, as soon as there are some."""
+        """Return the frames to be written now, as soon as there are some."""
         await self._due.wait()
         self._due.clear()
         if self._timer is not None:
@@ -78,7 +78,7 @@ class Outbox:
         return _batches(frames)
 
     async def write_to(self, stream: Stream | ServerStream) -> None:
-        """Write what waits, and what comes, until it is cancelled or the stream ends."""
+        """Write all frames, also those added later, until it is cancelled or the stream ends."""
         while True:
             for frames in await self.take():
                 await stream.write(frames)
@@ -111,10 +111,10 @@ def _batches(frames: list[multiplex_pb2.Frame]) -> Iterator[multiplex_pb2.Frames
 
 
 def check_size(message: bytes, method: str, *, is_call: bool) -> None:
-    """Refuse a message that is too large; `is_call` = a member sends it, else it is sent to one.
+    """Refuse a message that is too large; `is_call` = a member sends it, else it is sent to a member.
 
     Raises:
-        InvalidRequest: it is.
+        InvalidRequest: it is too large.
     """
     max_bytes = MAX_CALL_FRAME_BYTES if is_call else MAX_FRAME_BYTES
     if len(message) > max_bytes:

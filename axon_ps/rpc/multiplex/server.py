@@ -1,4 +1,4 @@
-"""The calls of a stream of many, performed by a service's handlers."""
+"""The server's end of a stream of many calls, which a service's handlers perform."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ class MultiplexedServer:
 
     Args:
         stream: the stream.
-        handler: gives gRPC's handler of a method, by its name, to a caller; raises an `AxonError` when it may not be
-            called.
-        caller: who has opened the stream, and makes those calls that name nobody else.
-        revocations: what is revoked: calls of whom end, and are not begun.
+        handler: returns gRPC's handler of a method, by its name, for a caller; raises an `AxonError` when it may not
+            be called.
+        caller: the process that has opened the stream, and makes the calls that name no other caller.
+        revocations: the names that are revoked: calls of such callers are ended, and are not begun.
         on_id: called with the stream's id, if it has one; see `Frames.id`.
     """
 
@@ -61,7 +61,7 @@ class MultiplexedServer:
         """Perform calls until the caller ends the stream; those under way are cancelled then, all at once.
 
         Raises:
-            AxonError: what it was ended with; or the caller has sent what is no frame of a call.
+            AxonError: the error with which it was ended; or the caller has sent an invalid frame.
         """
         tasks = [asyncio.ensure_future(self._read()), asyncio.ensure_future(self._write())]
         try:
@@ -77,7 +77,7 @@ class MultiplexedServer:
             await asyncio.gather(*tasks, *calls, return_exceptions=True)
 
     def end(self, error: AxonError) -> None:
-        """End the stream with an error, and what is under way with it."""
+        """End the stream with an error, and all its calls."""
         if not self._ended.done():
             self._ended.set_exception(again(error))
 
@@ -89,7 +89,7 @@ class MultiplexedServer:
                 self._take(frame)
 
     async def _write(self) -> None:
-        await self._stream.write(multiplex_pb2.Frames())  # the caller knows that its calls are performed
+        await self._stream.write(multiplex_pb2.Frames())  # tells the caller that its calls are performed
         await self.outbox.write_to(self._stream)
 
     def _take(self, frame: multiplex_pb2.Frame) -> None:
@@ -103,7 +103,7 @@ class MultiplexedServer:
                 call.cancel()
             return
         if frame.HasField("message"):
-            parsed: dict[int, Any] = {}  # once for all calls of a method
+            parsed: dict[int, Any] = {}  # shared by all calls of a method
             for call in calls:
                 call.take_encoded(frame.message, parsed)
         if frame.end:
@@ -149,7 +149,7 @@ class MultiplexedServer:
             self.forget(call)
 
     def forget(self, call: _Call) -> None:
-        """A call has ended."""
+        """Forget a call that has ended."""
         call.over = True
         if self._calls.get(call.number) is call:
             del self._calls[call.number]
@@ -163,7 +163,7 @@ class MultiplexedServer:
         self._send(multiplex_pb2.Frame(calls=(number,), status=status))
 
     def is_deaf(self) -> bool:
-        """Whether the caller does not read what is sent to it: then the stream ends."""
+        """Return True if the caller does not read; then the stream is ended."""
         if self.outbox.is_full:
             self.end(Broken("this host does not read what is sent to it; its stream is ended"))
         return self.outbox.is_full
@@ -174,7 +174,7 @@ class MultiplexedServer:
 
 
 class _Call:
-    """A servicer's end of a call, with what servicers use of gRPC's context, and what these calls have besides."""
+    """A servicer's end of a call: the methods of gRPC's context that servicers use, and others."""
 
     def __init__(self, server: MultiplexedServer, number: int, method: str, handler: Any) -> None:
         self.number = number
@@ -188,7 +188,7 @@ class _Call:
         self._receive: Callable[[Any], None] | None = None
 
     def take_encoded(self, data: bytes, parsed: dict[int, Any]) -> None:
-        """A message has come; `parsed` has it for those that have the same handler."""
+        """Queue an encoded message that has come; `parsed` caches it for calls that have the same handler."""
         message = parsed.get(id(self.handler))
         if message is None:
             parse = self.handler.request_deserializer
@@ -199,7 +199,7 @@ class _Call:
         self.take(message)
 
     def take(self, message: Any) -> None:
-        """A message has come, or `EOF`."""
+        """Queue a message that has come, or `EOF`."""
         if self._receive is not None:
             self._receive(message)
         elif len(self._messages) >= MAX_UNREAD:
@@ -210,7 +210,7 @@ class _Call:
                 self._waiting.set_result(None)
 
     def cancel(self) -> None:
-        """The call is over for its caller."""
+        """End the call, because it is over for its caller."""
         self._server.forget(self)
         if self.task is not None:
             self.task.cancel()
@@ -219,10 +219,10 @@ class _Call:
         self._server.fail(self.number, *status_of(error))
         self.cancel()
 
-    # ------------------------------------------------------------------ as a context of gRPC
+    # ------------------------------------------------------------------ the interface of gRPC's context
 
     async def read(self) -> Any:
-        """The caller's next message; `EOF` when none will come any more."""
+        """Return the caller's next message; `EOF` when there are no more."""
         while not self._messages:
             self._waiting = asyncio.get_running_loop().create_future()
             await self._waiting
@@ -246,24 +246,24 @@ class _Call:
         raise grpc.aio.AbortError("the servicer aborted the call")
 
     def done(self) -> bool:
-        """Whether the call has ended."""
+        """Return True if the call has ended."""
         return self.over
 
     def peer(self) -> str:
-        """The address of the caller."""
+        """Return the address of the caller."""
         return self._server._stream.peer()
 
-    # ------------------------------------------------------------------ what gRPC's has not
+    # ------------------------------------------------------------------ not in gRPC's context
 
     def send_soon(self, message: bytes) -> bool:
-        """Send an encoded message, without waiting; False when it cannot be: too much waits, or the call is over."""
+        """Send an encoded message, without waiting; False when too much waits, or the call is over."""
         if self.over or self._server.is_deaf():
             return False
         self._server.outbox.add(self.number, message)
         return True
 
     def receive(self, receive: Callable[[Any], None]) -> None:
-        """Have each further message, and `EOF`, given to `receive` at once, which raises nothing."""
+        """Have each further message, and `EOF`, passed to `receive` at once, which must not raise."""
         self._receive = receive
         while self._messages:
             receive(self._messages.popleft())
