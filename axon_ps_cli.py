@@ -1,6 +1,6 @@
 """The command `axon-ps` until its imports are over: Ctrl-C in that time ends it without a traceback.
 
-Not in the package `axon_ps`: whoever imports a module of a package imports the package, which takes most of the time.
+It is not in the package `axon_ps`: importing a module of a package imports the package, which takes most of the time.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     before = signal.getsignal(signal.SIGINT)
     interrupts = before is signal.default_int_handler
-    if interrupts:  # and not where a shell has Ctrl-C ignored
+    if interrupts:  # not where a shell ignores Ctrl-C for it
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     from axon_ps.cli.main import main as run
 

@@ -1,12 +1,12 @@
-"""What PyTorch loads of axon_ps by itself, through the entry points in pyproject.toml: names, and nothing behind them.
+"""The part of axon_ps that PyTorch loads by itself, through the entry points in pyproject.toml: only names.
 
 `import torch` calls `autoload`, so `init_process_group("axon")` works in a program that never imports axon_ps;
 torchrun calls `rendezvous_creator`, so it knows `--rdzv-backend=axon`. axon_ps itself is imported when a process group
 is made, or a rendezvous.
 
-Not in the package `axon_ps`, on purpose: whoever imports a module of a package imports the package, and every program
-that imports torch on this machine would. Invariants: this imports nothing but the standard library and what
-`import torch` has loaded already; `autoload` raises nothing, since torch could not be imported then.
+It is not in the package `axon_ps`, on purpose: importing a module of a package imports the package, and every program
+that imports torch on this machine would do so. Invariants: this imports nothing but the standard library and modules
+that `import torch` has loaded already; `autoload` raises nothing, since torch could not be imported then.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ BACKEND = "axon"
 
 
 def autoload() -> None:
-    """Register with torch.distributed; what goes wrong is logged. `TORCH_DEVICE_BACKEND_AUTOLOAD=0` turns it off."""
+    """Register with torch.distributed; errors are logged. `TORCH_DEVICE_BACKEND_AUTOLOAD=0` turns it off."""
     try:
         register()
     except Exception as error:
@@ -45,7 +45,7 @@ def register() -> None:
 
 
 def _create(options: Any, backend_options: object) -> Any:
-    """The creator: torch calls it on every member of a group."""
+    """Create the backend; torch calls this on every member of a group."""
     from axon_ps.parallel.c10d.register import create
 
     return create(options, backend_options)
@@ -58,7 +58,7 @@ def _rendezvous(url: str, **options: Any) -> Iterator[tuple[Any, int, int]]:
 
 
 def rendezvous_creator() -> Callable[[Any], Any]:
-    """What makes the handler of `torchrun --rdzv-backend=axon`."""
+    """Return the function that makes the handler of `torchrun --rdzv-backend=axon`."""
     return _rendezvous_handler
 
 

@@ -1,4 +1,4 @@
-"""The whole error tree of axon_ps, and how one that is kept is raised again.
+"""The whole error tree of axon_ps, and the copies of errors that are kept.
 
 This module imports nothing of ours and nothing of gRPC; `rpc.status` is the one place that maps these errors
 to gRPC statuses and back. Blame is in the class:
@@ -10,7 +10,7 @@ to gRPC statuses and back. Blame is in the class:
     │   └── Disagreement                     the ranks of a group asked for different things
     ├── Misuse (RuntimeError)                calls in the wrong order
     │   └── Closed                           you closed it, and use it still
-    │       └── Drained                      a shard server was taken out of the job, as was asked for
+    │       └── Drained                      a shard server was taken out of the job, as requested
     ├── PermissionDenied (PermissionError)   wrong or missing token, job name or certificate
     ├── Broken (ConnectionError)             the peer's fault: it died or the network did
     │   ├── Unreachable                      no answer at the address
@@ -41,7 +41,7 @@ class AxonError(Exception):
 
 
 class InvalidRequest(AxonError, ValueError):
-    """The data given is wrong; the message says what was given, what was needed and what to do."""
+    """The data given is wrong; the message says what was given, what is needed and what to do."""
 
 
 class LayoutMismatch(InvalidRequest):
@@ -53,9 +53,9 @@ class ConfigurationError(InvalidRequest):
 
 
 class Disagreement(InvalidRequest):
-    """The ranks of a group asked for different things in one collective; the message says who sent what.
+    """The ranks of a group asked for different things in one collective; the message says which rank sent what.
 
-    Every rank of the group gets it, and no data was used: arrays hold what they held, and the group can go on.
+    Every rank of the group gets it, and no data was used: arrays keep their values, and the group can go on.
     """
 
 
@@ -116,7 +116,7 @@ class GenerationChanged(AxonError):
 
 
 class SliceMoved(AxonError):
-    """The shard server does not hold the slice, or no longer: ask the one that the placement names."""
+    """The shard server does not hold the slice, or no longer: ask the server that the placement names."""
 
 
 class StepAborted(AxonError):
@@ -128,7 +128,7 @@ class CheckpointError(AxonError):
 
 
 class CheckpointNotFound(CheckpointError, FileNotFoundError):
-    """There is no complete checkpoint at the place given."""
+    """There is no complete checkpoint at the given URI."""
 
 
 class CheckpointCorrupt(CheckpointError):
@@ -136,7 +136,7 @@ class CheckpointCorrupt(CheckpointError):
 
 
 class StorageFull(CheckpointError):
-    """The store has no space left; what was half-written has been removed."""
+    """The store has no space left; incomplete files have been removed."""
 
 
 class InternalError(AxonError):
@@ -144,9 +144,9 @@ class InternalError(AxonError):
 
 
 def again(error: E) -> E:
-    """A copy of an error without its traceback: what is kept, and what is raised of what is kept.
+    """Copy an error without its traceback, to keep the copy, or to raise it in place of a kept error.
 
-    An error holds the frames that it has passed, and so their variables. One that is kept and raised to a user would
+    An error holds the frames that it has passed, and so their variables. A kept error that is raised to a user would
     hold the user's model, which then is never freed: a model refers to its world through PyTorch's hooks, where the
     garbage collector of Python does not look.
     """
@@ -158,9 +158,9 @@ def again(error: E) -> E:
 
 
 def forget(error: BaseException) -> None:
-    """Let go of the frames that an error, and those that led to it, have passed, and of what lies in these.
+    """Drop the frames that an error, and the errors that led to it, have passed, with the frames' variables.
 
-    It is for an error that was answered and that somebody keeps still: a future, or gRPC.
+    It is for an error that was answered, and that a future or gRPC still keeps.
     """
     passed: BaseException | None = error
     while passed is not None:

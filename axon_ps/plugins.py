@@ -1,9 +1,9 @@
 """Classes by name, and the modules of users that add to them.
 
-A name is what travels: a job is registered with "adamw", and every process of it makes the optimizer of that name. So
-the module that registers a class is loaded in every process that needs it: users' own processes import it, servers are
-told its name (`--plugins`), and what an installed package declares as an entry point of `axon_ps.plugins` is loaded
-wherever a name is not known yet.
+Only names travel: a job is registered with "adamw", and every process of it makes the optimizer of that name. So the
+module that registers a class is loaded in every process that needs it. Users' own processes import it, and servers are
+told its name (`--plugins`). A module that an installed package declares as an entry point of `axon_ps.plugins` is
+loaded wherever a name is not known yet.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Registry(Generic[_T]):
     """The classes of one kind by name.
 
     Args:
-        kind: what they are, as in messages: "optimizer".
+        kind: a word for them in messages: "optimizer".
     """
 
     def __init__(self, kind: str) -> None:
@@ -36,9 +36,9 @@ class Registry(Generic[_T]):
         self._classes: dict[str, type[_T]] = {}
 
     def register(self, name: str) -> Callable[[_ClassT], _ClassT]:
-        """A class decorator: makes the class known as `name`, and sets its attribute `name`.
+        """Return a class decorator that makes the class known as `name`, and sets its attribute `name`.
 
-        A class that is defined again, in a notebook say, replaces the one before.
+        A class that is defined again, in a notebook say, replaces the earlier class.
 
         Raises:
             ConfigurationError: another class has that name, or it cannot travel.
@@ -60,11 +60,11 @@ class Registry(Generic[_T]):
         return add
 
     def names(self) -> tuple[str, ...]:
-        """The names registered so far."""
+        """Return the names registered so far."""
         return tuple(self._classes)
 
     def find(self, name: str) -> type[_T]:
-        """The class of a name; what is installed is loaded before a name counts as unknown.
+        """Return the class of a name; installed plugins are loaded before a name counts as unknown.
 
         Raises:
             InvalidRequest: there is none.
@@ -82,7 +82,7 @@ class Registry(Generic[_T]):
 
 
 def load(modules: Iterable[str]) -> None:
-    """Import modules by name, also from the directory where this process was started, and what is installed.
+    """Import modules by name, also from the directory where this process was started, and installed plugins.
 
     Raises:
         ConfigurationError: one cannot be imported.

@@ -1,7 +1,7 @@
-"""Texts that somebody else wrote: made printable before they are logged, shown or raised, and read as JSON in bounds.
+"""Texts of other programs: made printable before they are logged, shown or raised, and read as JSON in bounds.
 
-Names are refused where they are not printable (`wire.codec.name_from_proto`). This is for what is not a name: the
-reason of a member that leaves, the message of a peer's error, a value of the key-value store.
+Names are refused where they are not printable (`wire.codec.name_from_proto`). This is for other texts: the reason of a
+member that leaves, the message of a peer's error, a value of the key-value store.
 """
 
 from __future__ import annotations
@@ -14,23 +14,23 @@ from typing import Any, Final
 from axon_ps.errors import InvalidRequest
 
 MAX_JSON_BYTES: Final = 16 << 20
-"""Of a text that is read as JSON."""
+"""Most bytes of a text that is read as JSON."""
 
 MAX_JSON_DEPTH: Final = 400
-"""Lists and objects inside each other: values a hundred deep have three for each level (`collectives.encoding`)."""
+"""Most lists and objects inside each other: a value a hundred deep has three a level (`collectives.encoding`)."""
 
 MAX_JSON_VALUES: Final = 1 << 20
-"""Of a text that is read as JSON; they take at most 300 bytes of memory each."""
+"""Most values of a text that is read as JSON; they take at most 300 bytes of memory each."""
 
 _STRING: Final = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"', re.DOTALL)
 _NO_BRACKETS: Final = bytes(byte for byte in range(256) if byte not in b"[]{}")
 
 
 def printable(text: str, max_chars: int | None = None, *, lines: bool = False) -> str:
-    """The text with an escape ("\\x1b") for every character that a terminal would not print, but obey.
+    """Return the text with an escape ("\\x1b") for every character that a terminal would not print, but obey.
 
     Args:
-        text: of somebody else.
+        text: of another program.
         max_chars: characters that remain of it; None = all.
         lines: whether it may have several lines, and tabs.
     """
@@ -42,11 +42,11 @@ def printable(text: str, max_chars: int | None = None, *, lines: bool = False) -
 
 
 def value_of_json(text: str | bytes, what: str, *, max_bytes: int = MAX_JSON_BYTES) -> Any:
-    """The value that a JSON text stands for, within bounds: the text decides neither the stack nor the memory it takes.
+    """Return the value of a JSON text, within bounds: the text decides neither the stack nor the memory it takes.
 
     Args:
-        text: of somebody else; bytes are UTF-8.
-        what: what it is, for messages.
+        text: of another program; bytes are UTF-8.
+        what: its description, for messages.
         max_bytes: the longest that is read.
 
     Raises:
@@ -57,7 +57,7 @@ def value_of_json(text: str | bytes, what: str, *, max_bytes: int = MAX_JSON_BYT
     if len(raw) > max_bytes:
         raise InvalidRequest(f"{what} has {len(raw)} bytes; at most {max_bytes} are read as JSON")
     check_values_of_json(raw, what)
-    if _depth(raw) > MAX_JSON_DEPTH:  # looked at before: where a program has raised Python's limit, the stack ends
+    if _depth(raw) > MAX_JSON_DEPTH:  # checked first: where a program has raised Python's limit, the stack ends
         raise _too_deep(what)
     try:
         return json.loads(text if isinstance(text, str) else raw.decode(), object_pairs_hook=_object)
@@ -71,7 +71,7 @@ def check_values_of_json(text: bytes, what: str) -> None:
     """Refuse JSON that has too many values to be read.
 
     Raises:
-        InvalidRequest: it has.
+        InvalidRequest: it has too many.
     """
     # each value but the first of its list or object is behind a comma; commas in strings are counted, too
     count = text.count(b",") + text.count(b"[") + text.count(b"{") + 1
@@ -80,7 +80,7 @@ def check_values_of_json(text: bytes, what: str) -> None:
 
 
 def _depth(text: bytes) -> int:
-    """The deepest nesting of JSON, or 0 where it cannot be too deep."""
+    """Return the deepest nesting of JSON, or 0 where it cannot be too deep."""
     if text.count(b"[") + text.count(b"{") <= MAX_JSON_DEPTH:
         return 0
     depth = deepest = 0

@@ -1,4 +1,4 @@
-"""Value types that every room shares: dtypes, roles, members, decisions. Pure data; imports only numpy and errors."""
+"""Value types that every package shares: dtypes, roles, members, decisions; pure data, without imports of ours."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _STORAGE: dict[str, np.dtype[Any]] = {
 
 
 class DType(enum.Enum):
-    """An element type on the wire. `.numpy` is how numpy stores it: bf16 has no numpy type and is held as uint16.
+    """An element type on the wire. `.numpy` is its storage in numpy: bf16 has no numpy type and is held as uint16.
 
     An element of INT8_BLOCK is `INT8_BLOCK_NUMEL` numbers: their scale, f32, and an int8 for each; see
     `compress.int8_block`. All others are one number each, and those are what tensors consist of (`NUMBERS`).
@@ -62,7 +62,7 @@ class DType(enum.Enum):
 
     @classmethod
     def parse(cls, name: str) -> DType:
-        """The dtype of numbers called `name` ("f32", "bf16", ...).
+        """Return the dtype of numbers called `name` ("f32", "bf16", ...).
 
         Raises:
             InvalidRequest: no dtype of numbers has that name.
@@ -78,13 +78,13 @@ NUMBERS = tuple(dtype for dtype in DType if dtype is not DType.INT8_BLOCK)
 
 
 BUFFERS: Final = "buffers/"
-"""The beginning of the key of a model's buffers among what is attached to checkpoints; its name follows."""
+"""The beginning of the key of a model's buffers among the attachments of checkpoints; its name follows."""
 
 
 class BackendName(enum.StrEnum):
-    """The backends by name; public as `axon_ps.Backend`. Wherever one is asked for by name, the string does as well.
+    """The backends by name; public as `axon_ps.Backend`. Wherever a name is expected, the string does as well.
 
-    AUTO is the one that fits where the ranks are.
+    AUTO is the backend that fits the ranks' hosts.
     """
 
     AUTO = "auto"
@@ -101,7 +101,7 @@ Backend = BackendName
 
 
 class ReduceOp(enum.Enum):
-    """Operations that make one contribution of those of several ranks. `MEAN` is another name of `AVERAGE`."""
+    """Operations that combine the contributions of several ranks. `MEAN` is another name of `AVERAGE`."""
 
     SUM = "sum"
     PRODUCT = "product"
@@ -151,10 +151,10 @@ class Member:
 
     @property
     def id(self) -> str:
-        """Names this process as a member: a process that was lost and came back has another id than before.
+        """The name of this process as a member: a process that was lost and came back has another id than before.
 
-        What others believe of a member (its memory, its groups, its messages) is kept under this name, so that nothing
-        of it outlives the membership that it was true in.
+        Other processes keep their state of a member (its memory, groups and messages) under this name, so that none of
+        it outlives the membership that it was true in.
         """
         return f"{self.incarnation}@{self.joined}"
 
@@ -186,11 +186,11 @@ class Membership:
         shards: live shard servers.
         num_replicas: how many replicas contribute gradients.
         complete: whether there are as many workers and shard servers as the job needs to make a step.
-        waiting_for: what is missing when it is not complete, in words.
-        finished: workers that left because they had finished, the newest last: what they sent is still delivered.
-        models: where every model but the first is; one that is not named has made no step.
+        waiting_for: the missing members when it is not complete, in words.
+        finished: workers that left because they had finished, the newest last: their messages are still delivered.
+        models: the progress of every model but the first; a model that is not among them has made no step.
         by_node: whether replicas are numbered as if a node were one; models may differ in that (`numbered`).
-        is_over: whether the job is: the last of its workers left because it had finished.
+        is_over: whether the job is over: the last of its workers left because it had finished.
         state_id: of the job's durable state; another one numbers its generations anew.
     """
 
@@ -209,13 +209,13 @@ class Membership:
     state_id: str = ""
 
     def progress(self, model: int) -> tuple[int, int]:
-        """(step, version) with which a model begins this generation."""
+        """Return (step, version) with which a model begins this generation."""
         if model == 0:
             return self.step, self.version
         return next(((p.step, p.version) for p in self.models if p.model == model), (1, 0))
 
     def numbered(self, by_node: bool) -> Membership:
-        """The same, with replicas numbered for a model of which a node, or a worker, is a replica.
+        """Return a copy with replicas numbered for a model whose replica is a node, or a worker.
 
         Numbers are dense by rank; where a node is a replica, by the lowest rank of each node.
         """
@@ -226,7 +226,7 @@ class Membership:
 
 
 def numbered(workers: Iterable[Member], by_node: bool) -> tuple[tuple[Member, ...], int]:
-    """Workers, sorted by rank, with their local ranks and replicas, and how many replicas there are.
+    """Return workers, sorted by rank, with their local ranks and replicas, and the number of replicas.
 
     Replicas are numbered densely by rank; where a node is a replica, by the lowest rank of each node.
     """
@@ -254,7 +254,7 @@ class Turn:
     """The replica that steps alone, and its clock, which counts its decided steps in a generation.
 
     Attributes:
-        replica: whose gradient.
+        replica: the replica whose gradient it is.
         clock: its clock when it made the attempt.
         slowest_clock: of all replicas, after the decision.
     """
@@ -271,7 +271,7 @@ class CopyFrom:
     Attributes:
         source: number of the other model.
         weight: above 0, at most 1.
-        version: decided: the version of the other that it takes; 0 before.
+        version: the version of the other that it takes, once decided; 0 before.
     """
 
     source: int
@@ -281,7 +281,7 @@ class CopyFrom:
 
 @dataclass(frozen=True, kw_only=True)
 class Decision:
-    """The coordinator's word on one step.
+    """The coordinator's decision on one step.
 
     Attributes:
         step: the attempt decided.
@@ -289,19 +289,19 @@ class Decision:
         outcome: commit, skip or abort.
         version: the version after it.
         grad_norm: global L2 norm of the gradients, before clipping; NaN or inf when non-finite, 0 on abort.
-        clip_factor: what every gradient is multiplied by: to clip it, and to divide it by `weight`.
+        clip_factor: the factor of every gradient: it clips the gradient, and divides it by `weight`.
         hyper: per parameter group, the hyperparameters of this step.
         reason: why it was skipped or aborted, in words.
         next_generation: of an abort because the membership changes: the generation that it changes to; else 0.
-        turn: whose step it was; None = all replicas'.
-        model: of which model.
-        copy: what it takes from another model; None = it takes gradients.
+        turn: the replica whose step it was; None = all replicas'.
+        model: number of the model.
+        copy: the copy from another model; None = it takes gradients.
         commit: of a commit or a skip, the values committed with it, by name; see `Vote.commit`.
         weight: sum of the votes' weights; 0 = they have none.
         traceparent: the coordinator's span of it; empty = the step is not traced.
         untouched: of a commit, numbers in the layout of the parameters that no worker had a gradient of, ascending.
             The optimizer leaves them alone: values, moments and counts of updates.
-        optimizer: of a commit: takes the place of the model's before the update; None = it stays.
+        optimizer: of a commit: it takes the place of the model's before the update; None = that stays.
         refused: of an abort because of the votes: how many of these there are in a row, this one counted; else 0.
     """
 
@@ -325,7 +325,7 @@ class Decision:
     refused: int = 0
 
     def applies(self, hyper: Sequence[Hyper]) -> bool:
-        """Whether it commits gradients with these hyperparameters, unclipped, as a speculative update expects it."""
+        """Return True if it commits gradients with these hyperparameters and unclipped, as speculation expects."""
         unclipped = self.outcome is Outcome.COMMIT and self.clip_factor == 1.0
         return unclipped and self.optimizer is None and self.hyper == tuple(hyper)
 
@@ -352,7 +352,7 @@ class OptimizerChange:
     """An optimizer that takes the place of a model's with a step.
 
     Attributes:
-        spec: which.
+        spec: the new optimizer.
         retains_moments: whether it goes on with the moments that there are; otherwise all of them begin anew.
     """
 

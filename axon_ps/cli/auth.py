@@ -130,7 +130,7 @@ def show(
     *,
     settings: Settings,
 ) -> None:
-    """Say what a certificate or a token is, for whom and until when; without a file, what is set for this process."""
+    """Say what a certificate or a token is, for whom and until when; without a file, those set for this process."""
     if file is None:
         found = settings.security().tokens()
         if not found:
@@ -163,7 +163,7 @@ def revoke(
     *,
     settings: Settings,
 ) -> None:
-    """Have credentials hold no more, everywhere in a running job; a member that has them is ended within a second."""
+    """Revoke credentials everywhere in a running job; a member that has them is ended within a second."""
     from axon_ps.cli.operate import client
 
     async def ask() -> None:
@@ -253,14 +253,14 @@ def _token_text(text: str) -> str:
 
 
 def _write_private(path: Path, text: str, *, replace: bool) -> None:
-    """Write a file that only this user can read, and never did another one."""
+    """Write a file that no other user can read, not even while it is written."""
     if not replace and path.exists():
         raise ConfigurationError(f"{path} is there already")
     _replace(path, text, 0o600)
 
 
 def _replace(path: Path, text: str, mode: int) -> None:
-    """Write aside, then rename: a reader sees one or the other."""
+    """Write a file aside, then rename it: a reader sees the old content or the new."""
     aside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         fd = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)

@@ -148,10 +148,10 @@ def verify(uri: Uri, no_progress: o.NoProgress = False, checkpoint_key_file: o.C
 
 
 def _signed(manifest: Manifest, key_file: Path | None) -> str:
-    """The signer of a manifest, in words.
+    """Return the signer of a manifest, in words.
 
     Raises:
-        CheckpointError: it was not the holder of the key that was given.
+        CheckpointError: it is not signed with the key that was given.
     """
     from axon_ps.storage.signature import ManifestKey
 
@@ -166,7 +166,7 @@ def _signed(manifest: Manifest, key_file: Path | None) -> str:
 
 
 def _operate(settings: Settings, action: Any, names: tuple[str, str, str], no_progress: bool) -> None:
-    """Have the coordinator do something long; `names` are what servers call it, and what it is called here."""
+    """Let the coordinator do something long; `names` are its kind on servers, and the words for it here."""
     from axon_ps.cli.operate import client
     from axon_ps.cli.terminal.members import follow_work
     from axon_ps.cli.terminal.progress import Progress

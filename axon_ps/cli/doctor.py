@@ -33,7 +33,7 @@ class Finding:
     Attributes:
         what: the thing checked.
         found: its state.
-        problem: what is wrong with it and what to do; empty when nothing is.
+        problem: the problem with it and the remedy; empty = there is none.
     """
 
     what: str
@@ -117,7 +117,7 @@ def _shared_memory() -> Finding:
 
 
 def _idle_connections() -> Finding:
-    """Between two steps a connection is idle; over a long line it then takes round trips to be as fast as before."""
+    """Check TCP after a pause: connections are idle between steps, and on a long line take round trips to speed up."""
     path = Path("/proc/sys/net/ipv4/tcp_slow_start_after_idle")
     try:
         slow = path.read_text(encoding="ascii").strip() != "0"
@@ -128,7 +128,7 @@ def _idle_connections() -> Finding:
 
 
 def _kernel_cache() -> Finding:
-    """The folder of numba's compiled loops; without one every process compiles what it calls."""
+    """Check the folder of numba's compiled loops; without one every process compiles the loops that it calls."""
     if (place := loop_cache.folder()) is None:
         return Finding("kernel cache", "not writable", "loops are compiled at every start; set NUMBA_CACHE_DIR")
     state = "all loops are compiled" if loop_cache.is_complete() else "`axon-ps run` compiles what is missing"

@@ -33,7 +33,7 @@ async def hanging(settings: Settings) -> list[str]:
 
 
 def explain(reports: Reports, now: float) -> list[str]:
-    """One paragraph per collective that hangs.
+    """Return one paragraph per collective that hangs.
 
     Args:
         reports: of the workers that wait in one.
@@ -62,7 +62,7 @@ def _explain_one(
 
 
 def _where_is(rank: int, group: str, reports: Reports) -> str:
-    """The report of a rank that has not called the collective."""
+    """Describe, by its report, a rank that has not called the collective."""
     report = reports.get(rank)
     if report is None:
         return f"rank {rank}, which waits in no collective"
@@ -71,7 +71,7 @@ def _where_is(rank: int, group: str, reports: Reports) -> str:
 
 
 def findings(settings: Settings) -> list[str]:
-    """`hanging`, or nothing when the coordinator does not reply, which `doctor` reports in another line."""
+    """Return `hanging`, or nothing when the coordinator does not reply: `doctor` reports that in another line."""
     import asyncio
 
     try:

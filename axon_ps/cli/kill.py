@@ -34,7 +34,7 @@ class Running:
 
     Attributes:
         pid: its process id.
-        kind: what it is.
+        kind: its kind.
         job: name of the job.
         rank: its rank; None = it has none, or its command does not say.
     """
@@ -45,7 +45,7 @@ class Running:
     rank: int | None
 
     def __str__(self) -> str:
-        """As errors have it."""
+        """Return it as text for errors."""
         rank = "" if self.rank is None else f" {self.rank}"
         return f"{self.kind}{rank} of job {self.job!r} (process {self.pid})"
 
@@ -72,7 +72,7 @@ def kill(
 
 
 def running() -> Iterator[Running]:
-    """This user's processes on this machine that belong to a job."""
+    """Yield this user's processes on this machine that belong to a job."""
     workers: dict[int, tuple[int, Running]] = {}
     for directory in Path("/proc").iterdir():
         if not directory.name.isdigit():
@@ -106,7 +106,7 @@ def _service(pid: int, command: Sequence[str], environment: Mapping[str, str]) -
 
 
 def _option(command: Sequence[str], name: str) -> str:
-    """The value that a command gives for an option; "" = none."""
+    """Return the value that a command gives for an option; "" = none."""
     for text, following in zip(command, [*command[1:], ""], strict=True):
         if text == name:
             return following

@@ -1,4 +1,4 @@
-"""The client of the commands that call a running coordinator; and those that change a job: `drain`, `release`."""
+"""The client for commands that call a running coordinator; the commands that change a job: `drain`, `release`."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     from axon_ps.observe.work import Work
 
 _ASK_S = 0.2
-"""How often a drain asks how far it is."""
+"""Seconds between two looks at a drain's progress."""
 
 
 def client(settings: Settings) -> OperatorClient:
-    """A client for the coordinator that the settings name; make and use it on one event loop."""
+    """Return a client for the coordinator that the settings name; make and use it on one event loop."""
     from axon_ps.coordinator.client.operator import OperatorClient
 
     return OperatorClient(settings.coordinator, security=settings.security(), job=settings.job)
@@ -54,13 +54,13 @@ def release(
     *,
     settings: Settings,
 ) -> None:
-    """Release a model of a running job: its parameters are gone, also one that the shard servers cannot hold."""
+    """Release a model of a running job: its parameters are gone; also for a model that shard servers cannot hold."""
     asyncio.run(_released(settings, model))
     print(f"model {model!r} was released")
 
 
 async def _released(settings: Settings, name: str) -> None:
-    """Have a model released.
+    """Release a model.
 
     Raises:
         ConfigurationError: the job has no such model.
@@ -74,7 +74,7 @@ async def _released(settings: Settings, name: str) -> None:
 
 
 async def _drained(settings: Settings, server: int, timeout_s: float, work: Work) -> None:
-    """Have a shard server drained; returns when it has left. `work` counts what it has held and has given up.
+    """Drain a shard server; returns when it has left. `work` counts the bytes that it held and has given up.
 
     Raises:
         Timeout: it has not left in time.

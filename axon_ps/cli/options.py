@@ -1,4 +1,4 @@
-"""The options that several commands share, as types: one spelling, one help text; and what follows from them."""
+"""The options that several commands share, as types with one spelling and one help text each, and their settings."""
 
 from __future__ import annotations
 
@@ -184,7 +184,7 @@ _OF_A_JOB: Final[dict[str, Any]] = {
 
 
 def of_a_job(command: Callable[..., None], *, named: bool = True) -> Callable[..., None]:
-    """Give a command the options that say which job it is about and who asks; it gets them as its keyword `settings`.
+    """Give a command the options that name the job and the caller's credentials; it gets them as keyword `settings`.
 
     Args:
         command: the command.
@@ -226,7 +226,7 @@ class Commands(typer.Typer):
 
 
 def dashes(name: str) -> str:
-    """`--nproc_per_node`, as torchrun spells it, with dashes."""
+    """Return an option's name with dashes: torchrun spells `--nproc_per_node`."""
     return name.replace("_", "-")
 
 

@@ -307,7 +307,7 @@ def proxy(
 
 
 def _settings(config: Path | None, **flags: Any) -> Settings:
-    """The service's settings; with them, its memory is set up, before the rest of the service is imported into it."""
+    """Load the service's settings, and set up its memory before the rest of the service is imported into it."""
     from axon_ps.cli.settings import load, without_blas_threads
     from axon_ps.host.malloc import collect_rarely, limit_arenas
     from axon_ps.host.private_memory import make_memory_private
@@ -358,7 +358,7 @@ def _audit_log(settings: Settings, store: StateStore, security: Security) -> Aud
 
 
 def _coordinator_address(settings: Settings) -> str:
-    """The coordinator's address; `-` reads it from standard input, so that this can start before it is known."""
+    """Return the coordinator's address; `-` reads it from standard input, so that this can start before it is known."""
     if settings.coordinator != "-":
         return settings.coordinator
     address = sys.stdin.readline().strip()
@@ -380,7 +380,7 @@ def _in_foreground(
     http: HttpServer | None,
     drain_s: float = 0.0,
 ) -> int:
-    """Run a service until it ends or a signal stops it, which may take it `drain_s` longer; the exit code."""
+    """Run a service until it ends or a signal stops it, which may take it `drain_s` longer; returns the exit code."""
     received: list[int] = []
 
     def ready(port: int) -> None:
@@ -405,7 +405,7 @@ def _in_foreground(
         await start(ready, stop)
 
     gc.collect()
-    gc.freeze()  # no collection visits what was imported, which would hold the loop for 50 ms
+    gc.freeze()  # no collection visits imported objects, which would hold the loop for 50 ms
     asyncio.run(serve())
     signal.alarm(0)
     return 130 if signal.SIGINT in received else 0

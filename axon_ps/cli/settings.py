@@ -33,7 +33,7 @@ DEFAULT_JOB = "default"
 DEFAULT_COORDINATOR_PORT = 7077
 DEFAULT_SHARD_PORT = 7078
 _FILES = ("token_file", "observer_token_file", "tls_ca", "tls_cert", "tls_key", "tls_dir", "checkpoint_key_file")
-"""The settings that name what is read: it must be there, whether the command comes to use it or not."""
+"""The settings that name files and directories: they must exist, even if the command does not use them."""
 
 
 class Settings(BaseSettings):
@@ -131,7 +131,7 @@ class Settings(BaseSettings):
         dotenv_settings: PydanticBaseSettingsSource,
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """Flags, then environment, then the file that `load` put into the class's configuration."""
+        """Return the sources: flags, then environment, then the file that `load` put into the class's configuration."""
         return (init_settings, env_settings, TomlConfigSettingsSource(settings_cls))
 
     @property
@@ -163,12 +163,12 @@ class Settings(BaseSettings):
         plugins.load(_names(self.plugins))
 
     def allow_roots(self, host: str, *configured: str, ordered: bool = False) -> None:
-        """Have this process, a service, open checkpoints only where it may.
+        """Let this process, a service, open checkpoints only where it may.
 
         Args:
-            host: the address on which others ask it to.
-            configured: the places that its configuration names.
-            ordered: only its coordinator asks it to, which has roots itself: without any configuration it needs none.
+            host: the address on which others call it.
+            configured: the directories that its configuration names.
+            ordered: only its coordinator lets it open them, which has roots itself: unconfigured, it needs none.
         """
         from axon_ps.rpc.auth.loopback import is_private
         from axon_ps.storage import roots
@@ -179,7 +179,7 @@ class Settings(BaseSettings):
         roots.allow_roots(given or roots.default_roots(private=private, configured=places))
 
     def sign_checkpoints(self, trusted: Sequence[str]) -> None:
-        """Have this process, a coordinator, sign manifests and check their signatures, if it has a key.
+        """Let this process, a coordinator, sign manifests and check their signatures, if it has a key.
 
         Args:
             trusted: the checkpoints that need no signature.
@@ -193,7 +193,7 @@ class Settings(BaseSettings):
         use_key(key, trusted)
 
     def security(self) -> Security:
-        """Token and certificates, as `rpc` takes them.
+        """Return token and certificates, as `rpc` takes them.
 
         Raises:
             ConfigurationError: they do not go together.
@@ -213,7 +213,7 @@ class Settings(BaseSettings):
         )
 
     def tracing(self) -> TracePolicy:
-        """The steps that are traced, and the way in which their spans are sent."""
+        """Return the steps that are traced, and the way in which their spans are sent."""
         from axon_ps.observe.tracing.tracer import TracePolicy
 
         names = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
@@ -221,7 +221,7 @@ class Settings(BaseSettings):
         return TracePolicy(every=self.trace_every, protocol=(*protocols, TracePolicy().protocol)[0])
 
     def environment(self, *, token: str) -> dict[str, str]:
-        """The variables that pass these settings to a child process."""
+        """Return the variables that pass these settings to a child process."""
         values = {
             "JOB": self.job,
             "OBSERVER_TOKEN": self.resolved_observer_token,
@@ -251,7 +251,7 @@ class Settings(BaseSettings):
 
 
 def load(config: Path | None = None, **flags: Any) -> Settings:
-    """The settings: flags that were given (not None), environment, file, defaults.
+    """Load the settings: flags that were given (not None), environment, file, defaults.
 
     Args:
         config: the file; None = the one `AXON_PS_CONFIG` names, if any.
@@ -303,7 +303,7 @@ def _with_file(config: Path) -> type[Settings]:
 
 
 def state_directory() -> Path:
-    """The folder of the state that a user's programs keep (XDG)."""
+    """Return the folder of the state that a user's programs keep (XDG)."""
     try:
         return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "axon-ps"
     except RuntimeError:  # a user without a home, as some containers have
@@ -311,12 +311,12 @@ def state_directory() -> Path:
 
 
 def child_environment(values: Mapping[str, str]) -> dict[str, str]:
-    """The environment of this process, overridden by `values`, for a child process."""
+    """Return the environment of this process, overridden by `values`, for a child process."""
     return {**os.environ, **values}
 
 
 def environment_report() -> dict[str, str]:
-    """Every `AXON_PS_` variable that is set, without secrets, and other variables that affect axon_ps."""
+    """Return every `AXON_PS_` variable that is set, without secrets, and other variables that affect axon_ps."""
     others = ("OMP_NUM_THREADS", "NUMBA_NUM_THREADS", "NUMBA_CACHE_DIR", "GRPC_VERBOSITY", "http_proxy", "https_proxy")
     report = {name: value for name, value in sorted(os.environ.items()) if name.startswith(PREFIX)}
     report |= {name: "(set, not shown)" for name in report if name.endswith("_TOKEN")}
@@ -324,15 +324,16 @@ def environment_report() -> dict[str, str]:
 
 
 def variable_is_set(name: str) -> bool:
-    """Whether an environment variable is set by the user, and so must not be changed."""
+    """Return True if an environment variable is set by the user, and so must not be changed."""
     return name in os.environ
 
 
 def without_blas_threads() -> None:
-    """Have numpy's OpenBLAS start no threads; to be called before numpy is imported.
+    """Keep numpy's OpenBLAS from starting threads; call it before numpy is imported.
 
-    It starts one for each processor. Services and their clients do no linear algebra, and threads of a shard server's
-    arithmetic are what `--threads` says. *Measured*: 0.1 of the 0.25 s of processor time that importing numpy takes.
+    It would start one for each processor. Services and their clients do no linear algebra, and `--threads` sets the
+    threads of a shard server's arithmetic. *Measured*: this saves 0.1 of the 0.25 s of processor time that importing
+    numpy takes.
     """
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
@@ -354,5 +355,5 @@ def _format_error(error: Any, flags: Mapping[str, Any]) -> str:
 
 
 def _source(field: str, flags: Mapping[str, Any]) -> str:
-    """The flag that a value came from; else the variable by which it can be given."""
+    """Return the flag that a value came from; else the variable by which it can be given."""
     return f"--{field.replace('_', '-')}" if flags.get(field) is not None else f"{PREFIX}{field.upper()}"

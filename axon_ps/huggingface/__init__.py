@@ -1,7 +1,7 @@
 """Hugging Face's libraries on shard servers: `Accelerator`, `Trainer`, and any subclass of `Trainer`.
 
-One import is another: `from axon_ps.huggingface import Accelerator` in the place of accelerate's, `Trainer` in that of
-transformers', `on_servers(SFTTrainer)` for a trainer of somebody else's. Needs the extra `hf`. docs/integrations.md
+A script changes one import: `from axon_ps.huggingface import Accelerator` replaces accelerate's, `Trainer` replaces
+transformers', and `on_servers(SFTTrainer)` is for other trainers. It needs the extra `hf`. See docs/integrations.md.
 """
 
 from __future__ import annotations

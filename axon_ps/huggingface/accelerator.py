@@ -1,8 +1,8 @@
 """`Accelerator` whose models live on the shard servers.
 
-Accelerate runs as it does for several processes (data loaders, metrics, autocast, accumulation), over the process group
-that there is; what it would wrap in DDP is wrapped in our `FullyShardedDataParallel`, and optimizers become server
-optimizers. Nothing of accelerate is patched: what differs are methods of the subclass.
+Accelerate runs as it does for several processes (data loaders, metrics, autocast, accumulation), over the present
+process group. Models that it would wrap in DDP are wrapped in our `FullyShardedDataParallel`, and optimizers become
+server optimizers. Nothing of accelerate is patched: only methods of the subclass differ.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from axon_ps.parallel.fsdp.strategy import CPUOffload, ShardingStrategy
 from axon_ps.worker.world import World
 
 SERVERS_DIRECTORY: Final = "axon_ps"
-"""Where in a checkpoint of accelerate's, or of a trainer's, that of the servers is."""
+"""The directory of the servers' checkpoint in a checkpoint of accelerate or of a trainer."""
 
 _OTHER_PLUGINS: Final = ("deepspeed_plugin", "fsdp_plugin", "megatron_lm_plugin")
 
@@ -45,7 +45,7 @@ class ServerPlugin:
         sharding_strategy: what stays in a worker's memory between uses; not NO_SHARD, which is plain DDP.
         unit_types: module classes that become units; empty = those that a transformers model says are not to be split.
         auto_wrap_policy: whether a module becomes a unit; instead of `unit_types`.
-        cpu_offload: what of it is in host memory.
+        cpu_offload: the part of it that is in host memory.
         mixed_precision: dtypes of the parameters and the wire. Accelerate's own `mixed_precision="bf16"` is autocast
             over f32 parameters, and goes with it.
         intra_node_size: HYBRID_SHARD: the workers of a node; None = as many as this node has.
@@ -66,7 +66,7 @@ class ServerPlugin:
             )
 
     def wrap(self, model: nn.Module) -> FullyShardedDataParallel:
-        """A model on the servers."""
+        """Wrap a model, so that it is on the servers."""
         policy = self.auto_wrap_policy
         if policy is None and not self.unit_types:
             names = set(getattr(model, "_no_split_modules", None) or ())
@@ -85,13 +85,13 @@ class ServerPlugin:
 class Accelerator(accelerate.Accelerator):
     """`accelerate.Accelerator` for models and optimizers on the shard servers.
 
-    `prepare()` takes models and torch's optimizers and schedulers as they are; use what it returns. `save_state()` has
-    the servers write a checkpoint, with the optimizer's state, in the directory `axon_ps` of accelerate's;
-    `load_state()` restores it. `get_state_dict()` is that of the first process; `unwrap_model()` gives the user's
-    module, and `save_pretrained()` of that works.
+    `prepare()` takes models and torch's optimizers and schedulers as they are; use the objects that it returns.
+    `save_state()` lets the servers write a checkpoint, with the optimizer's state, into the directory `axon_ps` of
+    accelerate's checkpoint; `load_state()` restores it. `get_state_dict()` gives the state on the first process.
+    `unwrap_model()` gives the user's module, and `save_pretrained()` of that works.
 
-    A process that starts and finds its model on the servers at a later version (all were started again, since one had
-    died) goes on there: `model.version` says after how many steps, `prepare()` brings schedulers there, and
+    A process may start and find its model on the servers at a later version: all were started again, since one had
+    died. It goes on there: `model.version` is the number of steps made, `prepare()` brings schedulers there, and
     `load_state()` does not go back.
 
     Args:
@@ -128,7 +128,7 @@ class Accelerator(accelerate.Accelerator):
     # ------------------------------------------------------------------ prepare
 
     def wrapped(self, model: nn.Module) -> FullyShardedDataParallel:
-        """The wrapper of a model, which is made if there is none; every process calls it."""
+        """Return the wrapper of a model, which is made if there is none; every process calls it."""
         if type(model) is FullyShardedDataParallel:
             return model
         if model not in self._wrappers:
@@ -140,7 +140,7 @@ class Accelerator(accelerate.Accelerator):
         return self._wrappers[model]
 
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
-        """As accelerate's; models first, since optimizers are moved to where their parameters are."""
+        """Prepare as accelerate does; models first, since optimizers are moved to where their parameters are."""
         for given in args:
             if isinstance(given, nn.Module):
                 self.wrapped(given)
@@ -149,12 +149,12 @@ class Accelerator(accelerate.Accelerator):
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
-        """The wrapper, with accelerate's autocast and compilation."""
+        """Return the wrapper, with accelerate's autocast and compilation."""
         prepared: nn.Module = super().prepare_model(self.wrapped(model), device_placement=False, evaluation_mode=True)
         return prepared
 
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None) -> Any:
-        """Accelerate's wrapper of the server optimizer."""
+        """Return accelerate's wrapper of the server optimizer."""
         if not getattr(optimizer, "_is_accelerate_prepared", False):
             if optimizer not in self._moved:
                 self._moved[optimizer] = moved(optimizer)
@@ -162,9 +162,9 @@ class Accelerator(accelerate.Accelerator):
         return super().prepare_optimizer(optimizer, device_placement=False)
 
     def prepare_scheduler(self, scheduler: Any) -> Any:
-        """Accelerate's wrapper of the scheduler, which now sets the server optimizer's learning rate.
+        """Return accelerate's wrapper of the scheduler, which now sets the server optimizer's learning rate.
 
-        It is brought to where the job is, if it goes with the optimizer's steps (`step_scheduler_with_optimizer`).
+        It is brought to the job's step, if it goes with the optimizer's steps (`step_scheduler_with_optimizer`).
         """
         of: Any = getattr(scheduler, "optimizer", None)
         scheduler.optimizer = self._moved.get(of, of)
@@ -175,30 +175,30 @@ class Accelerator(accelerate.Accelerator):
         return prepared
 
     def _steps_found(self, model: FullyShardedDataParallel) -> int:
-        """After how many steps this process has found a model on the servers; 0 once it has made one, or loaded."""
+        """Return the version at which this process found a model on the servers; 0 once its version has changed."""
         found = self._found.get(model, 0)
         return found if model.version == found else 0
 
     @contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
-        """Accumulate: gradients stay here. Accelerate's does nothing for one process, whose gradients are sent, too."""
+        """Accumulate: gradients stay here, also with one process, for which accelerate's own does nothing."""
         with getattr(model, "no_sync", nullcontext)():
             yield
 
     def unwrap_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
-        """The user's module."""
+        """Return the user's module."""
         inside: nn.Module = super().unwrap_model(model, *args, **kwargs)
         return inside.module if type(inside) is FullyShardedDataParallel else inside
 
     # ------------------------------------------------------------------ state
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
-        """Every parameter and buffer, on the first process; {} on the others."""
+        """Return every parameter and buffer, on the first process; {} on the others."""
         state: dict[str, Any] = super().get_state_dict(model, unwrap) if self.is_main_process else {}
         return state
 
     def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **kwargs: Any) -> Any:
-        """As accelerate's, with the servers' checkpoint in place of the models' weights; every process calls it."""
+        """Save as accelerate does, with the servers' checkpoint in place of models' weights; every process calls it."""
         with self._without_models() as models:
             path = super().save_state(output_dir, safe_serialization, **kwargs)
         if models:
@@ -208,10 +208,10 @@ class Accelerator(accelerate.Accelerator):
     def load_state(
         self, input_dir: str | None = None, load_kwargs: dict[str, Any] | None = None, **kwargs: Any
     ) -> None:
-        """As accelerate's, of what `save_state` wrote; every process calls it.
+        """Load a state that `save_state` wrote, as accelerate does; every process calls it.
 
-        Nothing is loaded, and a warning says so, where this process has found the job under way and has made no step
-        yet: what it would load is older than what the servers have. So the same line serves a restart, too.
+        Nothing is loaded, and a warning says so, if this process has found the job under way and has made no step yet:
+        the servers have newer values. So the same line serves a restart, too.
         """
         if found := max(map(self._steps_found, self._found), default=0):
             _logger.warning("%s is not loaded: the job is at step %d, training goes on there", input_dir, found)
@@ -229,7 +229,7 @@ class Accelerator(accelerate.Accelerator):
 
     @contextmanager
     def _without_models(self) -> Iterator[list[FullyShardedDataParallel]]:
-        """Inside, accelerate knows of no model on the servers; they are given."""
+        """Hide the models on the servers from accelerate inside of the block, which is given them."""
         before: list[nn.Module] = self._models
         ours = [model for model in before if type(model) is FullyShardedDataParallel]
         self._models: list[nn.Module] = [model for model in before if type(model) is not FullyShardedDataParallel]
@@ -240,7 +240,7 @@ class Accelerator(accelerate.Accelerator):
 
 
 def join_group() -> None:
-    """Have a default process group and a world: over axon, unless the program has made another group before."""
+    """Ensure a default process group and a world: over axon, unless the program has made another group before."""
     if not dist.is_initialized():
         dist.init_process_group("axon")
     elif World.current() is None:

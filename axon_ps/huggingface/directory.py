@@ -1,7 +1,8 @@
 """Hugging Face directories in and out of the servers, without the model in the memory of any worker.
 
-In: a model on the meta device gets its first values from the directory, unit by unit, on the one worker that uploads
-them. Out: the servers write a checkpoint, and the first worker makes a directory of it, a few MiB at a time.
+On the way in, a model on the meta device gets its first values from the directory, unit by unit, on the one worker that
+uploads them. On the way out, the servers write a checkpoint, and the first worker makes a directory of it, a few MiB at
+a time.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from axon_ps.storage.hf_directory import INDEX, MAX_FILE_BYTES, SINGLE, export_d
 
 
 def pretrained(model: nn.Module, directory: str | os.PathLike[str]) -> Callable[[nn.Module], None]:
-    """A `param_init_fn` for `FullyShardedDataParallel`: the values of a directory of safetensors.
+    """Return a `param_init_fn` for `FullyShardedDataParallel`: it loads the values of a directory of safetensors.
 
         with accelerate.init_empty_weights():
             model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(directory))
@@ -38,8 +39,8 @@ def pretrained(model: nn.Module, directory: str | os.PathLike[str]) -> Callable[
             DCP's `HuggingFaceStorageWriter` write them.
 
     Raises:
-        InvalidRequest: the directory has no such files; or, when a parameter is wanted, not this parameter, or in
-            another shape.
+        InvalidRequest: the directory has no such files; or, when a parameter is loaded, it lacks this parameter, or has
+            it in another shape.
     """
     files = _files(Path(directory))
     prefixes = {id(module): f"{name}." if name else "" for name, module in model.named_modules()}
@@ -75,10 +76,10 @@ def save_pretrained(
 
     Args:
         model: the wrapped model; one of transformers' saves its config, too.
-        directory: which this worker and the servers reach by the same path.
+        directory: the destination, which this worker and the servers reach by the same path.
         tokenizer: saved beside it; anything with `save_pretrained`.
         dtype: torch.float32, bfloat16 or float16 for every tensor; None = as the model was built.
-        max_file_bytes: how large a file gets.
+        max_file_bytes: the largest size of a file.
 
     Raises:
         InvalidRequest: the dtype is none of those.
@@ -111,7 +112,7 @@ def save_pretrained(
 
 
 def _files(directory: Path) -> dict[str, Path]:
-    """The file that has a tensor, by the tensor's name."""
+    """Return the file of each tensor, by the tensor's name."""
     if (index := directory / INDEX).exists():
         named = json.loads(index.read_text())["weight_map"]
         return {tensor: directory / file for tensor, file in named.items()}

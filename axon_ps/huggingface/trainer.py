@@ -1,10 +1,10 @@
 """`Trainer`, and any subclass of it, with the model and the optimizer on the shard servers.
 
 Note: [Where the servers are]
-    With each step the trainer's position commits: `global_step` and the epoch. A trainer that starts and finds its
-    model on the servers at a later version (its processes were started again, since one of them had died) goes on
-    there: no checkpoint is read and no committed step is lost. This wins over `resume_from_checkpoint`, so that the
-    same line of a script serves both.
+    With each step the trainer's position commits: `global_step` and the epoch. A trainer may start and find its model
+    on the servers at a later version: its processes were started again, since one of them had died. It goes on there:
+    no checkpoint is read and no committed step is lost. This wins over `resume_from_checkpoint`, so that the same line
+    of a script serves both.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ class ServersMixin:
         super().__init__(*args, **kwargs)
 
     def create_accelerator_and_postprocess(self) -> None:
-        """As transformers', with our `Accelerator`."""
-        made, _trainer.Accelerator = _trainer.Accelerator, self._make_accelerator  # the one place it is made in
+        """Do as transformers does, with our `Accelerator`."""
+        made, _trainer.Accelerator = _trainer.Accelerator, self._make_accelerator  # it is made only in there
         try:
             super().create_accelerator_and_postprocess()  # type: ignore[misc]
         finally:
@@ -66,7 +66,7 @@ class ServersMixin:
         return self.accelerator.wrapped(self.model)
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
-        """As transformers'; see Note: [Where the servers are]."""
+        """Train as transformers does; see Note: [Where the servers are]."""
         if getattr(self, "model_init", None) is not None:
             raise Misuse("model_init makes another model for each train(); give the trainer a model instead")
         position = self._wrapper.committed.get(POSITION)
@@ -83,7 +83,7 @@ class ServersMixin:
                 self._continues = None
 
     def _state_at(self, position: dict[str, Any]) -> Any:
-        """A checkpoint's account of the trainer at a position, without its history."""
+        """Return the trainer's state at a position as a checkpoint has it, without its history."""
         intervals = {name: getattr(self.args, name) for name in ("logging_steps", "eval_steps", "save_steps")}
         return transformers.TrainerState(train_batch_size=self.args.train_batch_size, **intervals, **position)
 
@@ -99,7 +99,7 @@ class ServersMixin:
         return prepared
 
     def _position(self) -> dict[str, Any]:
-        """The values to commit with the step that is about to be made."""
+        """Return the values to commit with the step that is about to be made."""
         return {POSITION: {"global_step": self.state.global_step + 1, "epoch": self.state.epoch or 0.0}}
 
     # ------------------------------------------------------------------ checkpoints
@@ -131,11 +131,11 @@ class ServersMixin:
 
 
 def on_servers(trainer: type[Any], plugin: ServerPlugin | None = None) -> type[Any]:
-    """A class of trainers that is another one, with model and optimizer on the shard servers.
+    """Return a subclass of a class of trainers, with model and optimizer on the shard servers.
 
         SFTTrainer = on_servers(trl.SFTTrainer)
 
-    Makes the process group over axon if there is none: call it before `TrainingArguments`, which would make another.
+    It makes the process group over axon if there is none: call it before `TrainingArguments`, which would make another.
 
     Args:
         trainer: `transformers.Trainer` or a subclass.

@@ -4,8 +4,8 @@
     axon_ddp    Lightning's DDP over the backend "axon"
     axon_fsdp2  Lightning's ModelParallelStrategy (FSDP2, by `configure_model`) over the backend "axon"
 
-`Trainer(strategy="axon")`, or `Trainer(strategy=AxonStrategy(...))` to say how the model is wrapped. Needs the extra
-`lightning`. docs/integrations.md
+Use `Trainer(strategy="axon")`, or `Trainer(strategy=AxonStrategy(...))` to say how the model is wrapped. It needs the
+extra `lightning`. See docs/integrations.md.
 """
 
 from __future__ import annotations

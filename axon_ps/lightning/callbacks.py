@@ -1,7 +1,7 @@
 """Lightning's callbacks that read and write parameters between steps, for a model whose values are on the servers.
 
-While one of their hooks runs, parameters have values, and what it writes is given to the servers. Callbacks are not
-touched: in the trainer's list there is one of ours before and one after each of them.
+While one of their hooks runs, parameters have values, and the values that it writes are given to the servers. The
+callbacks are not changed: in the trainer's list there is one of ours before and one after each of them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _HOOKS: Final[Mapping[str, tuple[str, ...]]] = {
         "on_validation_epoch_end",
     ),
 }
-"""In which of their hooks they do; of Lightning's older versions some have no such callback."""
+"""The hooks in which they do; some of Lightning's older versions lack such a callback."""
 
 
 def needs_all_trained(callbacks: Iterable[Callback]) -> bool:
@@ -37,10 +37,10 @@ def needs_all_trained(callbacks: Iterable[Callback]) -> bool:
 
 
 def surrounded(callbacks: Iterable[Callback], model: FullyShardedDataParallel) -> list[Callback]:
-    """The trainer's callbacks, those that read and write parameters with one of ours on each side.
+    """Return the trainer's callbacks, those that read and write parameters with one of ours on each side.
 
     Args:
-        callbacks: the trainer's, also where there are some of ours in it.
+        callbacks: the trainer's; some of ours may be among them.
         model: the wrapper of its module.
     """
     result: list[Callback] = []
@@ -69,18 +69,18 @@ class _Reading:
         self._steps = -1
 
     def begin(self, hook: str, trainer: Any) -> None:
-        """Before the hook; a batch that ends without a step has changed nothing."""
+        """Give parameters their values, before the hook; a batch that ends without a step has changed nothing."""
         if hook == _EACH_STEP and trainer.global_step == self._steps:
             return
         self._steps = trainer.global_step
         self._open.enter_context(self._model.summon_full_params(writeback=True))
 
     def end(self, hook: str, trainer: Any) -> None:
-        """After it."""
+        """Give the values back to the servers, after the hook."""
         self._open.close()
 
     def drop(self, error: BaseException) -> None:
-        """The hook, or something else, has failed."""
+        """End after an error of the hook, or of something else."""
         self._open.__exit__(type(error), error, error.__traceback__)
 
 

@@ -18,7 +18,7 @@ class IntegerMeans:
     """
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """As the strategy's."""
+        """Reduce as the strategy does, and round means of integers down."""
         integers = isinstance(tensor, torch.Tensor) and not (tensor.is_floating_point() or tensor.is_complex())
         if not integers or reduce_op not in ("mean", "avg", dist.ReduceOp.AVG):
             return super().reduce(tensor, group, reduce_op)  # type: ignore[misc]
@@ -38,7 +38,7 @@ class DDPOverAxon(IntegerMeans, DDPStrategy):
 
 
 class FSDP2Strategy(IntegerMeans, ModelParallelStrategy):
-    """`ModelParallelStrategy` over "axon" whose data-parallel mesh has all processes, if it is not told otherwise.
+    """`ModelParallelStrategy` over "axon" whose data-parallel mesh has all processes, unless options say otherwise.
 
     Args:
         options: those of `ModelParallelStrategy`.
@@ -48,14 +48,14 @@ class FSDP2Strategy(IntegerMeans, ModelParallelStrategy):
         super().__init__(**{"process_group_backend": BACKEND, "tensor_parallel_size": 1, **options})
 
     def setup_environment(self) -> None:
-        """As `ModelParallelStrategy`'s, which would take the number of nodes."""
+        """Set up as `ModelParallelStrategy` does, which would take the number of nodes for the data-parallel size."""
         if (self._data_parallel_size, self._tensor_parallel_size) == ("auto", 1):
             self._data_parallel_size: Any = self.num_nodes * self.num_processes
         super().setup_environment()
 
 
 def register(strategy: type[Any]) -> None:
-    """Have Lightning know our names; harmless when repeated."""
+    """Register our names with Lightning; harmless when repeated."""
     known = (
         ("axon", strategy, "model and optimizers on the shard servers of axon_ps"),
         ("axon_ddp", DDPOverAxon, "DDP over axon_ps"),

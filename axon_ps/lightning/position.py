@@ -1,8 +1,8 @@
-"""The position in a fit, as it commits with each step, and as Lightning's loops take it. Pure: dicts in, dicts out.
+"""The position in a fit, as it commits with each step, and as Lightning's loops take it; pure: dicts in, dicts out.
 
-A step is made in the middle of a batch, and what commits with it must be the position after that batch. So the loops'
-progress is taken as it is and brought to where Lightning has it when it saves a checkpoint at a batch's end: the batch
-processed and not yet completed, the optimizer's step completed.
+A step is made in the middle of a batch, and the position that commits with it must be that after the batch. So the
+loops' progress is changed to that which Lightning has when it saves a checkpoint at a batch's end: the batch is
+processed and not yet completed, and the optimizer's step is completed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _LOOPS: Final = ("epoch_progress", "state_dict", "epoch_loop.state_dict", "epoch
 
 
 def after_step(fit_loop: Mapping[str, Any]) -> dict[str, Any]:
-    """The position after the step that is about to be made.
+    """Return the position after the step that is about to be made.
 
     Args:
         fit_loop: `trainer.fit_loop.state_dict()`, inside `optimizer.step()`.
@@ -41,19 +41,19 @@ def after_step(fit_loop: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def batches_used(position: Mapping[str, Any]) -> int:
-    """The number of batches of the epoch under way that were used."""
+    """Return the number of batches of the epoch under way that were used."""
     current = position[_BATCHES]["current"]
     return 0 if position[_BATCHES]["is_last_batch"] else int(current["ready"])
 
 
 def steps_made(position: Mapping[str, Any]) -> int:
-    """The number of steps made, in all epochs, by Lightning or by the module itself."""
+    """Return the number of steps made, in all epochs, by Lightning or by the module itself."""
     automatic, manual = position[_OPTIMIZERS]["optimizer"]["step"], position[_MANUAL]
     return int(automatic["total"]["completed"] + manual["total"]["completed"])
 
 
 def epochs_made(position: Mapping[str, Any]) -> int:
-    """The number of completed epochs."""
+    """Return the number of completed epochs."""
     return int(position["epoch_progress"]["current"]["completed"])
 
 

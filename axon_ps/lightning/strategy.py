@@ -1,9 +1,9 @@
 """`AxonStrategy`: Lightning's training with the model and the optimizers on the shard servers.
 
-Lightning's own DDP strategy, with other insides: what it would wrap in DDP is wrapped in `FullyShardedDataParallel`,
-optimizers become server optimizers, and beside each checkpoint of Lightning's is one of the servers, which has the
-optimizer's state. With each step the position of the loops commits, so that processes that were started again, since
-one of them had died, go on where the servers are.
+It is Lightning's own DDP strategy with other internals: models that Lightning would wrap in DDP are wrapped in
+`FullyShardedDataParallel`, and optimizers become server optimizers. Beside each checkpoint of Lightning is a checkpoint
+of the servers, which has the optimizer's state. With each step the position of the loops commits. So processes that
+were started again, since one of them had died, go on where the servers are.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from axon_ps.parallel.fsdp.fsdp import FullyShardedDataParallel
 from axon_ps.parallel.fsdp.strategy import CPUOffload, ShardingStrategy
 
 SUFFIX: Final = ".axon_ps"
-"""What a checkpoint's name ends with where the servers' part of it is."""
+"""The end of the name of a checkpoint's part that the servers wrote."""
 
 _logger = logging.getLogger(__name__)
 
@@ -55,7 +55,7 @@ class AxonStrategy(DDPOverAxon):
         unit_types: module classes that become units.
         auto_wrap_policy: whether a module becomes a unit; instead of `unit_types`. Without either, each child of the
             LightningModule's children is one.
-        cpu_offload: what of it is in host memory.
+        cpu_offload: the part of it that is in host memory.
         mixed_precision: dtypes of the parameters and the wire; the trainer's `precision="bf16-mixed"` is autocast over
             f32 parameters, and goes with it.
         save_parameters: whether Lightning's checkpoints have the parameters, too (so that `load_from_checkpoint` reads
@@ -154,7 +154,7 @@ class AxonStrategy(DDPOverAxon):
     # ------------------------------------------------------------------ going on where the servers are
 
     def _go_on(self, trainer: Trainer) -> None:
-        """If the job has made more steps than this trainer, be where it is."""
+        """Bring this trainer to the job's position, if the job has made more steps."""
         position = self._fsdp.committed.get(positions.NAME)
         if position is None or positions.steps_made(position) <= trainer.global_step:
             return
@@ -173,7 +173,7 @@ class AxonStrategy(DDPOverAxon):
             self._loaded = None
 
     def process_dataloader(self, dataloader: object) -> object:
-        """The loader; of the training that goes on in the middle of an epoch, without the batches that were used."""
+        """Return the loader; if training goes on in the middle of an epoch, without the batches that were used."""
         loader = super().process_dataloader(dataloader)
         trainer = self.lightning_module.trainer if self.lightning_module is not None else None
         if self._skip and trainer is not None and trainer.training:
@@ -196,7 +196,7 @@ class AxonStrategy(DDPOverAxon):
     # ------------------------------------------------------------------ checkpoints
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Every parameter and buffer, on the first process; only buffers where the servers' part has the parameters."""
+        """Return parameters and buffers, on the first process; only buffers if the servers' part has the parameters."""
         if not self.is_global_zero:
             return {}
         if self._save_parameters or self.lightning_module not in self._wrappers:
@@ -204,25 +204,25 @@ class AxonStrategy(DDPOverAxon):
         return {name: buffer.detach().clone() for name, buffer in self._fsdp.named_buffers()}
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
-        """Lightning's checkpoint, and the servers' beside it; every process calls it."""
+        """Save Lightning's checkpoint, and the servers' beside it; every process calls it."""
         super().save_checkpoint(checkpoint, filepath, storage_options)
         if self.lightning_module in self._wrappers:
             save_servers(self._fsdp, f"{filepath}{SUFFIX}")
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Lightning's part; that of the servers when the model is wrapped, unless these are further."""
+        """Load Lightning's part; the servers' part is loaded when the model is wrapped, unless they are further."""
         checkpoint: dict[str, Any] = super().load_checkpoint(checkpoint_path, weights_only)
         self._servers_checkpoint = Path(f"{checkpoint_path}{SUFFIX}")
         self._loaded = checkpoint
         return checkpoint
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Lightning's parameters into the module; nothing yet where it is wrapped."""
+        """Load Lightning's parameters into the module; nothing yet if it is wrapped."""
         if self.lightning_module not in self._wrappers:
             super().load_model_state_dict(checkpoint, strict and not self._servers_checkpoint.is_dir())
 
     def _load_servers(self) -> None:
-        """The servers' part of a checkpoint, or, of one that has none, Lightning's parameters."""
+        """Load the servers' part of a checkpoint, or, if it has none, Lightning's parameters."""
         checkpoint, self._loaded = self._loaded, None
         if checkpoint is None:
             return
@@ -235,18 +235,18 @@ class AxonStrategy(DDPOverAxon):
         self._fsdp.load_state_dict(checkpoint["state_dict"], strict=self.lightning_module.strict_loading)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """The hyperparameters; the moments came with the servers' part."""
+        """Load the hyperparameters; the moments came with the servers' part."""
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
             optimizer.load_state_dict({**state, "state": {}})
 
     def remove_checkpoint(self, filepath: Any) -> None:
-        """Both parts."""
+        """Remove both parts."""
         super().remove_checkpoint(filepath)
         if self.is_global_zero:
             shutil.rmtree(f"{filepath}{SUFFIX}", ignore_errors=True)
 
     def teardown(self) -> None:
-        """As Lightning's, but for moving the model: its parameters are not here."""
+        """Tear down as Lightning does, without moving the model: its parameters are not here."""
         assert self.cluster_environment is not None
         assert self.accelerator is not None
         if self.lightning_module not in self._wrappers:
@@ -260,7 +260,7 @@ class AxonStrategy(DDPOverAxon):
 
 @contextmanager
 def _all_trained(module: nn.Module) -> Iterator[None]:
-    """Inside, no parameter of a module is frozen."""
+    """Unfreeze every parameter of a module inside of the block."""
     frozen = [param for param in module.parameters() if not param.requires_grad]
     for param in frozen:
         param.requires_grad_(param.is_floating_point())
@@ -277,7 +277,7 @@ class Redirection(_ForwardRedirection):
     def __call__(
         self, wrapper_module: nn.Module, original_module: LightningModule, method_name: str, *args: Any, **kwargs: Any
     ) -> Any:
-        """The result of the method, inside of the wrapper's forward; the module's own forward is its own in there."""
+        """Call the method inside of the wrapper's forward, where the module has its own forward; returns its result."""
         own = original_module.forward
 
         def redirected(*given: Any, **options: Any) -> Any:
@@ -299,7 +299,7 @@ class Rest:
 
     Args:
         loader: the loader.
-        used: how many of its batches.
+        used: number of those batches.
     """
 
     def __init__(self, loader: Any, used: int) -> None:

@@ -1,11 +1,11 @@
-"""axon_ps on a Ray cluster: its coordinator, shard servers and workers as Ray actors. Needs the extra `ray`.
+"""axon_ps on a Ray cluster: its coordinator, shard servers and workers as Ray actors. It needs the extra `ray`.
 
 - `RayCluster` starts a job's services, spread over Ray's nodes, and workers beside them.
 - `AxonConfig` is a backend of Ray Train: a plain `TorchTrainer` over the process group "axon".
 - `AxonTrainer` is that trainer with parameters on the servers: a worker that dies is replaced while the others train.
 
 Owns: which Ray node runs what, and that it is started again there or elsewhere. Refuses: to import Ray before it is
-used; all of Ray's API is used in this room alone.
+used; all of Ray's API is used in this package alone.
 """
 
 from __future__ import annotations

@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 
 
 class RayCluster:
-    """Coordinator, shard servers and room for workers on a Ray cluster, for one job.
+    """Coordinator, shard servers and reserved resources for workers on a Ray cluster, for one job.
 
     Args:
-        workers: how many.
+        workers: number of workers.
         config: the services; None = two shard servers and the defaults of `ClusterConfig`.
-        resources_per_worker: what Ray reserves for each; None = one CPU.
+        resources_per_worker: the resources that Ray reserves for each; None = one CPU.
         max_restarts: how often Ray starts a worker again whose process or node has died; -1 = always.
         placement: Ray's strategy for workers.
 
@@ -63,7 +63,7 @@ class RayCluster:
 
         Raises:
             Misuse: it runs already.
-            Busy: Ray could not place what was asked for within `start_timeout_s`; nothing is left.
+            Busy: Ray could not place everything within `start_timeout_s`; nothing is left.
             AxonError: a service could not start.
         """
         if self._services is not None:
@@ -131,7 +131,7 @@ class RayCluster:
 
         Args:
             function: joins the job with `World.init()`. It is called again from its first line in a worker that died,
-                so it begins at `world.version` (docs/operations.md says what else it must do).
+                so it begins at `world.version` (docs/workers.md says what else it must do).
             args: its arguments.
             kwargs: its arguments.
 
@@ -147,7 +147,7 @@ class RayCluster:
         self._run.start(environment, function, args, kwargs)
 
     def results(self) -> list[object]:
-        """The function's results, by rank; None of a lost worker without which the others have finished.
+        """Return the function's results, by rank; None for a lost worker if the others have finished without it.
 
         Raises:
             Misuse: no function runs.
@@ -167,12 +167,12 @@ class RayCluster:
             self._run = None
 
     def run(self, function: Callable[..., object], *args: Any, **kwargs: Any) -> list[object]:
-        """`start` and then `results`."""
+        """Call `start` and then `results`."""
         self.start(function, *args, **kwargs)
         return self.results()
 
     def status(self) -> Status:
-        """The coordinator's report of the job.
+        """Return the coordinator's report of the job.
 
         Raises:
             AxonError: it does not reply.

@@ -1,4 +1,4 @@
-"""`ClusterConfig`: the services of a job on Ray, as the user asks for them. Imports nothing of Ray."""
+"""`ClusterConfig`: the services of a job on Ray, as the user asks for them. It imports nothing of Ray."""
 
 from __future__ import annotations
 
@@ -28,19 +28,20 @@ class ClusterConfig:
         job: the job's name; empty = a random one. A job of that name that is found in `state` goes on.
         replication: how many of them hold each slice; 0 = two, if there are as many.
         min_workers: the fewest workers to continue with when some are lost.
-        resources_per_shard: what Ray reserves for a shard server; "CPU" is also how many threads apply a step.
+        resources_per_shard: the resources that Ray reserves for a shard server; "CPU" is also its number of threads.
         placement: Ray's strategy for shard servers: "SPREAD" puts them on as many nodes as there are, "STRICT_SPREAD"
             refuses to put two on one.
         state: where the coordinator stores its state: empty = a file on its node, "memory", a path, or
             "etcd:HOST:PORT,...", which several coordinators have together.
-        coordinators: how many, on nodes of their own, if `state` is etcd: one leads, the others stand by.
+        coordinators: their number, on nodes of their own, if `state` is etcd: one leads, the others stand by.
         resume: checkpoint to start from.
-        checkpoint_dir: where the job writes checkpoints by itself, and what it resumes from; empty = it does not.
+        checkpoint_dir: the directory to which the job writes checkpoints by itself, and from which it resumes; empty =
+            it does not.
         checkpoint_every: how often: steps, as "500", or a time, as "10m"; empty = it only resumes.
         checkpoint_limit: how many of them remain.
         checkpoint_roots: the directories (paths or URIs) in which the services open checkpoints; empty = if their nodes
             are on several hosts, `checkpoint_dir`, `resume` and the directories that driver and services were started
-            in; on one host, where only its user can ask them, all.
+            in; on one host, where only its user can call them, all.
         lease_s: seconds of silence after which a member is lost.
         join_timeout_s: seconds that the job waits for lost workers when fewer than `min_workers` are left.
         step_timeout_s: seconds that a step waits for a worker that takes no part in it.
@@ -88,7 +89,7 @@ class ClusterConfig:
         self.coordinator(0)
 
     def coordinator(self, world_size: int) -> CoordinatorConfig:
-        """The coordinator's configuration.
+        """Return the coordinator's configuration.
 
         Args:
             world_size: workers that it starts with; 0 = as the first of them requests.
@@ -108,7 +109,7 @@ class ClusterConfig:
         )
 
     def named(self) -> ClusterConfig:
-        """The same with a name of the job and a token, random ones where none are given."""
+        """Return a copy with a name of the job and a token, random ones where none are given."""
         token = next(iter(self.security.tokens()), "") or new_secret()
-        security = dataclasses.replace(self.security, token=token, token_file="")  # which other nodes may not have
+        security = dataclasses.replace(self.security, token=token, token_file="")  # other nodes may lack the file
         return dataclasses.replace(self, job=self.job or f"ray-{secrets.token_hex(4)}", security=security)

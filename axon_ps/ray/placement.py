@@ -1,4 +1,4 @@
-"""Nodes of Ray, and placement groups that are there in time or an error that says what is missing.
+"""Nodes of Ray, and placement groups: they are placed in time, or an error says what is missing.
 
 A node's name in axon_ps is its Ray node id, so that the coordinator puts a backup on another Ray node than its
 primary, and workers and servers of one node, and no others, share memory.
@@ -21,20 +21,20 @@ from axon_ps.errors import Busy
 
 _HEAD: Final = "node:__internal_head__"
 RESTART_S: Final = 1.0
-"""How long until a service that has died is asked again whether Ray has started it again."""
+"""Seconds between two looks at whether Ray has started a dead service again."""
 
 _NOT_ASKED: Final = ("memory", "object_store_memory")
 
 
 @dataclass(frozen=True)
 class RayNode:
-    """A node of the Ray cluster that lives.
+    """A live node of the Ray cluster.
 
     Attributes:
         id: its Ray node id.
         ip: its address.
         is_head: whether Ray's own control service runs there; its death ends the Ray cluster.
-        resources: what Ray gives out there, in all.
+        resources: the resources that Ray gives out there, in all.
     """
 
     id: str
@@ -44,7 +44,7 @@ class RayNode:
 
 
 def nodes() -> list[RayNode]:
-    """The nodes that live, the head first."""
+    """Return the live nodes, the head first."""
     found = [
         RayNode(n["NodeID"], n["NodeManagerAddress"], _HEAD in n["Resources"], n["Resources"])
         for n in ray.nodes()
@@ -54,10 +54,10 @@ def nodes() -> list[RayNode]:
 
 
 def place(what: str, bundles: Sequence[Mapping[str, float]], strategy: str, timeout_s: float) -> PlacementGroup:
-    """A placement group that Ray has placed.
+    """Make a placement group, and wait until Ray has placed it.
 
     Args:
-        what: what it is for, in messages.
+        what: its purpose, for messages.
         bundles: the resources of each member.
         strategy: Ray's.
         timeout_s: how long Ray may take; an autoscaler starts nodes meanwhile.
@@ -108,17 +108,17 @@ def _has_ended(service: Any) -> bool:
 
 
 def release_with(service: Any, group: PlacementGroup) -> None:
-    """Have a placement group removed with a service, if this process, an actor, does not live to do it.
+    """Let a placement group be removed with a service, if this process, an actor, does not live to do it.
 
-    Ray removes by itself what a driver has made when that ends. What an actor has made it keeps until the actor *and*
-    its driver have ended: the shard servers' reservation would outlive each run of Ray Train.
+    Ray removes the groups that a driver has made when the driver ends. It keeps the groups that an actor has made until
+    the actor *and* its driver have ended: the shard servers' reservation would outlive each run of Ray Train.
     """
     options = {"num_cpus": 0, "lifetime": "detached", "max_restarts": -1}
     ray.remote(Release).options(**options).remote(service, group)
 
 
 def in_bundle(group: PlacementGroup, index: int, resources: Mapping[str, float]) -> dict[str, Any]:
-    """The options of an actor that has a bundle of a placement group, and goes where Ray moves it."""
+    """Return the options of an actor that has a bundle of a placement group, and goes where Ray moves it."""
     others = {name: amount for name, amount in resources.items() if name not in ("CPU", "GPU")}
     return {
         "num_cpus": resources.get("CPU", 0),
@@ -131,7 +131,7 @@ def in_bundle(group: PlacementGroup, index: int, resources: Mapping[str, float])
 
 
 def on_node(node: RayNode) -> dict[str, Any]:
-    """The options of an actor that runs on one node only, and takes none of what Ray gives out there."""
+    """Return the options of an actor that runs on one node only, and takes none of the resources that Ray gives out."""
     return {"num_cpus": 0, "scheduling_strategy": NodeAffinitySchedulingStrategy(node.id, soft=False)}
 
 

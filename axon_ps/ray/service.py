@@ -4,8 +4,8 @@ Ray starts an actor again whose process or node has died, with the arguments it 
 as a new one and gets copies. A coordinator runs on one node only: it finds its state and its port in a directory there
 (or its state in etcd), and members reconnect.
 
-How a service ends: `stop`; or, when it fails later than at its first start, the actor's process ends and Ray starts
-it again. A failure at the first start is raised by `port`, since the next would fail as well.
+A service ends by `stop`. If it fails later than at its first start, the actor's process ends and Ray starts it again. A
+failure at the first start is raised by `port`, since the next start would fail as well.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ from axon_ps.storage import roots
 from axon_ps.storage.state_store import open_state
 
 STOP_S: Final = 10.0
-"""How long a service gets to leave the job and end its calls."""
+"""Seconds that a service gets to leave the job and end its calls."""
 
 RETRY_S: Final = 1.0
-"""How long a process that is to be started again waits before it ends."""
+"""Seconds that a process waits before it ends, if it is to be started again."""
 
 _logger = logging.getLogger(__name__)
 Ready = Callable[[int], None]
@@ -59,8 +59,8 @@ class ServiceConfig:
         security: TLS and token.
         plugins: modules to import.
         log_level: the lowest level that is logged.
-        roots: where checkpoints are opened; empty = see `places`.
-        places: those of the configuration, which count with the actor's own directory, unless `host` is loopback.
+        roots: the directories in which checkpoints are opened; empty = see `places`.
+        places: directories of the configuration: they and the actor's own are the roots, unless `host` is loopback.
     """
 
     host: str
@@ -77,7 +77,7 @@ class ServiceActor(ABC):
 
     Args:
         name: in messages.
-        config: what all services need.
+        config: the settings of all services.
     """
 
     def __init__(self, name: str, config: ServiceConfig) -> None:
@@ -95,7 +95,7 @@ class ServiceActor(ABC):
         """Serve until `stop` is set; call `ready` with the port."""
 
     def port(self, timeout_s: float) -> int:
-        """The address at which it listens, once it does.
+        """Return the port at which it listens, once it does.
 
         Raises:
             AxonError: it could not start.
@@ -108,7 +108,7 @@ class ServiceActor(ABC):
         return self._port
 
     def pid(self) -> int:
-        """The process that it runs in."""
+        """Return the id of the process that it runs in."""
         return os.getpid()
 
     def stop(self) -> None:
@@ -156,7 +156,7 @@ class ServiceActor(ABC):
 
 def _was_restarted() -> bool:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # which Ray's own implementation of it causes
+        warnings.simplefilter("ignore", DeprecationWarning)  # Ray's own implementation of it causes one
         return bool(ray.get_runtime_context().was_current_actor_reconstructed)
 
 
@@ -165,7 +165,7 @@ class CoordinatorActor(ServiceActor):
 
     Args:
         job: the job.
-        config: what all services need.
+        config: the settings of all services.
         name: of a directory of its own among the files of Ray's session on its node, which `stop` removes.
         state: as `ClusterConfig.state` has it.
     """
@@ -174,7 +174,7 @@ class CoordinatorActor(ServiceActor):
         self._job, self._state = job, state
         session = Path(ray._private.worker._global_node.get_session_dir_path())
         self._directory = session / "axon_ps" / name
-        self._audit_file = session / "logs" / f"axon_ps-{name}.audit.jsonl"  # which outlives the job
+        self._audit_file = session / "logs" / f"axon_ps-{name}.audit.jsonl"  # it outlives the job
         self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         super().__init__("coordinator", config)
 
@@ -205,7 +205,7 @@ class ShardActor(ServiceActor):
     Args:
         job: the job's name.
         coordinator: "host:port" of the coordinator; of several, with commas between them.
-        config: what all services need.
+        config: the settings of all services.
         threads: of the arithmetic.
     """
 

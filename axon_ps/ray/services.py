@@ -1,10 +1,10 @@
 """`Services`: coordinator and shard servers of one job as Ray actors, from their placement to their end.
 
 The actors live as long as the process that made them (a driver, or Ray Train's controller), and no longer: Ray ends
-them with it. What was reserved for them Ray would keep until the driver ends, so `placement.release_with` frees a
-controller's. Until then Ray starts each again whose process or node has died: shard servers on the node to which
-Ray moves their bundle, coordinators on their own node alone, because members know them by their addresses. That node is
-the head, whose death ends the Ray cluster; with their state in etcd there are several.
+them with it. Ray would keep a controller's reservation until the driver ends, so `placement.release_with` frees it.
+Until then Ray starts an actor again when its process or node has died. Shard servers start on the node to which Ray
+moves their bundle. Coordinators start on their own node alone, because members know them by their addresses. That node
+is the head, whose death ends the Ray cluster; with their state in etcd there are several.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _logger = logging.getLogger(__name__)
 
 
 class Services:
-    """See the module.
+    """The services of one job; see the module.
 
     Args:
         config: as the user gave it.
@@ -47,7 +47,7 @@ class Services:
         Busy: Ray could not place the shard servers.
         Timeout: they did not start in time.
         ConfigurationError: nodes are on several hosts, and there are no certificates.
-        AxonError: why a service could not start.
+        AxonError: a service could not start.
     """
 
     def __init__(self, config: ClusterConfig, world_size: int = 0) -> None:
@@ -71,7 +71,7 @@ class Services:
         _warn_of_one_node(config, len(present))
 
     def environment(self, node: str) -> dict[str, str]:
-        """The variables by which a worker on a Ray node joins the job."""
+        """Return the variables by which a worker on a Ray node joins the job."""
         values = {"COORDINATOR": self.address, "JOB": self.config.job, "NODE": node}
         named = {f"AXON_PS_{name}": value for name, value in values.items() if value}
         return named | security_variables(self.config.security)
@@ -123,7 +123,7 @@ class Services:
 
 
 def _ports(what: str, actors: list[Any], deadline: Deadline) -> list[int]:
-    """The ports of services, once all of them listen."""
+    """Wait until all services listen; returns their ports."""
     left_s = deadline.remaining()
     try:
         return list(ray.get([actor.port.remote(left_s) for actor in actors], timeout=left_s + 1.0))

@@ -1,9 +1,9 @@
 """Ray Train over axon_ps: `AxonConfig`, a backend of its `TorchTrainer`, and `AxonTrainer`, which needs no restart.
 
 Ray Train's controller, an actor, starts the services before the first worker group and holds them until the run ends:
-they outlive every worker group, so parameters on the servers outlive what Ray Train restarts.
+they outlive every worker group, so parameters on the servers survive Ray Train's restarts.
 
-Two modes, told apart by `AxonConfig.elastic`:
+`AxonConfig.elastic` selects one of two modes:
 - a process group "axon" on all workers, as Ray's own backend makes one of gloo or NCCL. One worker's death breaks it,
   so Ray Train restarts all workers.
 - elastic: every worker is a replica group of Ray Train's, which replaces a dead one alone. The others go on in
@@ -54,12 +54,12 @@ class AxonConfig(TorchConfig):
 
     @property
     def backend_cls(self) -> type[AxonBackend]:
-        """The object that Ray Train makes in its controller."""
+        """The class of the object that Ray Train makes in its controller."""
         return ElasticAxonBackend if self.elastic else AxonBackend
 
     @property
     def train_func_context(self) -> Any:
-        """Around the training function, in each worker."""
+        """The context around the training function, in each worker."""
         context = super().train_func_context
         return context if not self.elastic else lambda: _ElasticContext(context())
 
@@ -85,7 +85,7 @@ class AxonTrainer(TorchTrainer):
 
 
 class AxonBackend(_TorchBackend):
-    """Starts the services, has every worker find them, and makes the process group.
+    """Starts the services, lets every worker find them, and makes the process group.
 
     Ray Train has one instance per controller, which is one run.
     """
@@ -95,7 +95,7 @@ class AxonBackend(_TorchBackend):
         self._services: Services | None = None
 
     def on_start(self, worker_group: Any, backend_config: AxonConfig) -> None:
-        """Called for all workers, or, where Ray Train has replaced some, for those."""
+        """Prepare all workers, or, where Ray Train has replaced some, those."""
         if self._services is None:
             self._services = Services(backend_config.cluster)
         self._prepare_all(worker_group, self._services, elastic=backend_config.elastic)
@@ -117,7 +117,7 @@ class AxonBackend(_TorchBackend):
 
 
 class ElasticAxonBackend(AxonBackend):
-    """The same without a process group; Ray Train replaces single workers."""
+    """`AxonBackend` without a process group; Ray Train replaces single workers."""
 
     has_replica_groups: bool = True
 
@@ -126,18 +126,18 @@ class ElasticAxonBackend(AxonBackend):
         self._group: PlacementGroup | None = None
 
     def on_start(self, worker_group: Any, backend_config: AxonConfig) -> None:
-        """Called for all workers, or, where Ray Train has replaced some, for those."""
+        """Prepare all workers, or, where Ray Train has replaced some, those."""
         super().on_start(worker_group, backend_config)
         if _is_complete(worker_group):
             self._group = worker_group.get_worker_group_state().placement_group_handle.placement_group
 
     def on_shutdown(self, worker_group: Any, backend_config: AxonConfig) -> None:
-        """Called before workers end; if Ray Train will replace them, return only when there is room for that.
+        """Wait, before workers end that Ray Train will replace, until Ray has the resources for new ones.
 
-        Ray Train itself would wait for room without an end.
+        Ray Train itself would wait for them without an end.
 
         Raises:
-            Busy: there is none after `join_timeout_s`.
+            Busy: there are none after `join_timeout_s`.
         """
         if _is_complete(worker_group) or self._group is None:
             return
@@ -151,7 +151,7 @@ class ElasticAxonBackend(AxonBackend):
 
 
 class _ElasticContext:
-    """Around the training function: what Ray has there, and leaving the job at its end."""
+    """The context around the training function: Ray's own, and leaving the job at its end."""
 
     def __init__(self, inner: Any) -> None:
         self._stack = contextlib.ExitStack()
@@ -168,12 +168,12 @@ class _ElasticContext:
 
 
 def _is_complete(worker_group: Any) -> bool:
-    """Whether it is all workers, and not a replica group, which is one of them."""
+    """Return True if the group has all workers; a replica group has one of them."""
     return hasattr(worker_group, "get_replica_groups")
 
 
 def _prepare(environment: Mapping[str, str]) -> None:
-    """In a worker: have it find the job, and torch.distributed know the backend."""
+    """In a worker: set the variables of the job, and register the backend with torch.distributed."""
     set_environment(environment)
     importlib.import_module("axon_ps.parallel")
 

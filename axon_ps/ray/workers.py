@@ -2,7 +2,7 @@
 
 Ray starts the actor again, and the driver calls the function again once it replies; the function joins the running job
 with the same rank. (Ray's own retries of the call are used up within seconds while it has not noticed a node's death.)
-What the function itself raises ends the run: it would be raised again.
+An error that the function itself raises ends the run: it would be raised again.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class WorkerActor:
         self._outcome: Future[object] | None = None
 
     def ping(self) -> int:
-        """Its process id."""
+        """Return its process id."""
         return os.getpid()
 
     def run(
@@ -68,8 +68,8 @@ class WorkerActor:
     ) -> object:
         """Call the function as a worker of the job; its node is the one where Ray has started this process.
 
-        A second call in the same process, made because the connection to the driver was lost, returns what the first
-        one returns.
+        A second call in the same process, made because the connection to the driver was lost, returns the result of the
+        first.
         """
         if self._outcome is not None:
             return self._outcome.result()
@@ -85,7 +85,7 @@ class WorkerActor:
 
 @dataclass
 class _Place:
-    """One worker: its actor, its calls, and how often its process has died.
+    """One worker: its actor, its calls, and the deaths of its process.
 
     Attributes:
         actor: Ray starts it again.
@@ -125,7 +125,7 @@ class WorkerRun:
 
     Args:
         group: has a bundle for each.
-        num_workers: how many.
+        num_workers: number of workers.
         resources: of a bundle.
         max_restarts: how often each may be started again; -1 = always.
 
@@ -159,11 +159,11 @@ class WorkerRun:
             self._running[rank].start()
 
     def results(self, *, absent_s: float, grace_s: float) -> list[object]:
-        """The function's results, by rank; None of a worker that was lost and needed no more.
+        """Return the function's results, by rank; None for a lost worker that is not needed any more.
 
         Args:
-            absent_s: how long there may be no worker at all that lives.
-            grace_s: how long, when others have finished and none lives, a lost one may still come back.
+            absent_s: how long all workers may be dead.
+            grace_s: how long a lost worker may still take to come back, when others have finished and none lives.
 
         Raises:
             Broken: a worker raised, or its process died once too often.

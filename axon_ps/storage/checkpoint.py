@@ -1,15 +1,15 @@
 """safetensors files, written as a stream and read in ranges, with bounded memory and a hash on the way.
 
-The format (huggingface/safetensors): eight bytes with the length of the header, the header in JSON (per tensor its
-dtype, shape and offset in the data), the data of all tensors without gaps. The header comes first, so shapes must be
-known before the first value, and values then come in the order of the header, straight from live arrays.
+The format (huggingface/safetensors) is eight bytes with the length of the header, the header in JSON (per tensor its
+dtype, shape and offset in the data), and the data of all tensors without gaps. The header comes first, so shapes must
+be known before the first value. Values then come in the order of the header, straight from live arrays.
 
 Ranges of a tensor are read by offset, not mapped: this works for local files and object stores alike, and a damaged
 file causes an error where a mapping would cause a signal. Any safetensors library reads these files (there is a test).
 
-A file that is open has been checked: it has the size and the hash that the manifest says, its header is within bounds,
-and its tensors lie one behind the other, without overlap or gap, to the end of the file. It is opened once, so nobody
-can exchange it in between.
+An open file has been checked: it has the size and the hash of the manifest, its header is within bounds, and its
+tensors lie one behind the other, without overlap or gap, to the end of the file. It is opened once, so it cannot be
+exchanged in between.
 """
 
 from __future__ import annotations
@@ -116,11 +116,11 @@ class SafetensorsWriter:
         self._written = self._thread.finish()
 
     def abandon(self) -> None:
-        """Write no more."""
+        """Stop writing."""
         self._thread.abandon()
 
     def entry(self, name: str) -> FileEntry:
-        """Name, size and hash of the file, once it is written."""
+        """Return name, size and hash of the file, once it is written."""
         sha256, size = self._written
         return FileEntry(name=name, sha256=sha256, bytes=size)
 
@@ -142,7 +142,7 @@ def create_file(
         tensors: names, dtypes and shapes, in the order of their values.
         metadata: strings stored in the header.
         throttle: of the writing.
-        work: gets the size of the file as bytes to do, and those that storage has taken as done.
+        work: gets the size of the file as bytes to do, and the bytes that storage has taken as done.
     """
     size_bytes = len(_header(tensors, metadata)) + sum(t.nbytes for t in tensors)
     if work is not None:
@@ -222,7 +222,7 @@ class SafetensorsReader:
                 raise CheckpointCorrupt(f"{self.name} ends {len(block) - got} bytes too early, in tensor {name!r}")
 
     def _add(self, name: str, fields: Any, data_begin: int) -> tuple[int, int]:
-        """Take a tensor of the header; where it begins and ends in the data."""
+        """Take a tensor of the header; returns its beginning and end in the data."""
         dtype, shape = _DTYPES[fields["dtype"]], tuple(_count(d) for d in fields["shape"])
         if len(name) > MAX_NAME_CHARS or len(shape) > MAX_DIMENSIONS:
             raise ValueError(f"tensor {name[:80]!r} has {len(name)} characters and {len(shape)} dimensions")
@@ -240,7 +240,7 @@ class SafetensorsReader:
         return begin, end
 
     def _check_order(self, ranges: Mapping[str, tuple[int, int]], data_bytes: int) -> None:
-        """Refuse tensors that overlap, or leave bytes to none."""
+        """Refuse tensors that overlap, and bytes that belong to no tensor."""
         behind = 0
         for name, (begin, end) in sorted(ranges.items(), key=lambda item: item[1]):
             if begin != behind:
@@ -268,7 +268,7 @@ def check_size(store: FileStore, entry: FileEntry) -> None:
 
 @contextlib.contextmanager
 def sized(store: FileStore, entry: FileEntry) -> Iterator[OpenFile]:
-    """A file of the size that its manifest says, open.
+    """Open a file, which must have the size that its manifest says.
 
     Raises:
         CheckpointCorrupt: it is missing, or of another size.
@@ -290,10 +290,10 @@ def sized(store: FileStore, entry: FileEntry) -> Iterator[OpenFile]:
 def open_checked(
     store: FileStore, entry: FileEntry, throttle: Throttle = UNTHROTTLED, work: Work | None = None
 ) -> Iterator[SafetensorsReader]:
-    """Read a safetensors file that is what its manifest says; `work` is advanced by what is read for that.
+    """Open a safetensors file and check it against its manifest; `work` is advanced by the bytes read for that.
 
     Raises:
-        CheckpointCorrupt: it is missing, of another size, of another content, or no safetensors file.
+        CheckpointCorrupt: it is missing, of another size, of another content, or not a safetensors file.
         CheckpointError: it could not be read.
     """
     with sized(store, entry) as source:
@@ -313,7 +313,7 @@ def open_checked(
 
 
 def described(error: Exception) -> str:
-    """An error about the content of a file, in as many characters as a message may have of it."""
+    """Return the text of an error about a file's content, shortened to fit into a message."""
     text = str(error) if isinstance(error, InvalidRequest) else repr(error)
     return text if len(text) <= _MAX_WHY else f"{text[:_MAX_WHY]}..."
 
@@ -331,7 +331,7 @@ def _header(tensors: Sequence[TensorSpec], metadata: Mapping[str, str]) -> bytes
         }
         offset += t.nbytes
     text = json.dumps(fields, separators=(",", ":")).encode()
-    check_values_of_json(text, "the header of a file")  # or nobody could read it again
+    check_values_of_json(text, "the header of a file")  # or it could not be read again
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
 

@@ -1,15 +1,19 @@
-"""The files that a manifest names: what is in them, and the only way in which values come out of them.
+"""The files that a manifest names: their content, and the only way to read values from them.
 
-A shard server writes one safetensors file of each model, of the slices of which it is the primary. Per slice, which
-begins at element `begin` of its unit, it holds `{unit}.{begin}.param` f32[n], each moment as `{unit}.{begin}.{name}`
-f32[n], and `{unit}.{begin}.updates` i64[parameters of the unit], torch's `step`; for frozen units the first alone. A
-model's buffers, which are attached, and a worker's own state are safetensors files, too.
+A shard server writes one safetensors file of each model, with the slices of which it is the primary. Each slice has
+these tensors, of which a frozen unit has only the first; `begin` is the slice's first element in its unit:
+
+    {unit}.{begin}.param      f32[n]
+    {unit}.{begin}.{name}     f32[n], for each moment
+    {unit}.{begin}.updates    i64[parameters of the unit], torch's `step`
+
+A model's attached buffers and a worker's own state are safetensors files, too.
 
 Note: [Checked, then read]
-    A file is compared with size and hash of the manifest, then with what the manifest says of its content: every slice
-    is there, each tensor as long as its slice, and every count in its range. Only then is there an object to read
-    values from, and all that can go wrong with it is its storage. So whoever overwrites something with a checkpoint
-    opens it first, and finds here whatever is wrong with it. `verify` opens all of it, and keeps nothing.
+    A file is first compared with the size and hash in the manifest, then with the content that the manifest describes:
+    every slice is there, each tensor is as long as its slice, and every count is in its range. Only then is there an
+    object to read values from, and from then on only the storage can fail. So a process that overwrites something with
+    a checkpoint opens that first, and gets all other errors here. `verify` opens all of it, and keeps nothing.
 """
 
 from __future__ import annotations
@@ -42,7 +46,7 @@ TREE: Final = "tree"
 
 
 def tensor_name(unit: int, begin: int, name: str = PARAM) -> str:
-    """The name in a file of a tensor of the slice that begins at an element of a unit."""
+    """Return the name in a file of a tensor of the slice that begins at an element of a unit."""
     return f"{unit}.{begin}.{name}"
 
 
@@ -69,11 +73,11 @@ class OpenSlices:
         self.close()
 
     def close(self) -> None:
-        """Read no more. Harmless when repeated."""
+        """Close the files. Harmless when repeated."""
         self._files.close()
 
     def updates(self, s: Slice) -> tuple[int, ...]:
-        """Per parameter of a slice's unit, which is trainable, how many updates it has had."""
+        """Return the number of updates of each parameter of a slice's unit, which must be trainable."""
         return self._updates[s]
 
     def read_into(self, s: Slice, begin: int, out: Array, name: str = PARAM) -> bool:
@@ -133,7 +137,7 @@ def open_slices(
 
 
 def by_file(manifest: Manifest, slices: Collection[Slice]) -> dict[int, list[Slice]]:
-    """Slices of the manifest's plan by the file that has them, ascending."""
+    """Group slices of the manifest's plan by the file that has them, ascending."""
     found: defaultdict[int, list[Slice]] = defaultdict(list)
     for s in slices:
         found[manifest.file_of(s)].append(s)
@@ -141,13 +145,13 @@ def by_file(manifest: Manifest, slices: Collection[Slice]) -> dict[int, list[Sli
 
 
 def _check_tensor(reader: SafetensorsReader, tensor: str, numel: int, parameters: int | None) -> None:
-    """Compare a tensor of a slice with what it must be; `parameters` are those of its unit, None of a frozen one."""
+    """Check dtype and shape of a slice's tensor; `parameters` is the number of them in its unit, None if frozen."""
     spec = reader.tensors.get(tensor)
     if spec is None:
         raise CheckpointCorrupt(f"{reader.name} lacks the tensor {tensor!r}, which its manifest says is in it")
     counts = tensor.endswith(f".{UPDATES}")
     if counts and parameters is None:
-        return  # nobody reads it
+        return  # it is never read
     dtype, length = (DType.I64, parameters) if counts else (DType.F32, numel)
     if (spec.dtype, spec.shape) != (dtype, (length,)):
         raise CheckpointCorrupt(
@@ -167,14 +171,14 @@ def _updates(reader: SafetensorsReader, tensor: str, count: int) -> tuple[int, .
     return tuple(counts.tolist())
 
 
-# ---------------------------------------------------------------------- what is attached, and workers' own state
+# ---------------------------------------------------------------------- attached files, and workers' own state
 
 
 def read_attached(manifest: Manifest, key: str) -> bytes:
-    """The content attached under a key, which the checkpoint must have. Buffers are checked to be a safetensors file.
+    """Return the content attached under a key, which must exist. Buffers are checked to be a safetensors file.
 
     Raises:
-        CheckpointCorrupt: it is missing, truncated, altered or no safetensors file.
+        CheckpointCorrupt: it is missing, truncated, altered or not a safetensors file.
         CheckpointError: it could not be read.
     """
     store, entry = open_store(manifest.uri), manifest.attached[key]
@@ -194,7 +198,7 @@ def read_attached(manifest: Manifest, key: str) -> bytes:
 def open_state(
     uri: str, entry: FileEntry, throttle: Throttle = UNTHROTTLED, work: Work | None = None
 ) -> Iterator[tuple[SafetensorsReader, Mapping[str, Any]]]:
-    """The file of a worker's own state, and its JSON, an object.
+    """Open the file of a worker's own state; gives a reader of it and its JSON, an object.
 
     Raises:
         CheckpointCorrupt: it is missing, truncated, altered, or has no such JSON.
@@ -238,7 +242,7 @@ def verify(uri: str, throttle: Throttle = UNTHROTTLED, work: Work | None = None)
 
 
 def verify_files(manifest: Manifest, throttle: Throttle = UNTHROTTLED, work: Work | None = None) -> None:
-    """As `verify`, of a manifest that was read.
+    """As `verify`, for a manifest that was read already.
 
     Raises:
         CheckpointCorrupt: a file is missing, truncated or altered, or its content is not what the manifest says.

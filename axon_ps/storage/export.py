@@ -38,7 +38,7 @@ def export_model(
         target: the file to write, a path or "scheme://..."; replaced if it exists.
         dtype: F32, BF16 or F16 for every tensor; None = those of the user's model.
         model: name of the model, where the checkpoint has several.
-        work: gets the bytes to read and to write, and those that were.
+        work: gets the bytes to read and to write, and the bytes that were read and written.
 
     Returns:
         Bytes written.
@@ -59,7 +59,7 @@ def export_model(
 
 
 def open_model(manifest: Manifest, work: Work | None = None) -> OpenSlices:
-    """The parameters of a section, whose files have been read and checked; `work` counts that.
+    """Open the parameters of a section: its files are read and checked, and `work` counts that.
 
     Raises:
         CheckpointCorrupt: a file is missing, truncated, altered or not what the manifest says.
@@ -76,7 +76,7 @@ class Export:
 
     Attributes:
         unit: number of a parameter's unit.
-        parameter: its place in the unit; None = it is a buffer.
+        parameter: its position in the unit; None = it is a buffer.
         tensor: name, dtype and shape in the file.
         values: those of a buffer, in storage dtype.
     """
@@ -98,12 +98,12 @@ def check_dtype(dtype: DType | None) -> None:
 
 
 def exports_of(manifest: Manifest, dtype: DType | None, prefix: str = "") -> list[Export]:
-    """The exported form of a model: parameters, of several names of a tied one the first, and buffers.
+    """Return the exported form of a model: its parameters, a tied one under its first name, and its buffers.
 
     Args:
         manifest: the model's section.
         dtype: F32, BF16 or F16 for every tensor; None = those of the user's model.
-        prefix: what the names of the parameters begin with that are wanted; it is left out of the tensors' names.
+        prefix: only parameters whose names begin with it are exported; it is left out of the tensors' names.
 
     Raises:
         InvalidRequest: no parameter has the prefix.
@@ -124,7 +124,7 @@ def exports_of(manifest: Manifest, dtype: DType | None, prefix: str = "") -> lis
 
 
 def _buffers(manifest: Manifest, dtype: DType | None, prefix: str, taken: Collection[str]) -> Iterator[Export]:
-    """The buffers that a checkpoint has: those of f32 in `dtype`, others as they are."""
+    """Yield the buffers of a checkpoint: those of f32 in `dtype`, others as they are."""
     key = f"{BUFFERS}{manifest.name}"
     if key not in manifest.attached:
         return
@@ -149,13 +149,13 @@ def _buffers(manifest: Manifest, dtype: DType | None, prefix: str, taken: Collec
 def write_exports(
     source: OpenSlices, store: FileStore, files: Mapping[str, Sequence[Export]], work: Work | None = None
 ) -> dict[str, int]:
-    """Write safetensors files; the bytes of each by its name.
+    """Write safetensors files; returns the bytes of each by its name.
 
     Args:
         source: the parameters.
         store: the directory to write to.
-        files: what each file has, by its name.
-        work: gets the bytes to write, and those that were.
+        files: the content of each file, by its name.
+        work: gets the bytes to write, and the bytes that were written.
 
     Raises:
         InvalidRequest: two tensors of a file have the same name.
@@ -177,7 +177,7 @@ def write_exports(
 
 
 def _target(target: str) -> tuple[FileStore, str]:
-    """The directory and the name of the file to write."""
+    """Return the directory and the name of the file to write."""
     scheme, colon, path = target.partition("://")
     directory, _, name = (path if colon else target).rpartition("/")
     if not name:
@@ -188,7 +188,7 @@ def _target(target: str) -> tuple[FileStore, str]:
 
 
 def _values(source: OpenSlices, unit: int, parameter: Parameter) -> Iterator[Array]:
-    """The elements of one parameter in order, f32, block by block."""
+    """Yield the elements of one parameter in order, f32, block by block."""
     for owned in source.manifest.plan.slices[unit]:
         begin, end = max(owned.begin, parameter.offset), min(owned.end, parameter.end)
         for first in range(begin, end, BLOCK_NUMEL):
@@ -198,7 +198,7 @@ def _values(source: OpenSlices, unit: int, parameter: Parameter) -> Iterator[Arr
 
 
 def _converted(values: Array, dtype: DType) -> Array:
-    """f32 values in another dtype, rounded to nearest."""
+    """Convert f32 values to another dtype, rounded to nearest."""
     if dtype in WIRE_DTYPES:
         from axon_ps.compress import cast
 

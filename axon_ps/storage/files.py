@@ -1,20 +1,20 @@
 """Directories of files behind one small interface: local disks and everything that fsspec reaches.
 
-A file becomes visible when it is complete: locally it is written under a temporary name, synced and renamed; object
-stores show a file when its upload is completed, and large ones are uploaded in parts. A file that could not be
-completed is discarded, and its upload aborted; what a killed process has left of one, `discard_partial` removes.
+A file becomes visible when it is complete. Locally it is written under a temporary name, synced and renamed. Object
+stores show a file when its upload is completed; large files are uploaded in parts. A file that could not be completed
+is discarded, and its upload aborted. `discard_partial` removes the remains of files that killed processes were writing.
 
-Errors are those of axon_ps: no space left is `StorageFull`, a missing file `CheckpointNotFound`, and everything else a
-`CheckpointError` that names the file.
+Errors are those of axon_ps: no space left is `StorageFull`, a missing file is `CheckpointNotFound`, and every other
+error is a `CheckpointError` that names the file.
 
-Which URIs are opened at all is `storage.roots`'s. A local directory is opened once for each operation, looked at, and
-its files are reached through it, so nobody can exchange it for a link in between.
+`storage.roots` decides which URIs may be opened. A local directory is opened once for each operation, and then checked.
+Its files are reached through the open directory, so it cannot be exchanged for a link in between.
 
 Note: [S3 requests]
-    A request is sent up to `_REQUEST_TRIES` times by botocore (connection errors, time-outs, 5xx, "slow down", with
-    growing pauses), and that up to `_CALL_TRIES` times by s3fs; each waits at most `_READ_TIMEOUT_S` for an answer. So
-    a request that nobody answers ends after about 3 minutes, and reading a range after 6. Credentials are those of the
-    environment or the user's AWS or fsspec configuration; nothing here reads or logs them.
+    botocore sends a request up to `_REQUEST_TRIES` times, with growing pauses (after connection errors, time-outs, 5xx,
+    "slow down"). s3fs repeats that up to `_CALL_TRIES` times. Each attempt waits at most `_READ_TIMEOUT_S` for an
+    answer. So a request without any answer ends after about 3 minutes, and reading a range after 6. Credentials are
+    those of the environment or the user's AWS or fsspec configuration; nothing here reads or logs them.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class OpenFile(ABC):
         """
 
     def read(self, offset: int, length: int) -> bytes:
-        """At most `length` bytes from byte `offset` on."""
+        """Read at most `length` bytes from byte `offset` on."""
         buffer = bytearray(max(0, min(length, self.size - offset)))
         return bytes(buffer[: self.read_into(offset, memoryview(buffer))])
 
@@ -114,24 +114,24 @@ class FileStore(ABC):
 
     @abstractmethod
     def names(self) -> list[str]:
-        """Names of the complete files in it, sorted; none when the directory does not exist."""
+        """Return the names of the complete files in it, sorted; none when the directory does not exist."""
 
     @abstractmethod
     def directories(self) -> list[str]:
-        """Names of the directories in it, sorted."""
+        """Return the names of the directories in it, sorted."""
 
     @abstractmethod
     def exists(self) -> bool:
-        """Whether the directory is there; where directories are only names, whether something is in it."""
+        """Return True if the directory is there; where directories are only names, if something is in it."""
 
     @abstractmethod
     def remove(self, name: str) -> None:
-        """Remove a file; one that is not there is no error."""
+        """Remove a file; a missing file is not an error."""
 
     def discard_partial(self, prefix: str = "") -> None:
-        """Remove what killed processes have left of files whose path in this directory begins with `prefix`.
+        """Remove incomplete files of killed processes whose path in this directory begins with `prefix`.
 
-        Nobody may be writing such a file. Object stores look into directories, too; others do not.
+        No process may be writing such a file. Object stores look into directories, too; others do not.
 
         Raises:
             CheckpointError: something cannot be removed.
@@ -144,7 +144,7 @@ class FileStore(ABC):
 
     @abstractmethod
     def child(self, name: str) -> FileStore:
-        """A directory in it, which need not exist yet."""
+        """Return a directory in it, which need not exist yet."""
 
 
 class LocalFileStore(FileStore):
@@ -152,7 +152,7 @@ class LocalFileStore(FileStore):
 
     Args:
         path: the directory; created by the first write.
-        open_file: how a file is opened for writing (tests give one that runs full).
+        open_file: opens a file for writing (tests give a function whose files run full).
     """
 
     def __init__(self, path: str | Path, open_file: Callable[[Path], BinaryIO] | None = None) -> None:
@@ -162,7 +162,7 @@ class LocalFileStore(FileStore):
 
     @contextlib.contextmanager
     def create(self, name: str, size_bytes: int = 0) -> Iterator[Sink]:
-        """See `FileStore.create`: written under another name, synced, renamed, and the directory synced."""
+        """See `FileStore.create`: the file is written under another name, synced, renamed, and its directory synced."""
         path, partial = self._path / _checked(name), f".{name}.{secrets.token_hex(4)}{PARTIAL_SUFFIX}"
         try:
             self._path.mkdir(parents=True, exist_ok=True)
@@ -240,7 +240,7 @@ class LocalFileStore(FileStore):
         return LocalFileStore(self._path / _checked(name))
 
     def _entries(self) -> list[tuple[str, bool, bool]]:
-        """Its entries by name: True if it is a file, and if it is a directory; links count as what they lead to."""
+        """Return (name, is a file, is a directory) of its entries, sorted; links count as their targets."""
         try:
             with self._directory() as directory, os.scandir(directory) as entries:
                 return sorted((e.name, *_kind(e)) for e in entries)
@@ -251,7 +251,7 @@ class LocalFileStore(FileStore):
 
     @contextlib.contextmanager
     def _directory(self) -> Iterator[int]:
-        """The directory, open; see `storage.roots`.
+        """Open the directory; see `storage.roots`.
 
         Raises:
             ConfigurationError: it lies in no root.
@@ -289,7 +289,7 @@ class FsspecStore(FileStore):
 
     @contextlib.contextmanager
     def create(self, name: str, size_bytes: int = 0) -> Iterator[Sink]:
-        """See `FileStore.create`: an upload is completed or aborted; what it would replace stays then."""
+        """See `FileStore.create`: an upload is completed, or aborted; then the file that it would replace stays."""
         path = f"{self._path}/{_checked(name)}"
         options = {"block_size": max(_SEGMENT_BYTES, -(-size_bytes // _MAX_SEGMENTS))} if self._bucket else {}
         with _translated(path, _written):
@@ -385,7 +385,7 @@ class FsspecStore(FileStore):
 
 
 def _s3_options(fsspec: Any) -> dict[str, Any]:
-    """The use of S3, beside the settings of the user's own fsspec configuration; see Note: [S3 requests]."""
+    """Return our options for S3, which the user's own fsspec configuration overrides; see Note: [S3 requests]."""
     theirs = fsspec.config.conf.get("s3", {}).get("config_kwargs", {})
     ours = {
         "connect_timeout": _CONNECT_TIMEOUT_S,
@@ -401,7 +401,7 @@ def absolute(uri: str) -> str:
 
 
 def open_store(uri: str) -> FileStore:
-    """The directory at `uri`: a path, or "scheme://..." for anything that fsspec reaches.
+    """Open the directory at `uri`: a path, or "scheme://..." for anything that fsspec reaches.
 
     Raises:
         InvalidRequest: `uri` is empty.
@@ -478,7 +478,7 @@ class _FsspecFile(OpenFile):
 
 
 def _kind(entry: os.DirEntry[str]) -> tuple[bool, bool]:
-    """True for a file, and for a directory; a link that leads nowhere, or in a circle, is neither."""
+    """Return (is a file, is a directory); a link that leads nowhere, or in a circle, is neither."""
     try:
         return entry.is_file(), entry.is_dir()
     except OSError:
@@ -488,7 +488,7 @@ def _kind(entry: os.DirEntry[str]) -> tuple[bool, bool]:
 
 
 def _in(directory: int) -> Path:
-    """An open directory, as a path."""
+    """Return an open directory as a path."""
     return Path(f"/proc/self/fd/{directory}")
 
 
@@ -497,7 +497,7 @@ def _open_new(path: Path) -> BinaryIO:
 
 
 def _checked(name: str) -> str:
-    """The name, which must not lead out of the directory."""
+    """Return the name, which must not lead out of the directory."""
     if not name or "/" in name or "\\" in name or "\0" in name or name in (".", ".."):
         raise InvalidRequest(f"{name!r} is not a file name")
     return name

@@ -1,7 +1,7 @@
 """A checkpoint as a Hugging Face directory: safetensors files, their index, config and tokenizer beside them.
 
-What is written last is what names the rest: `model.safetensors.index.json` of several files, so that a directory that
-was not completed is none. Values are read and written a few MiB at a time.
+The file that names the others is written last: `model.safetensors.index.json`, where there are several. So an
+incomplete directory is not loaded. Values are read and written a few MiB at a time.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from axon_ps.texts import value_of_json
 from axon_ps.types import DType
 
 MAX_FILE_BYTES: Final = 5 << 30
-"""Largest file: what transformers writes."""
+"""Largest file: the same as transformers writes."""
 
 SINGLE: Final = "model.safetensors"
 CONFIG: Final = "config.json"
@@ -48,14 +48,14 @@ def export_directory(
 
     Args:
         uri: the checkpoint, or a directory of checkpoints (the newest complete one is taken).
-        target: the directory, a path or "scheme://..."; what it has of weights is replaced.
+        target: the directory, a path or "scheme://..."; its weights are replaced.
         dtype: F32, BF16 or F16 for every tensor; None = those of the user's model.
         model: name of the model, where the checkpoint has several.
         like: a directory of the same model, whose config, tokenizer and the like are copied; None = none are.
-        prefix: what the names of the parameters begin with that are wanted, and what is left out of them: "gpt2." of a
-            LightningModule that has the transformers model as its `gpt2`.
-        max_file_bytes: how large a file gets, if it has more than one tensor.
-        work: gets the bytes to read and to write, and those that were.
+        prefix: only parameters whose names begin with it are written, and without it: "gpt2." of a LightningModule that
+            has the transformers model as its `gpt2`.
+        max_file_bytes: the largest size of a file that has more than one tensor.
+        work: gets the bytes to read and to write, and the bytes that were read and written.
 
     Returns:
         Bytes of the tensors' files.
@@ -75,7 +75,7 @@ def export_directory(
     files = _divided(exports_of(manifest, dtype, prefix), max_file_bytes)
     store = open_store(target)
     with open_model(manifest, work) as source:
-        for name in store.names():  # or a reader would find the index of before, or a single file of before
+        for name in store.names():  # or a reader would find the old index, or the old single file
             if name in (SINGLE, INDEX):
                 store.remove(name)
         sizes = write_exports(source, store, files, work)
@@ -91,9 +91,9 @@ def export_directory(
 
 
 def set_config_dtype(store: FileStore, dtypes: Iterable[DType]) -> None:
-    """Have a directory's config.json, if there is one, say which dtype its tensors have: it decides what is loaded.
+    """Write the tensors' dtype into a directory's config.json, if there is one: it decides the dtype that is loaded.
 
-    Where floating-point tensors have several dtypes, it stays as it is.
+    If floating-point tensors have several dtypes, it stays as it is.
 
     Args:
         store: the directory.
@@ -119,7 +119,7 @@ def set_config_dtype(store: FileStore, dtypes: Iterable[DType]) -> None:
 
 
 def _write_dtype(config: dict[str, Any], dtype: str) -> None:
-    """Set it where a config has one, also in parts of it: `dtype`, or `torch_dtype` before transformers 5."""
+    """Set the dtype where a config and its parts have it: as `dtype`, or `torch_dtype` before transformers 5."""
     for name, value in config.items():
         if name in ("dtype", "torch_dtype") and isinstance(value, str):
             config[name] = dtype
@@ -128,7 +128,7 @@ def _write_dtype(config: dict[str, Any], dtype: str) -> None:
 
 
 def _divided(exports: Sequence[Export], max_file_bytes: int) -> dict[str, list[Export]]:
-    """The tensors of each file, in their order."""
+    """Return the tensors of each file, in their order."""
     groups: list[list[Export]] = [[]]
     size = 0
     for export in exports:
@@ -152,7 +152,7 @@ def _write_index(store: FileStore, files: dict[str, list[Export]]) -> None:
 
 
 def _beside(like: FileStore) -> tuple[str, ...]:
-    """The files of a directory beside its weights.
+    """Return the files of a directory beside its weights.
 
     Raises:
         InvalidRequest: it has no config.json.

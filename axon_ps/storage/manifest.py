@@ -1,4 +1,4 @@
-"""The manifest: what makes a directory of files a checkpoint.
+"""The manifest: the file that makes a directory of files a checkpoint.
 
 It is written last and atomically, so a directory has a complete checkpoint or none. It has everything that a later job
 needs: the layout and how it was sharded, the optimizer, and each file with its size and hash. Every writer chooses new
@@ -7,9 +7,8 @@ then the files that no manifest names any more are removed.
 
 The file is the message `wire.v1.Manifest` in protobuf's JSON.
 
-A `Manifest` that was read is within bounds: `_from_proto` checks every name, count and size before anything is made of
-it, whoever reads it, and refuses at writing what it would refuse at reading. The files that it names are checked by
-`storage.contents`.
+A `Manifest` that was read is within bounds: `_from_proto` checks every name, count and size before they are used. A
+manifest that would be refused at reading is refused at writing. `storage.contents` checks the files that it names.
 """
 
 from __future__ import annotations
@@ -50,10 +49,10 @@ FILE_PREFIX = "shard-"
 """The prefix of every file that a shard server writes."""
 
 ATTACHED_PREFIX = "attached-"
-"""The prefix of every file that has something small of the workers: see `Manifest.attached`."""
+"""The prefix of every small file of the workers: see `Manifest.attached`."""
 
 MAX_ATTACHED_BYTES = 256 << 20
-"""Largest of them."""
+"""Most bytes of such a file."""
 
 STATE_PREFIX = "state-"
 """The prefix of every file of a worker's own state."""
@@ -74,16 +73,16 @@ MAX_TOTAL_BYTES: Final = 1 << 60
 """Most bytes of all files of a checkpoint."""
 
 MAX_ATTACHED: Final = 1024
-"""Most of what is attached."""
+"""Most attached files."""
 
 MAX_KEY_BYTES: Final = 400
-"""Longest key of what is attached: it becomes a part of a key of the job's key-value store."""
+"""Longest key of an attached file: it becomes a part of a key of the job's key-value store."""
 
 MAX_MANIFEST_BYTES: Final = 128 << 20
 """Largest manifest."""
 
 _NO_HASH = b"0" * 64
-"""Stands in the place of a manifest's own hash while that is computed."""
+"""Stands for a manifest's own hash while that is computed."""
 
 _SHA256: Final = re.compile("[0-9a-f]{64}")
 _HALF: Final = re.compile(rb"\\u[dD][89a-fA-F]")
@@ -112,21 +111,21 @@ class Manifest:
         name: name of the model in the job; empty if it has none.
         version: committed steps.
         layout: its parameters.
-        optimizer: the one whose state it has, its groups as of this version; None when the job had no optimizer yet.
-        num_servers: over how many shard servers units were cut.
-        options: how units were cut.
+        optimizer: the optimizer whose state it has, with its groups at this version; None when the job had none yet.
+        num_servers: number of shard servers over which units were cut.
+        options: those by which units were cut.
         files: the files that the servers wrote.
-        slices_in: by the number of a slice, which of `files` has it; empty = file p has what the plan gives server p.
+        slices_in: by the number of a slice, the index of its file in `files`; empty = file p has server p's slices.
         extra: values of the caller (sampler, schedule), as JSON.
         created: time of writing, ISO 8601 with its zone; empty = it is not known.
         uri: the URI it was read from; not part of the file.
         others: the other models, without others themselves.
         committed: the values that were committed with its steps up to this version, by name.
-        attached: by key, small files of the workers, whatever their models: `BUFFERS` and a model's name is the key of
-            a safetensors file of its buffers. Every section has all of them.
+        attached: by key, small files of the workers, for all models: `BUFFERS` and a model's name is the key of a
+            safetensors file of its buffers. Every section has all of them.
         states: by the rank of a worker, the file of its own state.
-        sha256: the hash that the file has of itself, in hex; empty before it is written, and in old ones.
-        signature: of that, in hex; empty = it is not signed. See `storage.signature`.
+        sha256: the hash that the file has of itself, in hex; empty before it is written, and in old files.
+        signature: that of the hash, in hex; empty = it is not signed. See `storage.signature`.
     """
 
     job: str
@@ -160,7 +159,7 @@ class Manifest:
 
     @property
     def all_files(self) -> tuple[FileEntry, ...]:
-        """The files of all models, what is attached, and those of workers' own state."""
+        """The files of all models, the attached files, and those of workers' own state."""
         models = (f for section in self.sections for f in section.files)
         return (*models, *self.attached.values(), *self.states.values())
 
@@ -170,11 +169,11 @@ class Manifest:
         return (self, *self.others)
 
     def section(self, name: str = "", *, only: bool = True) -> Manifest:
-        """A model.
+        """Return the section of a model.
 
         Args:
             name: its name; empty = the only one.
-            only: whether no other model is wanted: if there is exactly one, it is meant, whatever its name.
+            only: if the checkpoint has exactly one model, return that, whatever its name.
 
         Raises:
             InvalidRequest: there is none of that name; the message says which there are.
@@ -189,35 +188,35 @@ class Manifest:
         raise InvalidRequest(f"the checkpoint at {self.uri} {wanted}: it has {names}")
 
     def file_of(self, s: Slice) -> int:
-        """The file, of `files`, that has a slice of the plan."""
+        """Return the file, of `files`, that has a slice of the plan."""
         return self.slices_in[self.plan.number_of(s)] if self.slices_in else s.server
 
 
 def file_prefix(server: int, num_servers: int) -> str:
-    """The prefix of the names of a shard server's files."""
+    """Return the prefix of the names of a shard server's files."""
     return f"{FILE_PREFIX}{server:05d}-of-{num_servers:05d}-"
 
 
 def write_manifest(uri: str, manifest: Manifest) -> None:
-    """Make the directory at `uri` a checkpoint; replaces the one that was there, and removes its files.
+    """Make the directory at `uri` a checkpoint; replaces an earlier one there, and removes its files.
 
     Raises:
         InvalidRequest: `extra` has values that JSON cannot represent, or a name is not printable.
-        StorageFull: no space left; what was there before is untouched.
-        CheckpointError: it could not be written; what was there before is untouched.
+        StorageFull: no space left; an earlier checkpoint there is untouched.
+        CheckpointError: it could not be written; an earlier checkpoint there is untouched.
     """
     store = open_store(uri)
     message = _to_proto(manifest)
     message.sha256 = _NO_HASH.decode()
     message.signature = _NO_HASH.decode() if (key := key_in_use()) is not None else ""
-    _from_proto(message, uri)  # what could not be read again is refused now
+    _from_proto(message, uri)  # a manifest that could not be read again is refused now
     text = json_format.MessageToJson(
         message, indent=1, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
     )
     content = text.encode()
     with store.create(MANIFEST_NAME, len(content)) as sink:
         sha256 = hashlib.sha256(content).hexdigest()
-        before, _, after = content.rpartition(_NO_HASH)  # its own is the last, and the signature the one before
+        before, _, after = content.rpartition(_NO_HASH)  # the last is its own hash, the one before the signature
         if key is not None:
             head, _, between = before.rpartition(_NO_HASH)
             before = head + key.sign(sha256).encode() + between
@@ -230,12 +229,12 @@ def write_manifest(uri: str, manifest: Manifest) -> None:
 
 
 def write_attached(uri: str, attached: Mapping[str, bytes]) -> dict[str, FileEntry]:
-    """Write small files for a manifest that is still to be written: by key, what it names them by.
+    """Write small files for a manifest that is still to be written; returns its entries for them, by key.
 
     Raises:
         InvalidRequest: one is too large.
         StorageFull: no space left.
-        CheckpointError: one could not be written; files of those before it are left, and no manifest names them.
+        CheckpointError: one could not be written; files written before it are left, and no manifest names them.
     """
     store, life, entries = open_store(uri), secrets.token_hex(8), {}
     for index, (key, content) in enumerate(sorted(attached.items())):
@@ -261,7 +260,7 @@ def discard(uri: str, names: Sequence[str]) -> None:
 
 
 def remove(manifest: Manifest) -> None:
-    """Remove a checkpoint; it is none any more before the first of its files is gone.
+    """Remove a checkpoint; its manifest is removed first, so it never is a checkpoint that lacks files.
 
     Raises:
         CheckpointError: a file cannot be removed.
@@ -270,7 +269,7 @@ def remove(manifest: Manifest) -> None:
 
 
 def read_manifest(uri: str) -> Manifest:
-    """The manifest at `uri`; of a directory of checkpoints, that of the newest complete one.
+    """Read the manifest at `uri`; of a directory of checkpoints, that of the newest complete one.
 
     Raises:
         CheckpointNotFound: there is no complete checkpoint.
@@ -287,14 +286,14 @@ def read_manifest(uri: str) -> Manifest:
 
 
 def newest(uri: str, damaged: Callable[[str, AxonError], None] | None = None) -> Manifest | None:
-    """Of `list_checkpoints` the last; None where nothing is.
+    """Return the last of `list_checkpoints`; None where there is none.
 
     Args:
         uri: a checkpoint, or a directory of them.
-        damaged: called with the URI of each that is left out, and why; None = that is logged.
+        damaged: called with the URI and the error of each that is left out; None = the error is logged.
 
     Raises:
-        CheckpointCorrupt: there are some, and all are damaged: whoever goes on as if there were none would begin anew.
+        CheckpointCorrupt: there are some, and all are damaged: a caller that saw none would begin anew.
         CheckpointError: the directory could not be read.
     """
     left_out: list[AxonError] = []
@@ -310,12 +309,12 @@ def newest(uri: str, damaged: Callable[[str, AxonError], None] | None = None) ->
 
 
 def none_readable(uri: str, left_out: Sequence[AxonError]) -> CheckpointCorrupt:
-    """The error where there are checkpoints, and none can be read."""
+    """Return the error for a directory in which there are checkpoints, and none can be read."""
     return CheckpointCorrupt(f"none of the {len(left_out)} checkpoints in {uri} can be read: {left_out[-1]}")
 
 
 def nothing_at(uri: str) -> CheckpointNotFound:
-    """The error where there is no checkpoint; it says whether there is the directory."""
+    """Return the error for a missing checkpoint; it says whether the directory exists."""
     if not open_store(uri).exists():
         return CheckpointNotFound(f"there is no complete checkpoint at {uri}: there is no such directory")
     return CheckpointNotFound(
@@ -329,14 +328,14 @@ def log_damaged(uri: str, error: AxonError) -> None:
 
 
 def list_checkpoints(uri: str, damaged: Callable[[str, AxonError], None] = log_damaged) -> list[Manifest]:
-    """The complete checkpoints at `uri` and in its directories, oldest first.
+    """Return the complete checkpoints at `uri` and in its directories, oldest first.
 
     Those with a damaged manifest are left out. They are ordered by version; where there are several models, by the sum
     of their versions.
 
     Args:
         uri: a checkpoint, or a directory of them.
-        damaged: called with the URI of each that is left out, and why.
+        damaged: called with the URI and the error of each that is left out.
 
     Raises:
         CheckpointError: the directory could not be read.
@@ -345,7 +344,7 @@ def list_checkpoints(uri: str, damaged: Callable[[str, AxonError], None] = log_d
 
 
 def each_checkpoint(uri: str, damaged: Callable[[str, AxonError], None] = log_damaged) -> Iterator[Manifest]:
-    """Those of `list_checkpoints`, in any order, one in memory at a time.
+    """Yield the checkpoints of `list_checkpoints`, in any order, one in memory at a time.
 
     Raises:
         CheckpointError: the directory could not be read.
@@ -355,7 +354,7 @@ def each_checkpoint(uri: str, damaged: Callable[[str, AxonError], None] = log_da
         where = f"{store.uri}/{name}" if name else store.uri
         try:
             manifest = _read(store.child(name) if name else store)
-        except CheckpointNotFound:  # it is none
+        except CheckpointNotFound:  # it is not a checkpoint
             continue
         except AxonError as error:
             unnamed = InvalidRequest(f"the name of the directory, {name!a}, is not printable; rename it")
@@ -365,12 +364,12 @@ def each_checkpoint(uri: str, damaged: Callable[[str, AxonError], None] = log_da
 
 
 def _progress(manifest: Manifest) -> tuple[int, str]:
-    """By which checkpoints are ordered."""
+    """Return the key by which checkpoints are ordered."""
     return sum(section.version for section in manifest.sections), manifest.created
 
 
 def check_sizes(manifest: Manifest) -> None:
-    """Look whether every file of a checkpoint is there and as long as it should be, without reading it.
+    """Check that every file of a checkpoint is there and as long as it should be, without reading it.
 
     Raises:
         CheckpointCorrupt: one is missing, or of another size.
@@ -382,7 +381,7 @@ def check_sizes(manifest: Manifest) -> None:
 
 
 def _read(store: FileStore) -> Manifest:
-    """The manifest in a directory.
+    """Read the manifest in a directory.
 
     Raises:
         CheckpointNotFound: there is none.
@@ -396,7 +395,7 @@ def _read(store: FileStore) -> Manifest:
         text = source.read(0, source.size)
     try:
         value = value_of_json(text, "it", max_bytes=MAX_MANIFEST_BYTES)
-        if _HALF.search(text):  # protobuf takes what is not Unicode for an error of its own
+        if _HALF.search(text):  # protobuf reports text that is not Unicode by another error
             json.dumps(value, ensure_ascii=False).encode()
         if (version := value["format_version"]) != FORMAT_VERSION:
             raise CheckpointCorrupt(f"{path} is of format {version!r:.80}; this program reads format {FORMAT_VERSION}")
@@ -412,7 +411,7 @@ def _read(store: FileStore) -> Manifest:
 
 
 def _own_hash(text: bytes, own: str, signature: str) -> str:
-    """The hash of a manifest as if it had no hash and no signature; both are at its end."""
+    """Return the hash of a manifest as if it had no hash and no signature; both are at its end."""
     for value in filter(None, (own, signature)):
         before, found, after = text.rpartition(value.encode())
         text = before + _NO_HASH + after if found else text
@@ -450,7 +449,7 @@ def _to_proto(manifest: Manifest) -> checkpoint_pb2.Manifest:
 
 
 def _from_proto(message: checkpoint_pb2.Manifest, uri: str) -> Manifest:
-    """A manifest from the message.
+    """Make a manifest from its message.
 
     Raises:
         InvalidRequest: something is out of bounds, or does not fit the rest.
@@ -520,7 +519,7 @@ def _section(
 
 
 def _optimizer(model: checkpoint_pb2.Manifest.Model, layout: Layout) -> OptimizerSpec | None:
-    """The optimizer of a model, if it has one.
+    """Return the optimizer of a model, if it has one.
 
     Its name and its values are checked where it is restored: a program without a plugin may list and export a
     checkpoint that was trained with it.
@@ -538,7 +537,7 @@ def _optimizer(model: checkpoint_pb2.Manifest.Model, layout: Layout) -> Optimize
 
 
 def check_states(files: Iterable[SavedFile]) -> dict[int, FileEntry]:
-    """By the rank of a worker, the file of its own state.
+    """Return the file of each worker's own state, by the worker's rank.
 
     Raises:
         InvalidRequest: a name is not that of such a file, one is too large, or a rank has two.
@@ -552,7 +551,7 @@ def check_states(files: Iterable[SavedFile]) -> dict[int, FileEntry]:
 
 
 def _entry(f: SavedFile, prefix: str, max_bytes: int = MAX_TOTAL_BYTES) -> FileEntry:
-    """A file of a checkpoint, whose name begins with a prefix."""
+    """Return a file of a checkpoint, whose name must begin with a prefix."""
     name = codec.name_from_proto(f.name, "the name of a file")
     if not name.startswith(prefix) or "/" in name or "\\" in name:
         raise InvalidRequest(f"a file is called {name!r}; its name begins with {prefix!r}, and is that of no directory")

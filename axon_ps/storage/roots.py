@@ -1,10 +1,10 @@
-"""Places at which this process opens checkpoints: requests name URIs, and its configuration allows some.
+"""The directories in which this process opens checkpoints: requests name URIs, and its configuration allows some.
 
 Note: [Roots]
-    A local directory is allowed if it lies in a root once every link and `..` is followed, and is looked at again when
-    it is open: what it is then counts, so exchanging a directory for a link afterwards does not help. Of a URI with a
-    scheme, the text decides; `..` in it is refused. A chain of file systems ("zip::s3://...") is never opened. Without
-    roots, local paths and object stores are allowed: so in a process that only its own user asks.
+    A local directory is allowed if it lies in a root once every link and `..` is followed. It is checked again when it
+    is open, so it does not help to exchange a directory for a link after the first check. A URI with a scheme is judged
+    by its text, and refused if that has `..` in it. A chain of file systems ("zip::s3://...") is never opened. Without
+    roots, local paths and object stores are allowed: this is for a process that only its own user can send requests to.
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ _roots: tuple[str, ...] | None = None
 
 
 def allow_roots(roots: Sequence[str] | None) -> None:
-    """Have this process open checkpoints only in these directories, given as paths or URIs.
+    """Let this process open checkpoints only in these directories, given as paths or URIs.
 
     Args:
-        roots: the directories; none = nothing is opened. None = every path and every object store.
+        roots: the directories; empty = nothing is opened, None = every path and every object store.
     """
     global _roots
     _roots = None if roots is None else tuple(place_of(root) for root in roots)
 
 
 def default_roots(*, private: bool, configured: Iterable[str]) -> list[str] | None:
-    """The roots of a service for which none were given.
+    """Return the roots of a service for which none were given.
 
     Args:
-        private: whether only this machine's processes that know the job's token can ask it: those of its own user.
-        configured: the places that its configuration names: the job's checkpoints, and what it resumes from.
+        private: whether only this machine's processes that know the job's token can call it: those of its own user.
+        configured: the directories that its configuration names: for the job's checkpoints, and to resume from.
 
     Returns:
-        None for a private service. Else what is configured, and the directory that it was started in (unless that is
-        the root of the file system), so that scripts may save to `checkpoints/run-1`.
+        None for a private service. Else the configured directories, and the directory that it was started in (unless
+        that is the root of the file system), so that scripts may save to `checkpoints/run-1`.
     """
     if private:
         return None
@@ -54,13 +54,13 @@ def default_roots(*, private: bool, configured: Iterable[str]) -> list[str] | No
 
 
 def roots_of_children(*, private: bool, configured: Iterable[str]) -> dict[str, str]:
-    """The variable by which services that this process starts have the roots that it would have; none if private."""
+    """Return the variable that gives services started by this process its own default roots; empty if private."""
     roots = default_roots(private=private, configured=configured)
     return {} if roots is None else {VARIABLE: ",".join(roots)}
 
 
 def restricted() -> bool:
-    """Whether there are roots; then no link is followed out of them."""
+    """Return True if there are roots; then no link is followed out of them."""
     return _roots is not None
 
 
@@ -87,7 +87,7 @@ def check_opened(descriptor: int, uri: str) -> None:
     """Refuse a local directory that turns out to lie in no root now that it is open.
 
     Raises:
-        ConfigurationError: it does.
+        ConfigurationError: it lies in no root.
     """
     if _roots is not None:
         _check_place(uri, os.path.realpath(f"/proc/self/fd/{descriptor}"))
@@ -100,15 +100,15 @@ def _check_place(uri: str, place: str) -> None:
 
 
 def is_in(place: str, root: str) -> bool:
-    """Whether a place is another, or in it."""
+    """Return True if a place is the root, or lies in it."""
     return place == root or place.startswith(root.rstrip("/") + "/")
 
 
 def place_of(uri: str) -> str:
-    """A place in its only spelling: a real path, or a URI that does not lead out of its directory.
+    """Return a place in its only spelling: a real path, or a URI that does not lead out of its directory.
 
     Raises:
-        InvalidRequest: it does.
+        InvalidRequest: the URI leads out.
     """
     scheme, colon, rest = uri.partition("://")
     if not colon or scheme == "file":

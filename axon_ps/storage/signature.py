@@ -1,12 +1,12 @@
-"""Signatures of checkpoints: who has not the job's key cannot make a manifest that the job's coordinator loads.
+"""Signatures of checkpoints: only a process with the job's key can make a manifest that the job's coordinator loads.
 
-Signed is the hash that a manifest has of itself, so of everything in it: the job's name, the layout, every file with
-its hash. The key is derived from a secret of the job that outlives a run, since a job resumes from what an earlier run
-of it has written: so not from its token, which `axon-ps run` draws anew each time. Without a key nothing is signed, and
-nothing is asked for.
+The hash that a manifest has of itself is signed, and so is everything in it: the job's name, the layout, every file
+with its hash. The key is derived from a secret of the job that outlives a run, since a job resumes from an earlier
+run's checkpoint. So it is not derived from the job's token, which `axon-ps run` draws anew each time. Without a key
+nothing is signed, and no signature is required.
 
 The coordinator alone has the key. It tells shard servers the hash of the manifest that it has checked, so they load
-what it saw and not what somebody puts there afterwards.
+that manifest, and not a later one in its place.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ class ManifestKey:
 
     @classmethod
     def derive(cls, secret: bytes) -> ManifestKey:
-        """The key of a job's secret: HKDF with SHA-256 (RFC 5869), for this purpose alone."""
+        """Derive the key from a job's secret: HKDF with SHA-256 (RFC 5869), for this purpose alone."""
         extracted = hmac.digest(bytes(hashlib.sha256().digest_size), secret, "sha256")
         return cls(hmac.digest(extracted, _PURPOSE + b"\x01", "sha256"))
 
     @classmethod
     def read(cls, path: Path) -> ManifestKey:
-        """The key of the secret in a file.
+        """Derive the key from the secret in a file.
 
         Raises:
             ConfigurationError: the file cannot be read, or holds too little.
@@ -61,11 +61,11 @@ class ManifestKey:
         return cls.derive(secret)
 
     def sign(self, digest: str) -> str:
-        """The signature of a manifest with a hash, in hex."""
+        """Return the signature of a manifest with a hash, in hex."""
         return hmac.digest(self.key, digest.encode(), "sha256").hex()
 
     def signed(self, digest: str, signature: str) -> bool:
-        """Whether a signature is ours."""
+        """Return True if a signature is ours."""
         return hmac.compare_digest(self.sign(digest), signature)
 
 
@@ -74,18 +74,18 @@ _trusted: tuple[str, ...] = ()
 
 
 def use_key(key: ManifestKey | None, trusted: Sequence[str] = ()) -> None:
-    """Have this process sign the manifests that it writes, and refuse those that it did not sign.
+    """Let this process sign the manifests that it writes, and refuse those that it did not sign.
 
     Args:
         key: None = neither.
-        trusted: checkpoints, or directories of checkpoints, that are loaded whoever has signed them, if anybody has.
+        trusted: checkpoints, or directories of checkpoints, that are loaded with any signature, or with none.
     """
     global _key, _trusted
     _key, _trusted = key, tuple(place_of(uri) for uri in trusted)
 
 
 def key_in_use() -> ManifestKey | None:
-    """The key with which this process signs; None = it does not."""
+    """Return the key with which this process signs; None = it does not."""
     return _key
 
 

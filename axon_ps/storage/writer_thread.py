@@ -1,10 +1,11 @@
-"""A thread that hashes and writes blocks, so that whoever has the values is done with them once they are copied.
+"""A thread that hashes and writes blocks, so that the caller is done with its values once they are copied.
 
 Note: [Copied, then written]
     A step that follows a checkpoint's version may change a slice only when its values have been read (see "Apply and
     snapshot" in `shard.server.apply`). Reading them at the speed of memory instead of the storage's makes that wait
     short: values are copied into blocks, at most `BUFFER_BYTES` in all, and this thread hashes and writes the blocks,
-    at low priority. Whoever has more values than that waits until blocks are free again; then it does not rest.
+    at low priority. A caller with more values than that waits until blocks are free again. Meanwhile this thread does
+    not rest.
 """
 
 from __future__ import annotations
@@ -30,14 +31,14 @@ BUFFER_BYTES: Final = 1 << 30
 """Most memory that copies take."""
 
 STALLED_S: Final = 600.0
-"""How long storage may take for one block before the file is given up."""
+"""Seconds that storage may take for one block before the file is given up."""
 
 
 class WriterThread:
-    """Writes what `put` copies, in order; it is made on the thread that puts.
+    """Writes the bytes that `put` copies, in order; it is made on the thread that calls `put`.
 
     Args:
-        sink: where to write; used by this object's thread only until `finish` or `abandon` has returned.
+        sink: the destination; used by this object's thread only until `finish` or `abandon` has returned.
         throttle: of hashing and writing.
         buffer_bytes: most memory that copies take.
         stalled_s: how long storage may take for one block.
@@ -62,7 +63,7 @@ class WriterThread:
         self._used = 0
         self._free: list[Array] = []
         self._blocks = 0
-        self._wanted = False  # whether somebody waits for a free block
+        self._wanted = False  # whether `put` waits for a free block
         self._written = 0
         self._ends = False
         self._error: BaseException | None = None
@@ -73,7 +74,7 @@ class WriterThread:
         """Copy a contiguous buffer of bytes; it may change from now on.
 
         Raises:
-            CheckpointError: an earlier block could not be written, or storage does not move.
+            CheckpointError: an earlier block could not be written, or storage has stalled.
         """
         view = memoryview(data)
         while len(view):
@@ -87,10 +88,10 @@ class WriterThread:
                 self._hand_over()
 
     def finish(self) -> tuple[str, int]:
-        """Wait until everything is written; its SHA-256 in hex, and how many bytes it was.
+        """Wait until everything is written; returns its SHA-256 in hex, and its number of bytes.
 
         Raises:
-            CheckpointError: a block could not be written, or storage does not move.
+            CheckpointError: a block could not be written, or storage has stalled.
         """
         self._hand_over()
         with self._changed:
@@ -104,7 +105,7 @@ class WriterThread:
         return self._hash.hexdigest(), self._bytes
 
     def abandon(self) -> None:
-        """Write no more; returns when the thread has ended, unless storage does not move."""
+        """Stop writing; returns when the thread has ended, unless storage has stalled."""
         with self._changed:
             self._ends = True
             self._full.clear()
@@ -113,7 +114,7 @@ class WriterThread:
         self._thread.join(self._stalled_s if moves else 0.0)
 
     def _hand_over(self) -> None:
-        """The block that was filled is to be written."""
+        """Queue the block that was filled for writing."""
         if self._open is not None:
             with self._changed:
                 self._full.append((self._open, self._used))
@@ -121,7 +122,7 @@ class WriterThread:
             self._open = None
 
     def _block(self) -> Array:
-        """A free block."""
+        """Return a free block; waits for it."""
         with self._changed:
             self._check()
             if not self._free and self._blocks < self._most_blocks:
@@ -133,7 +134,7 @@ class WriterThread:
             return self._free.pop()
 
     def _wait_while(self, waiting: Callable[[], bool]) -> None:
-        """Wait, with the lock, while `waiting()` and blocks are written; storage that does not move is an error."""
+        """Wait, with the lock, while `waiting()` and blocks are written; stalled storage is an error."""
         deadline, written = time.monotonic() + self._stalled_s, self._written
         while waiting():
             if self._written != written:
@@ -171,7 +172,7 @@ class WriterThread:
                 self._changed.notify_all()
 
     def _next(self) -> tuple[Array, int] | None:
-        """The oldest block, which stays in the queue until it is written; None at the end."""
+        """Return the oldest block, which stays in the queue until it is written; None at the end."""
         with self._changed:
             while not self._full and not self._ends:
                 self._changed.wait()
@@ -179,4 +180,4 @@ class WriterThread:
 
 
 class _Stalled(CheckpointError):
-    """Storage does not move."""
+    """Storage has stalled."""

@@ -25,7 +25,7 @@ from axon_ps.worker.steps.client import StepClient
 from axon_ps.worker.steps.view import ModelView
 
 _LONGEST_BYTES = 2000
-"""Of a failure that the other workers are told."""
+"""The longest description of a failure that the other workers get."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,11 +36,11 @@ class CheckpointInfo:
         uri: where it is.
         version: the version it holds.
         bytes: bytes of all its files.
-        extra: what was saved with it.
+        extra: the JSON values saved with it.
         versions: where it has several models, the version of each by name.
-        optimizer: of one that was read: name of the optimizer of the first model asked for; empty = it has none.
-        hyper: per parameter group of that, its hyperparameters then.
-        states: of one that was read: by the rank of a worker, the file of its own state.
+        optimizer: if it was read: name of the optimizer of the first model requested; empty = it has none.
+        hyper: per parameter group of that optimizer, its hyperparameters then.
+        states: if it was read: by the rank of a worker, the file of its own state.
     """
 
     uri: str
@@ -54,7 +54,7 @@ class CheckpointInfo:
 
 
 def info_of(reply: Any) -> CheckpointInfo:
-    """A reply of the coordinator as a `CheckpointInfo`."""
+    """Return a reply of the coordinator as a `CheckpointInfo`."""
     return CheckpointInfo(
         uri=reply.uri,
         version=reply.version,
@@ -68,12 +68,12 @@ def info_of(reply: Any) -> CheckpointInfo:
 
 
 def info_to_json(info: CheckpointInfo) -> dict[str, Any]:
-    """A `CheckpointInfo` as JSON values."""
+    """Return a `CheckpointInfo` as JSON values."""
     return {**asdict(info), "states": {str(rank): asdict(entry) for rank, entry in info.states.items()}}
 
 
 def info_from_json(value: Mapping[str, Any]) -> CheckpointInfo:
-    """A `CheckpointInfo` from JSON values."""
+    """Return a `CheckpointInfo` from JSON values."""
     states = {int(rank): FileEntry(**entry) for rank, entry in value["states"].items()}
     return CheckpointInfo(**{**value, "states": states})
 
@@ -87,7 +87,7 @@ class Checkpoints:
         view: the members.
         models: those of the job in this process.
         rendezvous: where the workers wait for each other.
-        attachments: what the worker of lowest rank attaches to what it saves.
+        attachments: those that the worker of lowest rank adds to its checkpoints.
     """
 
     def __init__(
@@ -146,7 +146,7 @@ class Checkpoints:
         return info_of(info)
 
     def _epochs(self, models: Sequence[str] = ()) -> list[tuple[ModelView, int]]:
-        """The epoch of every model that this process has wrapped, or of those named; of the first while it has none."""
+        """Return the epoch of every model wrapped by this process, or of those named; of model 0 without any."""
         clients = [self._models.named(name) for name in models] if models else self._models.wrapped
         return [(client.view, client.view.epoch) for client in clients or [self._models.client(0)]]
 
@@ -157,7 +157,7 @@ class Checkpoints:
             now = self._view.membership.generation
             if self._is_first:
                 self.restore(uri, (), deadline.remaining())
-            else:  # or restore instead of it, if it dies
+            else:  # if the worker that restores dies, this one may have to restore
                 waited[0].wait_epoch_or_generation(1, now + 1, deadline.remaining())
         for model, _ in self._epochs():
             model.wait_epoch(1, deadline.remaining())
@@ -185,7 +185,7 @@ class Checkpoints:
         view.wait_epoch(epoch + 1, timeout_s)
 
     def _upload(self, units: Iterable[tuple[int, Array]], steps: StepClient, epoch: int, timeout_s: float) -> None:
-        """Have the servers begin an epoch, and give them its values."""
+        """Begin an epoch on the servers, and upload its values."""
         view = steps.view
         replaced = LoopWork(
             self._loop,
@@ -199,5 +199,5 @@ class Checkpoints:
 
     @property
     def _is_first(self) -> bool:
-        """Whether this is the worker of lowest rank."""
+        """True if this is the worker of lowest rank."""
         return self._coordinator.rank == self._view.membership.workers[0].rank

@@ -1,4 +1,4 @@
-"""The curves of a job: what its script reports, given to loggers by the main process, once per committed version."""
+"""The curves of a job: its script's reports, passed to loggers by the main process, once per committed version."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class _Target:
 
 
 class Curves:
-    """Loggers, made when this process is the main one: of all workers one has them.
+    """Loggers, made when this process is the main one: only one worker has them.
 
     Args:
         statistics: the counters of this worker.
@@ -33,10 +33,10 @@ class Curves:
     def add(
         self, make: Callable[[], Logger], hyperparams: Mapping[str, Any], *, statistics: bool, is_main: bool
     ) -> None:
-        """From now on log to what `make` returns.
+        """Log to the logger that `make` returns, from now on.
 
         Raises:
-            InvalidRequest: it returns no logger.
+            InvalidRequest: it does not return a logger.
         """
         target = _Target(make, dict(hyperparams), statistics)
         if is_main:
@@ -54,7 +54,7 @@ class Curves:
             target.queue.log(metrics | counters, version())
 
     def close(self) -> None:
-        """Log what is left and close the loggers; they are waited for a while."""
+        """Log the queued values and close the loggers; waits for them for a limited time."""
         targets, self._targets = self._targets, []
         for target in targets:
             if target.queue is not None:

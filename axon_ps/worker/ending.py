@@ -1,7 +1,7 @@
-"""Whether this process ends because it has finished, or because of an error.
+"""The reason for which this process ends: it has finished, or an error.
 
-Owns: recording the argument of `sys.exit`. The exit code alone distinguishes a script that gave up from one that is
-done, and Python does not show it to exit handlers.
+Owns: recording the argument of `sys.exit`. The exit code alone distinguishes a script that gave up from a script that
+is done, and Python does not show it to exit handlers.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _recording = False
 
 
 def record_exit() -> None:
-    """From now on record the argument of `sys.exit`; discard earlier ones."""
+    """Record the argument of `sys.exit` from now on; discard earlier ones."""
     global _exit_code, _recording
     _exit_code = None
     if _recording:
@@ -33,7 +33,7 @@ def record_exit() -> None:
 
 
 def no_error_handled() -> bool:
-    """Whether the caller is handling no error, so that the block it leaves has finished."""
+    """Return True if the caller is not handling an error, so that the block it leaves has finished."""
     error = sys.exc_info()[1]
     if isinstance(error, SystemExit):
         return _is_success(error.code)
@@ -41,13 +41,13 @@ def no_error_handled() -> bool:
 
 
 def present_error() -> Exception | None:
-    """The error that the caller handles, or that has ended the main module; none if that was Ctrl-C, or `sys.exit`."""
+    """Return the error that the caller handles, or that ended the main module; None for Ctrl-C and `sys.exit`."""
     error = sys.exc_info()[1] or getattr(sys, "last_value", None)
     return error if isinstance(error, Exception) else None
 
 
 def process_succeeded() -> bool:
-    """Whether, at the process's end, nothing shows that it failed: no uncaught error, no exit code but 0."""
+    """Return True if nothing shows that the ending process failed: no uncaught error, no exit code but 0."""
     return getattr(sys, "last_value", None) is None and _is_success(_exit_code) and no_error_handled()
 
 

@@ -16,10 +16,10 @@ def endpoint(
     own: Source,
     spans: Callable[[], dict[str, float]],
 ) -> HttpServer:
-    """An endpoint that is not started yet.
+    """Make the endpoint; the caller starts it.
 
     Args:
-        config: where it listens, and who the worker is.
+        config: the address to listen on, and the worker's job and node.
         rank: of the worker.
         own: the worker's own numbers.
         spans: `Tracer.statistics`.

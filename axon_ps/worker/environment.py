@@ -1,8 +1,8 @@
 """A worker's environment variables: the coordinator's address, its rank, token and certificates.
 
-Pure functions of a mapping, so tests need no real environment. The names are torchrun's where torchrun has one, so a
-script works under `axon-ps run`, `torchrun`, `mpirun`, `srun` and compose alike; docs/environment.md lists all of them.
-How workers that only a launcher has started find each other is `worker.bootstrap`.
+All are pure functions of a mapping, so tests need no real environment. The names are torchrun's where torchrun has one,
+so a script works under `axon-ps run`, `torchrun`, `mpirun`, `srun` and compose alike; docs/environment.md lists them.
+`worker.bootstrap` is for workers that only a launcher has started: it lets them find each other.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Launcher:
     needs: tuple[str, ...] = ()
 
     def is_behind(self, env: Mapping[str, str]) -> bool:
-        """Whether it has started this process."""
+        """Return True if it has started this process."""
         names = self.rank, self.world_size, self.local_rank, self.local_world_size
         return any(env.get(name) for name in names) and all(env.get(name) for name in self.needs)
 
@@ -113,10 +113,10 @@ class LaunchInfo:
 
 
 def launch_info(env: Mapping[str, str]) -> LaunchInfo:
-    """The rank of this process, by the first launcher whose variables are set.
+    """Return the rank of this process, by the first launcher whose variables are set.
 
     Raises:
-        ConfigurationError: a variable is malformed, or the rank is none of that many workers.
+        ConfigurationError: a variable is malformed, or the rank is not below the number of workers.
     """
     launcher = next((one for one in LAUNCHERS if one.is_behind(env)), None)
     if launcher is None:
@@ -204,7 +204,7 @@ def worker_config(env: Mapping[str, str]) -> WorkerConfig:
 
 
 def _http_port(env: Mapping[str, str], local_rank: int) -> int | None:
-    """Workers of one node have ports one after the other."""
+    """Return the HTTP port; workers of one node have consecutive ports."""
     if not env.get("AXON_PS_HTTP_PORT"):
         return None
     first = _integer(env, "AXON_PS_HTTP_PORT", 0, least=0)
@@ -212,7 +212,7 @@ def _http_port(env: Mapping[str, str], local_rank: int) -> int | None:
 
 
 def tracing_of(env: Mapping[str, str]) -> TracePolicy:
-    """The steps that are traced, and their exporter. (OpenTelemetry reads its other variables itself.)
+    """Return the steps that are traced, and their exporter. (OpenTelemetry reads its other variables itself.)
 
     Raises:
         ConfigurationError: a variable is malformed.
@@ -223,7 +223,7 @@ def tracing_of(env: Mapping[str, str]) -> TracePolicy:
 
 
 def security_of(env: Mapping[str, str]) -> Security:
-    """Token and certificates.
+    """Read the token and the certificates.
 
     Raises:
         ConfigurationError: they do not go together, or the token's file cannot be read.
@@ -246,7 +246,7 @@ def security_of(env: Mapping[str, str]) -> Security:
 
 
 def security_variables(security: Security) -> dict[str, str]:
-    """The variables by which a child process gets the same; the inverse of `security_of`."""
+    """Return the variables by which a child process gets the same security; the inverse of `security_of`."""
     directory = security.spiffe and str(Path(security.cert_file).parent)
     values = {
         "AXON_PS_TOKEN": security.token,
@@ -264,7 +264,7 @@ def security_variables(security: Security) -> dict[str, str]:
 
 
 def node_of(env: Mapping[str, str]) -> str:
-    """The name of this host or container, common to its workers.
+    """Return the name of this host or container, common to its workers.
 
     Two agents of torchrun on one host are two nodes, as two launches of `axon-ps run` are.
     """
@@ -275,17 +275,17 @@ def node_of(env: Mapping[str, str]) -> str:
 
 
 def job_of(env: Mapping[str, str]) -> str:
-    """The job's name."""
+    """Return the job's name."""
     return env.get("AXON_PS_JOB") or DEFAULT_JOB
 
 
 def port_of(env: Mapping[str, str]) -> int:
-    """The port of torch's store."""
+    """Return the port of torch's store."""
     return _integer(env, "MASTER_PORT", DEFAULT_MASTER_PORT, least=1)
 
 
 def shards_of(env: Mapping[str, str]) -> int:
-    """The number of shard servers that workers start where there are none; 0 = one per node."""
+    """Return the number of shard servers that workers start where there are none; 0 = one per node."""
     return _integer(env, "AXON_PS_SHARDS", 0, least=1)
 
 
@@ -312,7 +312,7 @@ def _seconds(env: Mapping[str, str], name: str, default: float) -> float:
 
 
 def _tasks_here(env: Mapping[str, str]) -> int:
-    """The number of tasks of a Slurm step that run on this node, of a list such as "2(x3),1"; 0 = not given."""
+    """Return the number of tasks of a Slurm step that run on this node, of a list such as "2(x3),1"; 0 = not given."""
     counts: list[int] = []
     for item in filter(None, env.get("SLURM_STEP_TASKS_PER_NODE", "").split(",")):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", item)

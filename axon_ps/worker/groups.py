@@ -30,7 +30,7 @@ class Groups:
         world: the world.
         make: makes backends.
         store: for the rendezvous of members.
-        backend: name of the default group's.
+        backend: name of the default group's backend.
         timeout_s: default deadline of collectives.
         recorder: the flight recorder.
         incarnation: gives this worker's incarnation, once it has joined.
@@ -60,7 +60,7 @@ class Groups:
         self._node_groups: Counter[tuple[str, ...]] = Counter()
 
     def set_members(self, membership: Membership) -> Sequence[Member]:
-        """Set the current members; wakes nobody.
+        """Set the current members; no waiting thread wakes up.
 
         Returns:
             The workers that left: for `end_with`, once all of this worker has the new membership.
@@ -72,7 +72,7 @@ class Groups:
         return lost
 
     def end_with(self, lost: Sequence[Member], membership: Membership) -> None:
-        """End the groups of any of these workers, which are no members any more; messages of finished workers stay."""
+        """End the groups of workers that are not members any more; messages of finished workers stay."""
         ended = {m.id for m in membership.finished}
         finished, died = [m for m in lost if m.id in ended], [m for m in lost if m.id not in ended]
         with self._lock:
@@ -84,17 +84,17 @@ class Groups:
                 group.member_lost({m.id for m in died}, _gone(died, "has left the job", membership.generation))
 
     def abort(self, error: AxonError) -> None:
-        """The session is over: end all groups."""
+        """End all groups, since the session is over."""
         with self._lock:
             groups = list(self._made.values())
         for group in groups:
             group.abort(error)
 
     def default(self) -> ProcessGroup:
-        """The group of all current workers: the same object while they are the same.
+        """Return the group of all current workers: the same object while they are the same.
 
         Every worker must use it in the same generation for its calls to meet. A worker that was lost and came back is
-        another member: who was in a group with it gets a new one.
+        another member: the workers of its old group get a new one.
 
         Raises:
             MemberLost: the coordinator does not count this worker as a member.
@@ -121,9 +121,9 @@ class Groups:
             self._made = {k: g for k, g in self._made.items() if k not in over}
 
     def node(self) -> ProcessGroup:
-        """A new group of the workers that are on this worker's node now; a collective call of only these.
+        """Make a group of the workers that are on this worker's node now; a collective call of only these.
 
-        They must make as many such groups as each other, in the same order.
+        All of them must make the same number of such groups, in the same order.
 
         Raises:
             MemberLost: the coordinator does not count this worker as a member.
@@ -133,7 +133,7 @@ class Groups:
             if me is None:
                 raise MemberLost("the coordinator lost sight of this worker, which is in no group until it is back")
             members = tuple(m for m in self._workers if m.node == me.node)
-            self._node_groups[_key(members)] += 1  # and never less: a name is not used again
+            self._node_groups[_key(members)] += 1  # it never decreases: a name is not used again
             number = str(self._node_groups[_key(members)])
             name = f"node-{_digest_of(members)}/{number}"
             group = self._group(name, members.index(me), members)
@@ -141,7 +141,7 @@ class Groups:
             return group
 
     def close(self, linger_s: float = 0.0) -> None:
-        """Free every group; what was sent in the background has `linger_s` seconds, in all, to be taken."""
+        """Free every group; waits up to `linger_s` seconds in all until messages sent in the background are taken."""
         deadline = time.monotonic() + linger_s
         with self._lock:
             groups, self._made = list(self._made.values()), {}
@@ -168,7 +168,7 @@ class Groups:
 
 
 def _name_of(workers: tuple[Member, ...]) -> str:
-    """The name of the default group of these workers: the same on all of them, and no other group's."""
+    """Return the name of the default group of these workers: the same on all of them, and no other group's."""
     return f"{WORLD_PREFIX}{max(m.joined for m in workers)}-{_digest_of(workers)}"
 
 

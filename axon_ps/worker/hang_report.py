@@ -1,4 +1,4 @@
-"""Reports a hanging collective of this worker to the job, so that `axon-ps doctor` can show who waits for whom.
+"""Reports a hanging collective of this worker to the job; `axon-ps doctor` then shows which worker waits for which.
 
 Owns: the key "doctor/RANK" of the job's store, which exists while something hangs. Refuses: to end anything; lost
 members are pushed and deadlines are the caller's.
@@ -20,19 +20,19 @@ HANGS_AFTER_S: Final = 5.0
 """A collective that takes longer is reported."""
 
 INTERVAL_S: Final = 1.0
-"""How often to look."""
+"""Seconds between two looks."""
 
 MAX_REPORTED: Final = 16
-"""How many of the last collectives are reported with it."""
+"""Number of the last collectives that are reported with it."""
 
 
 def key_of(rank: int) -> str:
-    """The key of a worker's report."""
+    """Return the key of a worker's report."""
     return f"doctor/{rank}"
 
 
 def report(recorder: Recorder, now: float, node: str) -> bytes:
-    """The report; empty when nothing hangs.
+    """Return the report; empty when nothing hangs.
 
     Args:
         recorder: of this worker.

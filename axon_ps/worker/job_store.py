@@ -19,7 +19,7 @@ class JobStore:
         self._loop.run(self._coordinator.kv_put(key, value, timeout_s=self._timeout_s))
 
     def wait(self, key: str, timeout_s: float) -> bytes:
-        """The value of a key as soon as there is one."""
+        """Return the value of a key as soon as there is one."""
         return self._loop.run(self._coordinator.kv_wait(key, timeout_s=timeout_s))
 
     def delete(self, key: str) -> None:

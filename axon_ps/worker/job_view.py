@@ -1,6 +1,6 @@
 """A worker's view of its job's members: one per process, shared by all models.
 
-Owns the condition variable that all of them wait on, so that an event is seen by all or by none. Refuses: models,
+Owns the condition variable that all models wait on, so that an event is seen by all or by none. Refuses: models,
 steps, data.
 """
 
@@ -58,15 +58,15 @@ class JobView:
         return self.known
 
     def member_in(self, membership: Membership) -> Member | None:
-        """This worker, if the coordinator counts it as a member."""
+        """Return this worker, if the coordinator counts it as a member."""
         mine = self._incarnation()
         return next((m for m in membership.workers if m.incarnation == mine), None)
 
     def me(self, membership: Membership | None = None) -> Member:
-        """This worker in a membership; None = the current one.
+        """Return this worker in a membership; None = the current one.
 
         Raises:
-            MemberLost: this worker is no member any more.
+            MemberLost: this worker is not a member any more.
         """
         membership = membership or self.membership
         me = self.member_in(membership)
@@ -78,7 +78,7 @@ class JobView:
         return me
 
     def update(self, membership: Membership) -> None:
-        """Set the current members. Under `changed`."""
+        """Set the current members, under `changed`."""
         before, self.known = self.known, membership
         if before is not None and before.complete and not membership.complete:
             # A warning when a shard server is lost: its parameters may be. Workers leave at the end of every job.
@@ -86,24 +86,24 @@ class JobView:
             _logger.log(level, "the job is waiting for %s", membership.waiting_for)
 
     def acknowledge(self) -> None:
-        """The program has made a step with all current workers. Under `changed`."""
+        """Record that the program has made a step with all current workers, under `changed`."""
         if self.known is not None:
             self.acknowledged = frozenset(m.incarnation for m in self.known.workers)
 
     def newcomers(self) -> list[Member]:
-        """Workers that joined since the program's last step, or since the last call of this."""
+        """Return the workers that joined since the program's last step, or since the last call of this."""
         with self.changed:
             new = [m for m in self.membership.workers if m.incarnation not in self.acknowledged]
             self.acknowledge()
         return new
 
     def blocks(self) -> bool:
-        """Whether this thread makes the steps of all of several models, so none of another while it waits in one."""
+        """Return True if only this thread makes steps, of several models: waiting in one, it makes no other."""
         self._voters.add(threading.get_ident())
         return self.models > 1 and len(self._voters) == 1
 
     def blocks_before_vote(self) -> bool:
-        """As `blocks`, of a thread that has not come to its vote, and may be none that votes."""
+        """As `blocks`, for a thread that has not voted yet, and may never vote."""
         return self.models > 1 and self._voters <= {threading.get_ident()}
 
     # ------------------------------------------------------------------ waiting
@@ -134,7 +134,7 @@ class JobView:
             return result[0]
 
     def waiting_for(self) -> str:
-        """The reasons why the job waits, to be added to the message of a time-out; empty when it has all members."""
+        """Return why the job waits, to be added to the message of a time-out; empty when it has all members."""
         if self.known is None or self.known.complete:
             return ""
         return f"; the job is waiting for {self.known.waiting_for}"

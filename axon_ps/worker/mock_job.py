@@ -1,9 +1,9 @@
 """A job inside this process: the coordinator, the shard servers and their clients on one event loop.
 
 Each worker is a thread (`ThreadWorker`) with a real `World`, so parameters, steps, checkpoints and the key-value store
-do what they do in a real job. Only collectives are other ones: those of `MockBackend`, by default.
+do what they do in a real job. Only collectives differ: by default they are those of `MockBackend`.
 
-The services are the ones that real jobs run (`coordinator.server`, `shard.server`), reached through `rpc.in_process`.
+The services are those of real jobs (`coordinator.server`, `shard.server`), reached through `rpc.in_process`.
 There are no sockets, no ports and no other processes, and any number of such jobs may exist at once.
 
 Owns: the loop, the services and their end, once every worker has left. Refuses: to know what the workers do.
@@ -38,13 +38,13 @@ from axon_ps.worker.worker import Worker
 
 JOB: Final = "mock"
 START_S: Final = 30.0
-"""How long a service may take to begin, or a worker to join: all of it is arithmetic of this process."""
+"""Seconds that a service may take to begin, or a worker to join: all of it is arithmetic of this process."""
 
 REPLACED_S: Final = 0.2
-"""How long the others wait for the replacement of a worker that has left. Nobody can join, so it is short."""
+"""Seconds that the others wait for the replacement of a worker that has left. None can join, so it is short."""
 
 _END_S: Final = 5.0
-"""How long the services may take to end."""
+"""Seconds that the services may take to end."""
 
 _Serve = Callable[[Callable[[int], None]], Awaitable[None]]
 
@@ -83,7 +83,7 @@ class MockJob:
             raise
 
     def leave(self) -> None:
-        """A worker has left; with the last one the job ends."""
+        """Count a worker that has left; with the last one the job ends."""
         if next(self._left) < self._world_size:
             return
         try:
@@ -92,7 +92,10 @@ class MockJob:
             self.loop.close()
 
     def lost(self) -> None:
-        """A worker was freed without `leave`; with the last one the job ends. Any thread, and without waiting."""
+        """Count a worker that was freed without `leave`; with the last one the job ends.
+
+        Any thread may call it, and does not wait.
+        """
         if next(self._left) >= self._world_size:
             self.loop.end()
 
@@ -167,7 +170,7 @@ class ThreadWorker(Worker):
         return self._job.store
 
     async def wait_for_others(self) -> None:
-        """The services end with the last worker."""
+        """Return at once: the services end with the last worker."""
 
     def close(self) -> None:
         """See `Worker.close`."""
@@ -180,18 +183,18 @@ class _Shards(ShardGroup):
 
     @staticmethod
     def warm_up(spec: JobSpec) -> None:
-        """Compile what the servers need, too: here, since on the shared event loop everybody would wait for it."""
+        """Compile the servers' code here, too: on the shared event loop all of the job would wait for it."""
         ShardGroup.warm_up(spec)
         warm_up(spec)
 
 
 def thread_workers(world_size: int, *, shards: int = 1, nodes: int | Sequence[str] = 1) -> list[ThreadWorker]:
-    """The workers of a new job in this process, by rank.
+    """Make a job in this process; returns its workers, by rank.
 
     Args:
-        world_size: how many.
+        world_size: number of workers.
         shards: shard servers of their job.
-        nodes: how many nodes they appear to be on, each with as many; or the node of each, by rank.
+        nodes: number of nodes they appear to be on, with equally many on each; or the node of each worker, by rank.
 
     Raises:
         InvalidRequest: there is less than one, or not the same number for every node.

@@ -1,7 +1,7 @@
 """The models of the job in this process: by number all of the job, by name those that the process has wrapped.
 
-The coordinator numbers models by their names, so that all workers agree on them in whatever order they make them. A
-process cannot have two of one name: both would be bound to the same parameters.
+The coordinator numbers models by their names, so all workers agree on the numbers in whatever order they make the
+models. A process cannot have two models of one name: both would be bound to the same parameters.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Names:
 
     @contextmanager
     def claiming(self, name: str | None, described: str) -> Iterator[str]:
-        """Inside, a model is registered with the job; if that raises, it is not this process's, and was never made.
+        """Claim a name while a model is registered with the job; if the block raises, the name is free again.
 
         A model stays the job's when its wrapper is deleted: its parameters are still on the servers.
 
@@ -70,7 +70,7 @@ class Names:
             raise
 
     def free(self, name: str) -> None:
-        """The model of a name was released."""
+        """Free the name of a released model."""
         with self._lock:
             self._described.pop(name, None)
 
@@ -112,7 +112,7 @@ class Models:
         self.client(0)
 
     def client(self, number: int) -> StepClient:
-        """The client of a model, by number; made at its first event."""
+        """Return the client of a model, by number; made at its first event."""
         with self._view.changed:
             if number not in self._clients:
                 self._clients[number] = StepClient(
@@ -131,7 +131,7 @@ class Models:
             return sorted(self._by_name.values(), key=lambda client: client.view.model)
 
     def named(self, name: str) -> StepClient:
-        """The model of a name.
+        """Return the model of a name.
 
         Raises:
             Misuse: this process has none of that name.
@@ -143,7 +143,7 @@ class Models:
         raise Misuse(f"this process has no model {name!r}; it has {known}")
 
     def only(self) -> StepClient:
-        """The only model, or the first while there is none.
+        """Return the only model, or the first while there is none.
 
         Raises:
             Misuse: there are several.
@@ -155,7 +155,7 @@ class Models:
         return found[0] if found else self.client(0)
 
     def register(self, spec: JobSpec, name: str = FIRST_NAME) -> tuple[StepClient, Registered]:
-        """Set the layout of a model, or check ours against the one that it has.
+        """Set the layout of a model, or check ours against the layout it has.
 
         Args:
             spec: the layout.
@@ -182,7 +182,7 @@ class Models:
         return client, reply
 
     def release(self, client: StepClient) -> None:
-        """Release a model; harmless when another worker has already.
+        """Release a model; harmless when another worker has done so already.
 
         Raises:
             Busy: a checkpoint is being written.
@@ -216,7 +216,7 @@ class Models:
             self._view.changed.notify_all()
 
     def statistics(self) -> dict[str, float]:
-        """Counters of the data plane of all models together; see `StepClient.statistics`."""
+        """Return the counters of the data plane of all models together; see `StepClient.statistics`."""
         with self._view.changed:
             clients = sorted(self._clients.items())
         total: dict[str, float] = {}
@@ -226,7 +226,7 @@ class Models:
         return total
 
     def histograms(self) -> dict[str, Histogram]:
-        """The times of gathers, pushes, votes and steps of all models."""
+        """Return the times of gathers, pushes, votes and steps of all models."""
         with self._view.changed:
             clients = list(self._clients.values())
         total: dict[str, Histogram] = {}
@@ -236,7 +236,7 @@ class Models:
         return total
 
     def measures(self) -> dict[str, float]:
-        """The measures in heartbeats: bytes from and to the servers, memory, the version that this worker is at."""
+        """Return the measures in heartbeats: bytes from and to the servers, memory, this worker's version."""
         measures = process_measures(statistics := self.statistics())
         measures["retries"] = statistics.get("retries", 0.0)
         with self._view.changed:

@@ -1,4 +1,4 @@
-"""The job's key-value store for a process that is no member of the job: blocking, over a background loop of its own."""
+"""The job's key-value store for a process outside the job: blocking, over a background loop of its own."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from axon_ps.rpc.background_loop import BackgroundLoop
 from axon_ps.rpc.security import Security
 
 _MARGIN_S = 5.0
-"""How much longer than a call's deadline it is waited for: its own error says more."""
+"""Seconds beyond a call's deadline for which it is waited for: its own error says more."""
 
 T = TypeVar("T")
 
@@ -18,7 +18,7 @@ T = TypeVar("T")
 class OperatorKeys:
     """Keys and values at a coordinator; any thread. Close it when done.
 
-    Calls that can be repeated safely are, so a restart of the coordinator, or another leader, is a pause.
+    Calls that can safely be repeated are repeated: a restart of the coordinator, or another leader, is a pause.
 
     Args:
         address: "host:port" of the coordinator; of several, with commas between them.
@@ -39,14 +39,14 @@ class OperatorKeys:
         self._run(self._client.kv_put(key, value, self._timeout_s))
 
     def kv_get(self, key: str) -> bytes | None:
-        """The value of a key; None when there is none."""
+        """Return the value of a key; None when there is none."""
         return self._run(self._client.kv_get(key, self._timeout_s))
 
     def kv_wait(self, key: str, timeout_s: float | None = None) -> bytes:
-        """The value of a key as soon as there is one.
+        """Return the value of a key as soon as there is one.
 
         Raises:
-            Timeout: nobody stored it in time.
+            Timeout: it was not stored in time.
         """
         limit_s = self._timeout_s if timeout_s is None else timeout_s
         return self._loop.run(self._client.kv_wait(key, limit_s), limit_s + _MARGIN_S)
@@ -56,22 +56,22 @@ class OperatorKeys:
         return self._run(self._client.kv_add(key, amount, self._timeout_s))
 
     def kv_compare_and_set(self, key: str, expected: bytes, value: bytes) -> bool:
-        """Store `value` if the present one equals `expected` (empty = absent); whether it was stored.
+        """Store `value` if the present one equals `expected` (empty = absent); returns whether it was stored.
 
-        After an error: when it is `Broken` or `Timeout`, it may have been stored.
+        After an error: after `Broken` or `Timeout` the value may have been stored.
         """
         return self.kv_swap(key, expected, value)[0]
 
     def kv_swap(self, key: str, expected: bytes, value: bytes) -> tuple[bool, bytes]:
-        """`kv_compare_and_set` that also returns the value present afterwards (empty = absent)."""
+        """As `kv_compare_and_set`; also returns the value present afterwards (empty = absent)."""
         return self._run(self._client.kv_swap(key, expected, value, self._timeout_s))
 
     def kv_delete(self, key: str) -> bool:
-        """Remove a key; whether it existed."""
+        """Remove a key; returns whether it existed."""
         return self._run(self._client.kv_delete(key, self._timeout_s))
 
     def close(self) -> None:
-        """Close the connection; once."""
+        """Close the connection; call it once."""
         self._run(self._client.close())
         self._loop.close()
 

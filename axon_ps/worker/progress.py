@@ -1,7 +1,7 @@
 """The progress that a training script reports: written by `World.report`, shown by `axon-ps status`.
 
-One small value in the job's key-value store, which its main process updates. At most one message is in flight, and at
-most one is sent per second: reporting after every step costs a step nothing.
+It is one small value in the job's key-value store, updated by the main process. At most one message is in flight, and
+at most one is sent per second: reporting after every step costs a step nothing.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class Progress:
     """Reports the progress of the job.
 
     Args:
-        send: starts storing a value under `KEY`; a future of it.
-        clock: seconds that only grow.
+        send: starts storing a value under `KEY`; returns a future of it.
+        clock: returns monotonic seconds.
     """
 
     def __init__(self, send: Callable[[bytes], Future[None]], clock: Callable[[], float] = time.monotonic) -> None:
@@ -53,7 +53,7 @@ class Progress:
             by_version: whether `step` is the version, since the script has given none.
 
         Raises:
-            InvalidRequest: something is no number, or there are too many.
+            InvalidRequest: a value is not a number, or there are too many.
         """
         report = {"step": step, "steps": steps, "loss": loss}
         if len(values) > _MAX_VALUES:

@@ -1,8 +1,8 @@
 """A worker that cannot join prints why in one line, without a traceback.
 
-A wrong token, address or variable is no error of the script, so a traceback into it would mislead. For such errors the
-hook for uncaught exceptions prints the message only, as the command line does. A script that catches the error is not
-affected.
+A wrong token, address or variable is not an error of the script, so a traceback into it would mislead. For such errors
+the hook for uncaught exceptions prints the message only, as the command line does. A script that catches the error is
+not affected.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _hooked = False
 
 
 def explain(error: BaseException) -> None:
-    """Have `error` printed as one line if it stays uncaught and the script is not its cause."""
+    """Let `error` be printed as one line if it stays uncaught and the script is not its cause."""
     global _last, _hooked
     if not isinstance(error, _NOT_OF_THE_SCRIPT):
         return

@@ -26,7 +26,7 @@ class Rendezvous:
         self._view = view
 
     def barrier(self, name: str, timeout_s: float, ranks: Sequence[int] = ()) -> None:
-        """Enter a barrier; again if the generation changed without a change of workers (by a restore).
+        """Enter a barrier; enter it again if the generation changed without a change of workers (by a restore).
 
         Args:
             name: distinguishes concurrent barriers.
@@ -55,7 +55,7 @@ class Rendezvous:
                     raise
 
     def all_gather(self, name: str, value: bytes, timeout_s: float) -> list[bytes]:
-        """A value of every worker, in rank order, at most 1 MiB each; raises as `barrier` does.
+        """Gather a value of every worker, in rank order, at most 1 MiB each; raises as `barrier` does.
 
         Args:
             name: distinguishes concurrent gathers.

@@ -1,7 +1,7 @@
-"""A subscription to a model of a running job: its parameters, version by version, for whoever is no member of the job.
+"""A subscription to a model of a running job: its parameters, version by version, for processes outside the job.
 
 An evaluator, an average of weights, a sampler or another job subscribes with the coordinator's address and a token; the
-observer's is enough. Values come straight from the shard servers; workers do not notice.
+observer's token is enough. Values come straight from the shard servers, without the workers.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from axon_ps.wire.events import JobState
 from axon_ps.worker.environment import job_of, security_of, worker_config
 
 DEFAULT_TIMEOUT_S = 1800.0
-"""How long a pull may take, unless something else is asked for."""
+"""Seconds that a pull may take by default."""
 CONNECT_TIMEOUT_S = 60.0
-"""Seconds until a coordinator must have answered for the first time; an address that is wrong is known after that."""
+"""Seconds until a coordinator must have answered for the first time; a wrong address is reported after that."""
 
 _DESCRIBE_S = 10.0
 _FILE = "model.safetensors"
@@ -57,10 +57,10 @@ class Weights(NamedTuple):
 
 
 class Subscription:
-    """Versions of one model, newest first to come; see `subscribe`. Iterate over it, or ask for `latest`.
+    """The versions of one model, from the newest on; see `subscribe`. Iterate over it, or call `latest`.
 
-    What it gives is immutable: an array that did not change is the same object in both versions, and what you keep of
-    a version stays what it was. A subscription is for one thread at a time; make another for another thread.
+    Its arrays are immutable: an array that did not change is the same object in both versions, and the arrays that you
+    keep of a version keep their values. A subscription is for one thread at a time; make another for another thread.
 
     Args:
         model: name of the model; empty = the only one.
@@ -110,7 +110,7 @@ class Subscription:
         self._loop = BackgroundLoop("axon-ps-subscription")
 
     def latest(self, timeout_s: float | None = None) -> Weights:
-        """The newest version, now.
+        """Pull the newest version, now.
 
         Args:
             timeout_s: how long it may take, in seconds; None = that of the subscription.
@@ -122,15 +122,15 @@ class Subscription:
             Misuse: the model was released.
             Closed: the subscription was closed.
 
-        After an error: what was pulled before is what it was. Another attempt may be made.
+        After an error: the values pulled before are unchanged. Another attempt may be made.
         """
         return self._pull(-1, 1, timeout_s)
 
     def at(self, version: int, timeout_s: float | None = None) -> Weights:
-        """Exactly one version, which is the present one or yet to come.
+        """Pull exactly one version: the present or a future one.
 
         Args:
-            version: which.
+            version: its number.
             timeout_s: how long it may take, in seconds, the wait for it included; None = that of the subscription.
 
         Raises:
@@ -143,7 +143,7 @@ class Subscription:
         return self
 
     def __next__(self) -> Weights:
-        """The present version at first, then the next one that `every` asks for, once there is one.
+        """Return the present version at first, then the next that `every` selects, once it is there.
 
         Raises:
             AxonError: as `latest`.
@@ -161,11 +161,11 @@ class Subscription:
         return self._subscriber.values
 
     def export(self, directory: str | Path, *also: Saved) -> Path:
-        """Write what was pulled last as a directory that `from_pretrained` of transformers loads.
+        """Write the weights pulled last as a directory that `from_pretrained` of transformers loads.
 
         Args:
-            directory: where; `model.safetensors` in it is replaced at once, when it is all written.
-            also: what saves itself there: the model's configuration, its tokenizer.
+            directory: the destination; `model.safetensors` in it is replaced at once, when all of it is written.
+            also: objects that save themselves there: the model's configuration, its tokenizer.
 
         Returns:
             The file with the parameters.
@@ -189,7 +189,7 @@ class Subscription:
         return Path(directory) / _FILE
 
     def statistics(self) -> dict[str, float]:
-        """Pulls, bytes and chunks that came, attempts that were repeated, versions given up for newer ones."""
+        """Return the numbers of pulls, received bytes and chunks, retries, and versions given up for newer ones."""
         names = ("pulls", "bytes_in", "chunks_in", "retries", "versions_given_up")
         return {name: float(self._subscriber.counters[name]) for name in names}
 
@@ -250,15 +250,15 @@ def subscribe(
             for version, parameters in subscription:
                 evaluate(version, parameters)
 
-    Each version is that of one committed step, in all parameters. The subscriber need not wait for every one: it gets
-    the newest. Servers that die, are promoted or taken out, and another leading coordinator, make a pull slower.
+    All parameters of a version are of one committed step. A subscriber need not take every version: it gets the newest.
+    A pull takes longer when servers die, are promoted or taken out, or when another coordinator becomes the leader.
 
     Args:
-        model: its name in the job; empty = the only one. It may come into being later.
+        model: its name in the job; empty = the only one. It may be registered later.
         dtype: "f32", "bf16" or "f16"; None = as the job sends parameters.
         every: iteration gives versions that are multiples of this (10, "10"), or one after a time ("30s", "5m").
-        changes: have only the elements sent that changed since the version before; exact. It saves bytes where few of
-            the bits do, as with bf16 and small steps, and costs the servers a comparison (docs/subscribe.md).
+        changes: transfer only the elements that changed since the version before; exact. It saves bytes where few of
+            the bits change, as with bf16 and small steps, and costs the servers a comparison (docs/subscribe.md).
         coordinator: "host:port"; empty = as in the environment (`AXON_PS_COORDINATOR`).
         job: name of the job; empty = as in the environment.
         security: TLS and token, which may be the observer's; None = as in the environment.

@@ -29,19 +29,19 @@ class Worker(ABC):
 
     @abstractmethod
     def make_shards(self) -> ShardGroup:
-        """Its client of the shard servers."""
+        """Make its client of the shard servers."""
 
     @abstractmethod
     def make_store(self, coordinator: CoordinatorClient, timeout_s: float) -> Store:
-        """The store for the rendezvous of groups."""
+        """Make the store for the rendezvous of groups."""
 
     @abstractmethod
     async def wait_for_others(self) -> None:
-        """Return when no other worker needs what this one has started; call it when this worker has left."""
+        """Return when no other worker needs the services of this one; call it when this worker has left."""
 
     @abstractmethod
     def close(self) -> None:
-        """End the loop, and what was started for the job. Harmless when repeated."""
+        """End the loop, and the services started for the job. Harmless when repeated."""
 
 
 class ProcessWorker(Worker):

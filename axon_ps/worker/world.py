@@ -50,7 +50,7 @@ from axon_ps.worker.steps.client import StepClient
 from axon_ps.worker.worker import ProcessWorker, Worker
 
 DEFAULT_TIMEOUT_S = 1800.0
-"""How long an operation may wait for slow peers. Losses of members are pushed, so this only ends deadlocks."""
+"""Seconds that an operation may wait for slow peers. Losses of members are pushed, so this only ends deadlocks."""
 
 _HTTP_START_S = 10.0
 
@@ -62,7 +62,7 @@ class World:
     """One worker's membership in a job. Made by `World.init()`; a context manager.
 
     Args:
-        worker: what joins the job; closed with the world.
+        worker: the worker that joins the job; closed with the world.
         timeout_s: default deadline of every operation, in seconds.
 
     Raises:
@@ -71,7 +71,7 @@ class World:
     Attributes:
         view: the members, as this worker knows them.
         models: the models of the job in this process, and this worker's part in their steps.
-        attachments: what this worker attaches to checkpoints: buffers.
+        attachments: the buffers that this worker attaches to checkpoints.
         recorder: the last collectives.
     """
 
@@ -133,7 +133,7 @@ class World:
         """Join the job and wait until every member it needs has joined.
 
         Args:
-            config: how to join; None = from the environment (docs/environment.md). Where that names no coordinator, as
+            config: how to join; None = from the environment (docs/environment.md). If that names no coordinator, as
                 under torchrun, the workers start one, and shard servers.
             timeout_s: default deadline of every operation on this world, in seconds.
             join_timeout_s: how long to wait for the coordinator and for the other members, in seconds.
@@ -143,7 +143,7 @@ class World:
             Broken: the job's services could not be started.
             Misuse: this process is a fork of a worker, or `multiprocessing` has started it and it is importing the main
                 module again.
-            Unreachable: nobody answers at the coordinator's address.
+            Unreachable: no process answers at the coordinator's address.
             PermissionDenied: wrong job name or token.
             Timeout: members are missing; the message says which.
 
@@ -167,7 +167,7 @@ class World:
     def _join(
         cls, workers: Sequence[Worker], timeout_s: float, start_timeout_s: float | None, join_timeout_s: float
     ) -> list[World]:
-        """The worlds of workers that have one loop, once all that their job needs have joined."""
+        """Return the worlds of workers that share a loop, once all members that their job needs have joined."""
         worlds: list[World] = []
 
         async def start() -> None:
@@ -263,7 +263,7 @@ class World:
 
     @property
     def is_main_process(self) -> bool:
-        """Whether this is the worker of lowest rank: the one that logs and saves."""
+        """True if this is the worker of lowest rank, which logs and saves."""
         return self.rank == self.membership.workers[0].rank
 
     @property
@@ -271,14 +271,14 @@ class World:
         """All workers of the current generation.
 
         Raises:
-            MemberLost: this worker is no member any more.
+            MemberLost: this worker is not a member any more.
             Closed: the world was closed.
         """
         self._limit(None)
         return self._groups.default()
 
     def new_group(self, ranks: Sequence[int], *, backend: str = "auto") -> ProcessGroup:
-        """A group of some workers; every worker must call it, with the same world ranks.
+        """Make a group of some workers; every worker must call it, with the same world ranks.
 
         Args:
             ranks: world ranks, in their order in the group.
@@ -297,10 +297,10 @@ class World:
         return group.new_group([group.ranks.index(r) for r in ranks], backend=backend)
 
     def node_group(self) -> ProcessGroup:
-        """A new group of the workers on this worker's node; only they need to call it.
+        """Make a group of the workers on this worker's node; only they need to call it.
 
         Raises:
-            MemberLost: this worker is no member any more.
+            MemberLost: this worker is not a member any more.
             Closed: the world was closed.
         """
         self._limit(None)
@@ -308,9 +308,9 @@ class World:
 
     @staticmethod
     def current() -> World | None:
-        """The world that this process has joined last and not closed; None when there is none.
+        """Return the world that this process has joined last and not closed; None when there is none.
 
-        In a thread that has entered a world of `mock`, that one.
+        In a thread that has entered a world of `mock`, it is that world.
         """
         return cast("World | None", current_world.current())
 
@@ -326,11 +326,11 @@ class World:
     def mock(
         world_size: int | None = None, *, shards: int = 1, nodes: int = 1, timeout_s: float = MOCK_TIMEOUT_S
     ) -> World | list[World]:
-        """A job inside this process, in milliseconds and without sockets: for tests, and for trying things out.
+        """Start a job inside this process, in milliseconds and without sockets: for tests, and for trying things out.
 
         Coordinator and shard servers are the real ones, so all features work: sharding strategies, optimizers,
-        checkpoints. Its workers are threads of this process and share the interpreter, so there is neither a device for
-        each nor a crash of one.
+        checkpoints. Its workers are threads of this process and share the interpreter, so a worker has no device of its
+        own and cannot crash alone.
 
             with World.mock() as world: ...               # one worker, in this thread
             for world in World.mock(2): start a thread that does `with world: train()`
@@ -373,7 +373,7 @@ class World:
         return self._timeout_s if timeout_s is None else timeout_s
 
     def statistics(self) -> dict[str, float]:
-        """Counters of this worker: bytes and streams to the servers, collectives and their durations."""
+        """Return the counters of this worker: bytes and streams to the servers, collectives and their durations."""
         return self.models.statistics() | self.recorder.statistics()
 
     def report(
@@ -381,16 +381,16 @@ class World:
     ) -> None:
         """Report the progress of training, for `axon-ps status`. Call it as often as you like.
 
-        Only the main process reports, at most once a second; nobody waits for anything.
+        Only the main process reports, at most once a second. A report never waits.
 
         Args:
-            step: steps made; None = the version, which is shown as it is then, and not as it was reported.
+            step: steps made; None = the version, shown as it is at that moment, and not as it was reported.
             steps: how many there will be, if that is known: in all, or in this run of the job's workers.
             loss: the loss.
             values: further values to show, by name: `tokens_per_s=12_000.0`.
 
         Raises:
-            InvalidRequest: a value is no number.
+            InvalidRequest: a value is not a number.
         """
         self._limit(None)
         if self.is_main_process:
@@ -401,26 +401,26 @@ class World:
     def log_to(
         self, make: Callable[[], Logger], *, hyperparams: Mapping[str, Any] | None = None, statistics: bool = False
     ) -> None:
-        """From now on give what `report` is given to a logger, too, at the committed version.
+        """Pass the values of `report` to a logger, too, from now on, at the committed version.
 
-        All workers call it; the main process makes the logger, and the next one does if that dies. A version is
-        logged once, so a step that is aborted leaves no second point. Training waits for no logger, and what one raises
-        later is logged as a warning.
+        All workers call it. The main process makes the logger; if it dies, the next main process makes another. A
+        version is logged once, so an aborted step leaves no second point. Training does not wait for a logger, and a
+        later error of the logger is logged as a warning.
 
         Args:
-            make: returns one of `axon_ps.observe.loggers`, or of your own: `lambda: TensorBoardLogger("runs/one")`.
+            make: returns a logger of `axon_ps.observe.loggers`, or your own: `lambda: TensorBoardLogger("runs/one")`.
             hyperparams: the settings of the run.
             statistics: whether the main process's counters are logged, too, as "worker/NAME".
 
         Raises:
             ConfigurationError: the logger's library is not installed.
-            InvalidRequest: what `make` returns is no logger.
+            InvalidRequest: `make` does not return a logger.
         """
         self._limit(None)
         self._curves.add(make, hyperparams or {}, statistics=statistics, is_main=self.is_main_process)
 
     def server_statistics(self, server: int, timeout_s: float = 10.0) -> dict[str, float]:
-        """Counters of a shard server: memory by kind, bytes, chunks, encodings, steps.
+        """Return the counters of a shard server: memory by kind, bytes, chunks, encodings, steps.
 
         Args:
             server: its rank.
@@ -428,7 +428,7 @@ class World:
 
         Raises:
             Unreachable: no process listens at its address.
-            Timeout: it did not reply in time, or is no member.
+            Timeout: it did not reply in time, or is not a member.
         """
         self._limit(None)
         return self._loop.run(self._shards.stats(server, context=self._coordinator.context, timeout_s=timeout_s))
@@ -440,14 +440,14 @@ class World:
         self._loop.run(self._coordinator.kv_put(key, value, timeout_s=self._limit(None)))
 
     def kv_get(self, key: str) -> bytes | None:
-        """The value of a key; None when there is none."""
+        """Return the value of a key; None when there is none."""
         return self._loop.run(self._coordinator.kv_get(key, timeout_s=self._limit(None)))
 
     def kv_wait(self, key: str, timeout_s: float | None = None) -> bytes:
-        """The value of a key as soon as there is one.
+        """Return the value of a key as soon as there is one.
 
         Raises:
-            Timeout: nobody stored it in time.
+            Timeout: it was not stored in time.
         """
         return self._loop.run(self._coordinator.kv_wait(key, timeout_s=self._limit(timeout_s)))
 
@@ -464,14 +464,14 @@ class World:
         return self._loop.run(self._coordinator.kv_delete(key, timeout_s=self._limit(None)))
 
     def agree(self, name: str, value: Any) -> Any:
-        """The value that the first worker gave for `name`: the same for everybody, without waiting for anybody.
+        """Return the value that the first worker gave for `name`: the same on every worker, without waiting for any.
 
-        Workers use it to agree on something although one of them may join late: the seed, how long to train. The job
-        stores it. Put what may change into the name: `world.agree(f"steps/{version}", ...)`.
+        Workers use it to agree on something although a worker may join late: the seed, how long to train. The job
+        stores the value. Put anything that may change into the name: `world.agree(f"steps/{version}", ...)`.
 
         Args:
             name: at most 500 bytes.
-            value: what `all_gather_object` takes, at most 1 MiB of it.
+            value: a value that `all_gather_object` takes, at most 1 MiB.
 
         Raises:
             InvalidRequest: `value` cannot be sent; the message says what can.
@@ -486,7 +486,7 @@ class World:
         coordinator and so works for new workers, too; `all_gather_object` is for a group, for larger values and faster.
 
         Args:
-            value: what `all_gather_object` takes, at most 1 MiB of it.
+            value: a value that `all_gather_object` takes, at most 1 MiB.
             name: distinguishes concurrent gathers.
             timeout_s: how long to wait for the others, in seconds.
 
@@ -533,9 +533,9 @@ class World:
     ) -> CheckpointInfo | LoopWork[CheckpointInfo]:
         """Have the shard servers write parameters and optimizer state of all models; training may go on.
 
-        Each model is written at one version. Call it on one worker. Returns when the checkpoint is complete, or with
-        `async_op` at once; this worker may then train on, too, and the checkpoint has the version of each model at
-        the time of the call all the same.
+        Each model is written at one version. Call it on one worker. It returns when the checkpoint is complete, or with
+        `async_op` at once. This worker may then train on, too: the checkpoint has the version of each model at the time
+        of the call.
 
         Args:
             uri: directory or fsspec URI that every shard server can write to.
@@ -544,7 +544,7 @@ class World:
                 `axon_ps.storage.state_file`.
             timeout_s: how long it may take, in seconds.
             async_op: return a `Work` whose `wait()` gives the `CheckpointInfo`. Wait for it before closing the world.
-                It is throttled, so that steps hardly notice, and takes longer.
+                It is throttled, so that steps are hardly slower, and takes longer.
 
         Raises:
             CheckpointError: it could not be written; `StorageFull` when there is no space. An incomplete one
@@ -576,10 +576,10 @@ class World:
         return self._checkpoints.restore(uri, models, self._limit(timeout_s))
 
     def resume_checkpoint(self, uri: str, *, timeout_s: float | None = None) -> None:
-        """Have the job begin at a checkpoint; every worker calls it, after all models have been wrapped.
+        """Begin the job at a checkpoint; every worker calls it, after all models have been wrapped.
 
-        The worker of lowest rank restores, the others wait for that. If the parameters have been
-        restored before (a restarted worker finds that), nothing happens, without waiting.
+        The worker of lowest rank restores, and the others wait for that. If the parameters were restored before, as
+        when this worker was restarted, it returns at once.
 
         Args:
             uri: as for `restore_checkpoint`.
@@ -603,7 +603,7 @@ class World:
 
         Raises:
             InvalidRequest: a unit does not fit the layout.
-            Broken: the worker of lowest rank failed; the message says with what.
+            Broken: the worker of lowest rank failed; the message has its error.
             Timeout: a worker or a server is missing.
 
         After an error: the values on the servers may be incomplete; call it again, or restore a checkpoint.
@@ -651,7 +651,7 @@ class World:
         A worker that has started the job's services waits here until the other workers are done.
 
         Raises:
-            Misuse: this process is a fork of the one that joined; that one is still a member.
+            Misuse: this process is a fork of the process that joined, which is still a member.
         """
         fork.check()
         if self._closed:
@@ -687,7 +687,7 @@ class World:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if not fork.is_fork():  # which leaves the block, and not the job
+        if not fork.is_fork():  # a fork leaves the block, and not the job
             self.close(finished=no_error_handled())
 
 
@@ -697,9 +697,9 @@ def _measures(models: weakref.ref[Models]) -> Mapping[str, float]:
 
 
 def _on_event(reference: weakref.ref[World], event: Event) -> None:
-    """Pass an event on; threads that wait for a membership wake up only when everything has it.
+    """Pass an event on; threads that wait for a membership wake up only when every part of the world has it.
 
-    By a weak reference, so that a world that nobody refers to can be freed.
+    The reference is weak, so that an unused world can be freed.
     """
     if (world := reference()) is None:
         return
@@ -715,7 +715,7 @@ def _on_event(reference: weakref.ref[World], event: Event) -> None:
 
 
 def world_of(group: ProcessGroup) -> World:
-    """The world that a group belongs to.
+    """Return the world that a group belongs to.
 
     Raises:
         Misuse: it has none, since it was made of a backend.
@@ -732,9 +732,9 @@ def _mock_worlds(
 
 
 def _mock_world(backend: Backend) -> World:
-    """The world of a `MockBackend`'s rank, of a job in this process that begins when the first rank asks for its own.
+    """Return the world of a `MockBackend`'s rank; the first call starts the job, in this process.
 
-    After an error: the next one that asks tries again.
+    After an error: the next call tries again.
     """
     from axon_ps.collectives.backends.mock import MockBackend
 

@@ -1,4 +1,4 @@
-"""What the coordinator's container runs: `axon-ps coordinator`, with the container's places as defaults."""
+"""The program of the coordinator's container: `axon-ps coordinator`, with the container's paths as defaults."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Removes from an image what its service does not run: shells, package managers, perl, pip, and all other programs.
 
-What stays is Python, what it loads, our command and torchrun, and the list of packages (/var/lib/dpkg/status), which
-scanners read. Started as root, without a shell, as the last thing of a Dockerfile:
+Python stays, with its libraries, our command and torchrun, and the list of packages (/var/lib/dpkg/status), which
+scanners read. It is started as root, without a shell, as the last instruction of a Dockerfile:
 
     RUN ["python3", "/app/only_python.py"]
 """
@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 PROGRAMS = ("/bin", "/sbin", "/usr/bin", "/usr/sbin", "/usr/local/bin", "/usr/local/sbin", "/opt/venv/bin")
-KEPT = ("python*", "axon-ps", "torchrun", "ldconfig*")  # by ldconfig libraries are found
+KEPT = ("python*", "axon-ps", "torchrun", "ldconfig*")  # ldconfig finds libraries
 TREES = (
     "/usr/lib/apt",
     "/usr/lib/dpkg",
@@ -31,7 +31,7 @@ TREES = (
 
 
 def programs() -> Iterator[Path]:
-    """What would be found by its name and is not Python."""
+    """Yield the programs that would be found by their names, and are not kept."""
     folders = {Path(folder).resolve() for folder in PROGRAMS if Path(folder).is_dir()}
     for program in (each for folder in sorted(folders) for each in folder.iterdir()):
         if not any(program.match(kept) for kept in KEPT):

@@ -1,5 +1,5 @@
 #!/bin/sh
-# Installs into /opt/venv what services/locks/ says for EXTRAS, every file by its hash, and takes away what nothing runs.
+# Installs the packages of services/locks/ for EXTRAS into /opt/venv, every file by its hash, and removes unused files.
 #
 # PyTorch's CPU build is not on the index that the locks are of: it comes by its version from wheels/ or TORCH_INDEX_URL, and by
 # its hash too where TORCH_HASHES has them ("sha256:... sha256:...", one for each platform).
@@ -48,8 +48,8 @@ else # torch needs the first, and may use the others
 fi
 find . -name '*.[ach]' -o -name '*.py[ix]' -o -name '*.pxd' | xargs rm -f
 
-# Symbols that only a debugger reads. Not of *.libs and of two of numba's: auditwheel has moved their segments, which strip
-# then misplaces; works.py would notice.
+# Strip symbols that only a debugger reads. Those of *.libs and of two of numba's files stay: auditwheel has moved their
+# segments, which strip would misplace; works.py would notice.
 for package in aiohttp cryptography frozenlist llvmlite multidict numba numpy propcache safetensors wrapt yarl; do
     if [ -d "$package" ]; then
         find "$package" -type f -name '*.so' ! -name '???pool.*' -exec strip --strip-unneeded {} +

@@ -1,6 +1,6 @@
-"""Proves, while an image is built, that what was left out and stripped is not missed.
+"""Proves, while an image is built, that nothing that was left out or stripped is missed.
 
-Loads every library of the environment, and has LLVM, BLAS and the certificates' library work.
+It loads every library of the environment, and lets LLVM, BLAS and the certificates' library work.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from numba import njit, prange
 NOT_HERE = "cannot open shared object file"
 """A library wants another one, such as TBB, that it can do without: its wheel had it so."""
 LOADED_BY_OTHERS = {"torch", "nvidia", "cupy", "triton", "cuda", "cupy_backends"}
-"""What is as its wheel has it, and wants GPUs or what its own package loads first."""
+"""Packages that are as in their wheels: their libraries want GPUs, or others that the package loads first."""
 
 
 def broken_libraries(site: Path) -> list[str]:
-    """The shared libraries that cannot be loaded, with the reason."""
+    """Return the shared libraries that cannot be loaded, with the reason."""
     broken = []
     for library in sorted(site.rglob("*.so*")):
         if library.relative_to(site).parts[0] in LOADED_BY_OTHERS:
@@ -36,7 +36,7 @@ def broken_libraries(site: Path) -> list[str]:
 
 @njit(parallel=True, nogil=True)
 def doubled(values: np.ndarray) -> float:
-    """A loop of several threads, compiled."""
+    """Run a compiled loop in several threads."""
     total = 0.0
     for i in prange(values.size):
         total += 2.0 * values[i]

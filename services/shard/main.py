@@ -1,4 +1,4 @@
-"""What a shard server's container runs: `axon-ps shard`, with the container's places as defaults."""
+"""The program of a shard server's container: `axon-ps shard`, with the container's address and ports as defaults."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a worker's container runs to ask for its health: it serves nothing, so whether its coordinator answers."""
+"""The health check of a worker's container: a worker serves nothing, so its coordinator must answer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a worker's container runs: `axon-ps run` on a coordinator elsewhere (AXON_PS_COORDINATOR names it)."""
+"""The program of a worker's container: `axon-ps run` on a coordinator elsewhere (AXON_PS_COORDINATOR names it)."""
 
 from __future__ import annotations
 

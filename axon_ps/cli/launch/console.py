@@ -51,7 +51,7 @@ class Console:
         self.on_broken_pipe: Callable[[], None] = lambda: None
 
     def source(self, name: str) -> ProcessOutput:
-        """A new process of this name; the replacement of an earlier one gets its colour."""
+        """Add a process of this name; the replacement of an earlier one gets its colour."""
         earlier = next((source.colour for source in self._sources if source.name == name), None)
         source = ProcessOutput(self, name, earlier or _COLOURS[len(self._sources) % len(_COLOURS)])
         self._sources.append(source)
@@ -76,7 +76,7 @@ class Console:
             self._err.flush()
 
     def end_progress(self) -> None:
-        """The process has finished the line it was rewriting."""
+        """Remove the line that a process was rewriting, since it is finished."""
         if self._progress:
             self._progress = ""
             self._err.write("\r\x1b[2K")
@@ -104,9 +104,9 @@ class ProcessOutput:
 
     Attributes:
         name: the prefix of its lines.
-        failed_at: the number, among all lines of the console, of its first traceback or error line (one of axon_ps
-            begins with "axon-ps: "), or, if it wrote none, of the next line when it ended; None before that. The
-            lowest one is of the process that failed first.
+        failed_at: the number, among all lines of the console, of its first traceback or error line (those of axon_ps
+            begin with "axon-ps: "). If it wrote none, it is the number of the next line when it ended; None before
+            that. The process with the lowest number failed first.
     """
 
     def __init__(self, console: Console, name: str, colour: int) -> None:
@@ -128,20 +128,20 @@ class ProcessOutput:
             self._console.progress(self, stream.rewritten)
 
     def last_errors(self) -> Sequence[str]:
-        """The end of its standard error, from the last traceback on, else the last few lines."""
+        """Return the end of its standard error, from the last traceback on, else the last few lines."""
         lines = list(self._errors)
         starts = [i for i, line in enumerate(lines) if _bare(line).startswith(TRACEBACK)]
         return lines[starts[-1] :] if starts else lines[-10:]
 
     def error(self) -> str:
-        """The error that ended it, in one line: that of its last traceback, or of axon_ps; empty if it wrote none."""
+        """Return the error that ended it, in one line: of its last traceback, or of axon_ps; empty if it wrote none."""
         first, *rest = [_bare(line) for line in self.last_errors()] or [""]
         if first.startswith(TRACEBACK):
             return next((line for line in rest if line and not line[0].isspace()), "")
         return next((line.removeprefix(OURS) for line in (*reversed(rest), first) if line.startswith(OURS)), "")
 
     def ended(self) -> None:
-        """The process has ended; what it has written may come yet."""
+        """Note that the process has ended; its last output may still come."""
         if self.failed_at is None:
             self.failed_at = self._console.lines
 
@@ -171,7 +171,7 @@ class ProcessOutput:
 
 
 class _Stream:
-    """Bytes in, lines out; of a line that is being rewritten only the present state is stored."""
+    """Converts bytes to lines; of a line that is being rewritten only the present state is stored."""
 
     def __init__(self) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
@@ -179,7 +179,7 @@ class _Stream:
         self.rewritten = ""
 
     def lines(self, data: bytes) -> Iterator[str]:
-        """The lines that `data` completes; empty `data` is the end, which completes the last line."""
+        """Return the lines that `data` completes; empty `data` is the end, which completes the last line."""
         text = self._rest + self._decoder.decode(data, final=not data)
         *complete, rest = text.split("\n")
         self.rewritten = _visible(rest) if "\r" in rest else ""
@@ -191,10 +191,10 @@ class _Stream:
 
 
 def _bare(line: str) -> str:
-    """A line of a traceback without the rank that torch.distributed writes before it."""
+    """Return a line of a traceback without the rank that torch.distributed writes before it."""
     return _RANK.sub("", line, count=1) if _RANK.match(line) else line
 
 
 def _visible(line: str) -> str:
-    """The part of a line that a terminal shows after its carriage returns."""
+    """Return the part of a line that a terminal shows after its carriage returns."""
     return _CURSOR.sub("", line.rstrip("\r").rpartition("\r")[2])

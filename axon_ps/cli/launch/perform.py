@@ -1,12 +1,12 @@
 """Performing a launch: coordinator, shard servers and workers as child processes, watched until the end.
 
-How it ends:
-- every worker exits with 0: the services are asked to drain, exit code 0.
+It ends in one of three ways:
+- every worker exits with 0: the services are asked to drain; the exit code is 0.
 - a worker fails without a restart left (see `workers`), or a service fails: everything else is ended; its exit code is
   that of the command. Its traceback, and below it a line that names it and its error, are the last on the screen. A
   service that fails is started again where the job can go on with it; see `_Launcher._watch_service`.
-- Ctrl-C or SIGTERM: workers get it first (SIGINT as `KeyboardInterrupt`), services after them; 130 or 143.
-  A second signal kills all.
+- Ctrl-C or SIGTERM: workers get it first (SIGINT as `KeyboardInterrupt`), services after them; the exit code is 130 or
+  143. A second signal kills all.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ from axon_ps.storage.state_store.sqlite import UNSYNCED
 WORKER_GRACE_S = 5.0
 SERVICE_GRACE_S = 10.0
 SERVICE_RESTARTS = 5
-"""So often in a row a service is started again; see `restarts`."""
+"""Most restarts of a service in a row; see `restarts`."""
 
 
 async def perform(launch: Launch, settings: Settings) -> int:
-    """Run it to the end and return the exit code."""
+    """Run a launch to its end and return the exit code."""
     console = Console(sys.stdout, sys.stderr, colour=sys.stderr.isatty())
     launcher = _Launcher(launch, settings, console)
     try:
@@ -61,7 +61,7 @@ class _Launcher:
         self._master_port = launch.master_port or free_ports()
         self._cpus = len(os.sched_getaffinity(0))
         self._address = ""  # of the coordinator, once it is known
-        self._workers_address = ""  # of what workers take for the coordinator
+        self._workers_address = ""  # of the process that workers take for the coordinator
         self._url = ""  # of the coordinator's HTTP endpoint, if it is this node's
         self._starts_coordinator = not settings.coordinator and launch.node_rank <= 0
         self._private: Path | None = None  # directory for files that other users must not read, once there are any
@@ -85,7 +85,7 @@ class _Launcher:
         return 0
 
     async def end_everything(self) -> None:
-        """Workers first, then shard servers, which leave the job, then the coordinator."""
+        """End the workers first, then the shard servers, which leave the job, then the coordinator."""
         steps = [(signal.SIGTERM, WORKER_GRACE_S)]
         if self._console.interrupted:
             steps.insert(0, (signal.SIGINT, WORKER_GRACE_S))
@@ -160,7 +160,7 @@ class _Launcher:
             self._services.append(self._start_shard(index, coordinator))
 
     async def _compile_loops(self) -> None:
-        """Once on a machine, and before what calls them: neither servers nor workers wait for a compiler."""
+        """Compile the loops, once on a machine and before they are called: no server or worker waits for a compiler."""
         if loop_cache.is_complete():
             return
         from axon_ps.shard import loops
@@ -198,7 +198,7 @@ class _Launcher:
         return len(self._services) - self._launch.shards_here
 
     def _roots(self) -> Mapping[str, str]:
-        """Shard servers open checkpoints where the coordinator does."""
+        """Return the variable that lets shard servers open checkpoints where the coordinator does."""
         from axon_ps.rpc.auth.loopback import is_private
         from axon_ps.storage.roots import roots_of_children
 
@@ -252,7 +252,7 @@ class _Launcher:
             self._console.print(f"axon-ps: to watch it in a browser: {self._url}{asks}")
 
     def _new_token_file(self) -> Path | None:
-        """A file with the token that the launcher generated, for this user only; None if it generated none."""
+        """Make a file with the token that the launcher generated, for this user only; None if it generated none."""
         if not self._launch.token or self._settings.resolved_token:
             return None
         path = self._private_file("token")
@@ -261,10 +261,10 @@ class _Launcher:
         return path
 
     def _private_file(self, name: str) -> Path:
-        """A path in a directory of this user that goes with the launch.
+        """Return a path in a directory of this user that is removed with the launch.
 
         Raises:
-            ConfigurationError: none can be made.
+            ConfigurationError: the directory cannot be made.
         """
         if self._private is None:
             try:
@@ -274,7 +274,7 @@ class _Launcher:
         return self._private / name
 
     def _worker_environment(self) -> dict[str, str]:
-        """The variables that all workers of this node get; each gets its ranks in addition."""
+        """Return the variables that all workers of this node get; each gets its ranks in addition."""
         launch = self._launch
         variables = {
             "MASTER_ADDR": launch.master_addr,
@@ -297,7 +297,10 @@ class _Launcher:
         return self._settings.environment(token=self._launch.token) | ({"AXON_PS_TLS": "1"} if self._launch.tls else {})
 
     def _node(self) -> dict[str, str]:
-        """Launches on one host with several --node-rank are several nodes; otherwise the host name is the node."""
+        """Return the variable of the node; none if the host name is the node.
+
+        Launches on one host with several --node-rank are several nodes.
+        """
         if self._settings.node or self._launch.nnodes == 1 or self._launch.node_rank < 0:
             return {}
         return {"AXON_PS_NODE": f"{socket.gethostname()}/{self._launch.node_rank}"}
@@ -321,10 +324,10 @@ class _Launcher:
             await asyncio.wait((working, *services))
 
     async def _watch_service(self, at: int) -> None:
-        """Return when a service has ended for good. One that fails is started again where the job goes on with it.
+        """Return when a service has ended for good. If it fails and the job can go on, it is started again.
 
-        It goes on with a coordinator that has its state; with a shard server if others hold its slices, or checkpoints
-        are restored; with a proxy always. One that was drained is not missed.
+        The job can go on with a coordinator that has its state. It can go on with a shard server if others hold its
+        slices, or checkpoints are restored. It can always go on with a proxy. A drained shard server is not replaced.
         """
         restarts = Restarts(SERVICE_RESTARTS, time.monotonic(), in_a_row=True)
         while True:
@@ -344,7 +347,7 @@ class _Launcher:
             restarts.began(time.monotonic())
 
     def _goes_on(self, at: int) -> str:
-        """The way in which the job goes on with another process in the place of a service; "" = it cannot."""
+        """Return the way in which the job goes on with another process in the place of a service; "" = it cannot."""
         launch = self._launch
         if at >= self._first_shard:
             if launch.shards > 1 and launch.replication != 1:
@@ -355,7 +358,7 @@ class _Launcher:
         return "its workers come back"
 
     def _start_again(self, at: int) -> Process:
-        """Another process in the place of a service, where others look for it."""
+        """Start another process in the place of a service, where others look for it."""
         if at >= self._first_shard:
             return self._start_shard(at - self._first_shard, self._address)
         if at == 0 and self._starts_coordinator:
@@ -385,9 +388,9 @@ class _Launcher:
         return 128 + number
 
     async def _await_causes(self) -> None:
-        """Let workers end, for a while, that are dying, or whose error was on the screen before that of one that ended.
+        """Wait for a while for workers that are dying, or whose error was on the screen before that of the failed.
 
-        They are the cause; one that is signalled before counts as ended by the launcher.
+        They are the cause. A worker that the launcher signals before it ends counts as ended by the launcher.
         """
         failed_at = min((p.source.failed_at or 0 for p in self._failed()), default=0)
         running = [p for p in self._workers.exhausted() if p.is_running]
@@ -396,16 +399,16 @@ class _Launcher:
             await asyncio.wait([asyncio.ensure_future(p.wait()) for p in causes], timeout=WORKER_GRACE_S)
 
     def _failed(self) -> list[Process]:
-        """The processes that failed, the one first whose error was on the screen first: it caused the others.
+        """Return the processes that failed, in the order of their errors on the screen: the first caused the others.
 
-        One that a signal has ended without an error comes before them: nobody's error kills another. (A worker that was
-        restarted failed by itself, or it would be running.)
+        A process that a signal has ended without an error comes before them: an error does not kill other processes. (A
+        worker that was restarted failed by itself, or it would be running.)
         """
         failed = [p for p in (*self._services, *self._workers.exhausted()) if p.failed]
         return sorted(failed, key=lambda p: (not p.was_killed, p.source.failed_at or 0))
 
     def _report(self, culprit: Process) -> None:
-        """Print what it wrote, unless it is there already, and then, last of all, who failed and why."""
+        """Print its last errors, unless they are there already, and then, last of all, its name and the reason."""
         for line in culprit.source.last_errors() if self._console.last_writer is not culprit.source else ():
             self._console.line(culprit.source, line, error=True)
         ending = f"it {culprit.child.ending}{self._workers.history(culprit)}"

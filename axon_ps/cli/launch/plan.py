@@ -75,7 +75,7 @@ class Launch:
         return self.state not in ("", "memory")
 
     def http_port_of(self, index: int) -> int | None:
-        """The HTTP port of a shard server of this node, by its position here, from 0."""
+        """Return the HTTP port of a shard server of this node, by its position here, from 0."""
         return self.http_port and self.http_port + 1 + index
 
     @property

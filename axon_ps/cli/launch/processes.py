@@ -2,7 +2,7 @@
 
 Owns: reading what a child writes. Starting it, signals and reaping are those of `host.children`.
 
-Invariant: a process is reaped, and what it left behind killed, before the launcher returns.
+Invariant: a process is reaped, and the processes that it left behind are killed, before the launcher returns.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from axon_ps.host.children import Child
 PYTHON = (sys.executable, "-P")
 _READ_BYTES = 1 << 16
 _DRAIN_OUTPUT_S = 2.0
-"""How long to read the output of a process that has ended, if a daemon that it left behind holds it open."""
+"""Seconds to read the output of a process that has ended, if a daemon that it left behind holds it open."""
 
 
 class Process:
@@ -68,12 +68,12 @@ class Process:
 
     @property
     def is_running(self) -> bool:
-        """Whether it has not ended, or its output has not been read to the end."""
+        """True if it has not ended, or its output has not been read to the end."""
         return not self._ended.done()
 
     @property
     def failed(self) -> bool:
-        """Whether it ended by itself with an exit code other than 0."""
+        """True if it ended by itself with an exit code other than 0."""
         return not self.is_running and not self.child.was_signalled and self.exit_code != 0
 
     @property
@@ -92,7 +92,7 @@ class Process:
         await asyncio.shield(self._ended)
 
     async def address(self) -> str:
-        """The address of a service, as soon as it listens.
+        """Wait until a service listens; returns its address.
 
         Raises:
             AxonError: it ended without having listened.

@@ -1,7 +1,7 @@
-"""The number of restarts of a process of `axon-ps run`, and the pause before each. Pure: time is passed in.
+"""The number of restarts of a process of `axon-ps run`, and the pause before each; pure: time is passed in.
 
-One rule for workers and shard servers: at once the first time, then after 1, 2, 4, ... `MAX_PAUSE_S`. A process that
-has run for `STEADY_S` failed for another reason than its predecessors: the pauses begin anew.
+The rule for workers and services: the first restart is at once, the next are after 1, 2, 4, ... `MAX_PAUSE_S` seconds.
+A process that has run for `STEADY_S` failed for another reason than its predecessors: the pauses begin anew.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ STEADY_S: Final = 60.0
 
 
 class Restarts:
-    """The restarts of one place: of a worker's rank, or of a shard server's.
+    """The restarts of one place: of a worker's rank, or of a service.
 
     Args:
         limit: how many there may be.
@@ -22,7 +22,7 @@ class Restarts:
 
     Attributes:
         limit: as given.
-        count: how many there were, of those that the limit is for.
+        count: restarts so far, of those that the limit is for.
     """
 
     def __init__(self, limit: int, now: float, *, in_a_row: bool = False) -> None:
@@ -34,11 +34,11 @@ class Restarts:
 
     @property
     def left(self) -> bool:
-        """Whether another one would be allowed now."""
+        """True if another restart would be allowed now."""
         return self.count < self.limit
 
     def ended(self, now: float) -> float | None:
-        """The process has failed: after how many seconds to start the next; None = not at all."""
+        """Note that the process has failed; returns the seconds until the next is started, None = it is not."""
         if now - self._began_s > STEADY_S:
             self._quick = 0
             if self._in_a_row:
@@ -51,10 +51,10 @@ class Restarts:
         return pause_s
 
     def began(self, now: float) -> None:
-        """The next process starts."""
+        """Note that the next process starts."""
         self._began_s = now
 
     def described(self, how: str, pause_s: float) -> str:
-        """The decision, for the console: "it is started again in 2 s (restart 3 of 5)"."""
+        """Return the decision, for the console: "it is started again in 2 s (restart 3 of 5)"."""
         pause = f" in {pause_s:g} s" if pause_s else ""
         return f"{how}{pause} (restart {self.count} of {self.limit})"

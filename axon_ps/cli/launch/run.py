@@ -181,14 +181,14 @@ def _token(settings: Settings, *, nnodes: int, embedded: bool) -> str:
 
 
 def _uses_own_authority(settings: Settings, host: str) -> bool:
-    """Whether services listen for the network, and neither certificates nor --insecure are given."""
+    """Return True if services listen for the network, and neither certificates nor --insecure are given."""
     from axon_ps.rpc.auth.loopback import is_loopback
 
     return not (is_loopback(host) or settings.insecure or settings.tls_cert or settings.tls_dir)
 
 
 def _resume(launch: Launch, checkpoint_dir: str) -> str:
-    """The checkpoint that the coordinator resumes from; the one that `auto` has found is printed.
+    """Return the checkpoint that the coordinator resumes from; a checkpoint found by `auto` is printed.
 
     Raises:
         ConfigurationError: there is no directory to look in.

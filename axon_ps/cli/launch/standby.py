@@ -1,10 +1,10 @@
-"""A worker in waiting: everything imported, and no rank until one is free. What `axon-ps run --standby` starts.
+"""A standby, as `axon-ps run --standby` starts it: it has imported everything, and has no rank until one is free.
 
     python -m axon_ps.cli.launch.standby SCRIPT [ARGUMENTS...]        or: -m MODULE [ARGUMENTS...]
 
 Most of the time between a worker's death and its successor's first step is Python importing torch. A standby has done
 that already. The launcher writes the environment variables of the place it takes to its standard input (one line of
-JSON), and it becomes the worker: the script runs as `__main__`, with its own arguments, as if Python had been started
+JSON). Then it becomes the worker: the script runs as `__main__`, with its own arguments, as if Python had been started
 with it.
 
 It imports axon_ps and the modules that the script imports at its top, if they are installed or Python's own: the user's
@@ -48,7 +48,7 @@ def main(program: Sequence[str]) -> None:
 
 
 def _prepare(script: str) -> None:
-    """Import what the program will need, as far as possible; it will raise the error itself if something is missing."""
+    """Import the program's modules, as far as possible; the program itself raises the error if one is missing."""
     for name in imports_of(script):
         with contextlib.suppress(Exception):
             importlib.import_module(name)
@@ -59,7 +59,7 @@ def _prepare(script: str) -> None:
 
 
 def imports_of(script: str) -> Iterator[str]:
-    """The modules that a script imports at its top and that are not the user's own."""
+    """Yield the modules that a script imports at its top, without the user's own."""
     try:
         body = ast.parse(Path(script).read_bytes()).body
     except (OSError, SyntaxError, ValueError):
@@ -87,7 +87,7 @@ def _is_installed(name: str) -> bool:
 
 
 def _run_script(path: str) -> None:
-    """Run it as `__main__`, which it stays to the end of the process: for pickles, children and `atexit`."""
+    """Run a script as `__main__`, which it stays to the end of the process: for pickles, children and `atexit`."""
     module = ModuleType("__main__")
     module.__file__ = path
     sys.modules["__main__"] = module
@@ -95,7 +95,7 @@ def _run_script(path: str) -> None:
 
 
 def _without_us(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """The traceback as it would be had Python been started with the script."""
+    """Print the traceback as if Python had been started with the script."""
     while trace is not None and trace.tb_frame.f_code.co_filename in (__file__, runpy.__file__, "<frozen runpy>"):
         trace = trace.tb_next
     sys.__excepthook__(kind, error.with_traceback(trace), trace)

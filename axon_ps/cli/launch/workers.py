@@ -1,8 +1,8 @@
 """The workers of this node: started, watched, and started again when they fail, one by one and with the same rank.
 
-Every worker has a *place*: its ranks and its restarts. When the process in it fails, a standby takes the place if there
-is one, else a new process is started; `restarts` says when. The other workers keep running: a worker that joins needs
-only the coordinator and the shard servers. Those that cannot continue without the dead one (an all-reduce among
+Every worker has a *place*: its ranks and its restarts. When the process in it fails, a standby takes the place. Without
+a standby a new process is started, after the pause of `restarts`. The other workers keep running: a worker that joins
+needs only the coordinator and the shard servers. Workers that cannot continue without the dead one (an all-reduce among
 workers) fail by themselves, and are restarted in their own places.
 """
 
@@ -20,7 +20,7 @@ from axon_ps.cli.launch.processes import PYTHON, Process
 from axon_ps.cli.launch.restarts import Restarts
 
 REFILL_S = 5.0
-"""When a standby has taken a place, the next one starts this much later, once the job has recovered."""
+"""Seconds until the next standby starts when one has taken a place: the job has recovered by then."""
 
 
 @dataclass
@@ -36,7 +36,7 @@ class Workers:
     """The workers of this node.
 
     Args:
-        launch: how many, their program, how often they are restarted.
+        launch: the number of workers, their program, and their restarts.
         console: gets their lines.
         environment: returns the variables that all of them get, once the coordinator's address is known.
     """
@@ -53,11 +53,11 @@ class Workers:
         return (*(place.process for place in self._places), *self._standbys)
 
     def exhausted(self) -> Iterable[Process]:
-        """The workers without a restart left that have failed; all workers if there are no restarts."""
+        """Return the workers without a restart left that have failed; all workers if there are no restarts."""
         return [p.process for p in self._places if p.exhausted or not self._launch.max_restarts]
 
     def history(self, process: Process) -> str:
-        """The number of its restarts, as text; empty when there were none."""
+        """Return the number of its restarts, as text; empty when there were none."""
         restarts = next((p.restarts.count for p in self._places if p.process is process), 0)
         return f" after {restarts} restart{'s' * (restarts > 1)}" if restarts else ""
 
@@ -127,7 +127,7 @@ class Workers:
         self._standbys.append(Process(source, command, self._environment(), is_worker=True, stdin=True))
 
     def _next_standby(self) -> Process | None:
-        """A standby that runs; those that have died are dropped, and their output shows why."""
+        """Return a standby that runs; those that have died are dropped, and their output shows why."""
         self._standbys = [p for p in self._standbys if p.is_running]
         return self._standbys.pop(0) if self._standbys else None
 
@@ -147,5 +147,5 @@ class Workers:
 
 
 def _rank_environment(ranks: Mapping[str, str], restarts: int) -> dict[str, str]:
-    """The variables of one worker, by torchrun's names."""
+    """Return the variables of one worker, by torchrun's names."""
     return {**ranks, "TORCHELASTIC_RESTART_COUNT": str(restarts)}

@@ -1,7 +1,7 @@
-"""A job seen again and again, out of the coordinator's feed, also while that fails over or is gone.
+"""The state of a job, kept up to date from the coordinator's feed, also while that fails over or is gone.
 
-A coordinator that does not answer is no end: another may lead soon. It is asked again until it has been silent for
-`PATIENCE_S`; until then what was known last stays, with why there is nothing newer.
+A coordinator that does not answer is not the end: another may lead soon. It is called again until it has been silent
+for `PATIENCE_S`. Until then the last known state stays, with the reason why there is nothing newer.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from axon_ps.cli.terminal.watched_job import WatchedJob
 
 PATIENCE_S: Final = 30.0
-"""How long a coordinator that has answered once may be silent."""
+"""Seconds for which a coordinator that has answered once may be silent."""
 
 PASSING: Final = (Broken, NotLeader, Timeout, Unreachable)
 """Errors after which the coordinator, or another one, may answer again."""
@@ -30,13 +30,13 @@ PASSING: Final = (Broken, NotLeader, Timeout, Unreachable)
 async def followed(
     settings: Settings, job: WatchedJob, *, first_s: float | None = None, patience_s: float = PATIENCE_S
 ) -> AsyncGenerator[str, None]:
-    """Bring `job` up to date; yields after each change why nothing newer comes, or "".
+    """Bring `job` up to date; yields after each change the reason why nothing newer comes, or "".
 
     It ends when the job has finished, or its coordinator is gone after the last step.
 
     Args:
-        settings: which job.
-        job: what is known of it.
+        settings: those that name the job.
+        job: its known state.
         first_s: how long the first answer may take; None = as long as connecting may.
         patience_s: how long the coordinator may be silent later.
 

@@ -1,4 +1,4 @@
-"""The records of a job's log: which are shown, and how."""
+"""The records of a job's log: the selection that is shown, and its form."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class Wanted:
 
     Attributes:
         level: the lowest, as Python's logging has it.
-        since_s: from when on, in seconds since 1970.
-        processes: role, as of the schema, and rank; none = all.
+        since_s: the earliest time, in seconds since 1970.
+        processes: role, as of the schema, and rank; empty = all.
     """
 
     level: int = 0
@@ -36,10 +36,10 @@ class Wanted:
 
     @classmethod
     def of(cls, level: str, since: str, workers: Sequence[int], servers: Sequence[int], now_s: float) -> Wanted:
-        """As options give it.
+        """Make it from options.
 
         Raises:
-            ConfigurationError: the level or the time is none.
+            ConfigurationError: the level or the time is malformed.
         """
         if level.lower() not in LEVELS:
             raise ConfigurationError(f"--level is {level!r}; it must be one of {', '.join(LEVELS)}")
@@ -53,13 +53,13 @@ class Wanted:
         )
 
     def has(self, record: logs_pb2.LogRecord) -> bool:
-        """Whether a record is one of them."""
+        """Return True if a record is one of them."""
         named = not self.processes or (record.role, record.rank) in self.processes
         return named and record.level >= self.level and record.at_s >= self.since_s
 
 
 def line(record: logs_pb2.LogRecord, *, colour: bool) -> str:
-    """A record as text; its further lines are indented, and nothing in it can move the cursor."""
+    """Return a record as text; its further lines are indented, and nothing in it can move the cursor."""
     first, *others = printable(record.text, lines=True).split("\n")
     level = logging.getLevelName(record.level)
     if colour:
@@ -72,7 +72,7 @@ def line(record: logs_pb2.LogRecord, *, colour: bool) -> str:
 
 
 def as_dict(record: logs_pb2.LogRecord) -> dict[str, object]:
-    """A record for programs, with the names of `--log json`."""
+    """Return a record for programs, with the names of `--log json`."""
     member = record.role in _ROLES
     return {
         "time": _timestamp(record),
@@ -86,7 +86,7 @@ def as_dict(record: logs_pb2.LogRecord) -> dict[str, object]:
 
 
 def _who(record: logs_pb2.LogRecord) -> str:
-    """The process of a record: "worker 1"."""
+    """Return the process of a record: "worker 1"."""
     return f"{_ROLES[record.role]} {record.rank}" if record.role in _ROLES else "coordinator"
 
 
@@ -95,11 +95,11 @@ def _timestamp(record: logs_pb2.LogRecord) -> str:
     return datetime.fromtimestamp(at_s, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
-_LATEST_S: Final = 253402300799.0  # of what has a date
+_LATEST_S: Final = 253402300799.0  # the latest that has a date
 
 
 def _colour_of(record: logs_pb2.LogRecord) -> int:
-    """Each process has one; coordinator, shard servers and workers begin at different ones."""
+    """Return the colour of a process; coordinator, shard servers and workers begin at different colours."""
     return _COLOURS[(2 * record.role + record.rank) % len(_COLOURS)]
 
 

@@ -1,4 +1,4 @@
-"""The command `logs`: what all processes of a job have logged, in one stream."""
+"""The command `logs`: the logs of all processes of a job, in one stream."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
     from axon_ps.wire.v1 import logs_pb2
 
 WAIT_S: Final = 5.0
-"""How long the coordinator waits for a record before it answers that there is none."""
+"""Seconds that the coordinator waits for a record before it answers that there is none."""
 
 AGAIN_S: Final = 0.5
-"""When a coordinator that does not answer is asked again."""
+"""Seconds until a coordinator that does not answer is called again."""
 
 
 @o.of_a_job
@@ -62,9 +62,9 @@ async def _print(settings: Settings, wanted: Wanted, *, follow: bool, as_json: b
 
 
 async def _records(settings: Settings, *, follow: bool) -> AsyncGenerator[Sequence[logs_pb2.LogRecord], None]:
-    """Those that are there; then, to `follow`, those that come until the job has finished. Batches in order of time.
+    """Yield the records that are there; then, to `follow`, new ones until the job has finished. Batches are by time.
 
-    What is missing is told on standard error. A coordinator that does not answer is asked again for a while.
+    Missing records are reported on standard error. A coordinator that does not answer is called again for a while.
 
     Raises:
         AxonError: the coordinator has never answered, refuses, or was silent for too long.

@@ -13,11 +13,11 @@ from axon_ps.types import Role
 from axon_ps.wire.events import Status
 
 ASK_S: Final = 0.5
-"""How often somebody who follows long work asks how far it is."""
+"""Seconds between two looks at the progress of long work."""
 
 
 def measures_of(counters: Mapping[str, float], role: Role) -> dict[int, dict[str, float]]:
-    """The measures of a role's members, by rank; the status has them as "role/rank/name"."""
+    """Return the measures of a role's members, by rank; the status has them as "role/rank/name"."""
     found: dict[int, dict[str, float]] = {}
     for key, value in counters.items():
         of_role, _, rest = key.partition("/")
@@ -28,18 +28,18 @@ def measures_of(counters: Mapping[str, float], role: Role) -> dict[int, dict[str
 
 
 def of_the_job(counters: Mapping[str, float]) -> dict[str, float]:
-    """The counters that are not a member's measures."""
+    """Return the counters that are not a member's measures."""
     roles = tuple(f"{role.value}/" for role in Role)
     return {name: value for name, value in counters.items() if not name.startswith(roles)}
 
 
 def works_of(status: Status) -> list[Work]:
-    """The long work that the shard servers are at, together."""
+    """Return the long work that the shard servers are doing, together."""
     return from_measures(measures_of(status.counters, Role.SHARD).values())
 
 
 async def follow_work(ask: Callable[[], Awaitable[Status]], work: Work) -> None:
-    """Have `work` be as far as the servers are with work of its kind, until cancelled."""
+    """Keep `work` as far as the servers are with work of its kind, until cancelled."""
     while True:
         with contextlib.suppress(AxonError):  # the caller's own call says what is wrong
             for found in works_of(await ask()):

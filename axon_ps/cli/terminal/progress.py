@@ -1,7 +1,7 @@
 """The bar of long work: bytes done, rate and time left, on standard error.
 
 On a terminal it is redrawn in place; elsewhere a line is written every `LINE_S`, so that a log shows that something
-goes on. What is counted is somebody else's: the caller's `Work`, which it or another thread advances.
+goes on. The caller or another thread advances the `Work` that is shown.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from axon_ps.cli.terminal.quantities import duration, size
 from axon_ps.observe.work import Work
 
 LINE_S: Final = 5.0
-"""How often a line is written where there is no terminal."""
+"""Seconds between two lines where there is no terminal."""
 
 _REDRAW_S: Final = 0.2
 
@@ -25,11 +25,11 @@ class Progress:
     """Shows `work` while the context lasts; a thread of its own draws, so the work is not slowed down.
 
     Args:
-        what: what is done: "verifying".
-        work: how far it is; its owner advances it.
-        out: where to; None = nowhere.
-        line_s: pause between lines where `out` is no terminal, in seconds.
-        clock: seconds that only grow.
+        what: a word for the work: "verifying".
+        work: the work; its owner advances it.
+        out: the destination; None = nothing is shown.
+        line_s: pause between lines where `out` is not a terminal, in seconds.
+        clock: returns monotonic seconds.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class Progress:
         self._thread: threading.Thread | None = None
 
     def line(self) -> str:
-        """Its progress as text: name, bytes, per cent, rate and time left, as far as they are known."""
+        """Return its progress as text: name, bytes, per cent, rate and time left, as far as they are known."""
         done, total = self._work.done_bytes, self._work.total_bytes
         rate = done / max(1e-9, self._clock() - self._began_s)
         fields = [f"{size(done)} of {size(total)} ({100 * done // total} %)" if total else size(done)]

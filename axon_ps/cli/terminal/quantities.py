@@ -20,7 +20,7 @@ _BLOCKS: Final = "▁▂▃▄▅▆▇█"
 
 
 def size(count: float) -> str:
-    """Bytes in powers of 1000, with three digits: "1.23 MB"."""
+    """Format bytes in powers of 1000, with three digits: "1.23 MB"."""
     unit = 0
     while abs(count) >= 999.5 and unit < len(_UNITS) - 1:
         count, unit = count / 1000, unit + 1
@@ -28,14 +28,14 @@ def size(count: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Seconds as "1h05m", "2m03s" or "7s"."""
+    """Format seconds as "1h05m", "2m03s" or "7s"."""
     minutes, s = divmod(int(seconds), 60)
     hours, m = divmod(minutes, 60)
     return f"{hours}h{m:02d}m" if hours else f"{m}m{s:02d}s" if m else f"{s}s"
 
 
 def seconds_of(text: str, option: str) -> float:
-    """The seconds of "30s", "5m", "2h" or "1d".
+    """Return the seconds of "30s", "5m", "2h" or "1d".
 
     Raises:
         ConfigurationError: it is something else; the message names the option.
@@ -47,13 +47,13 @@ def seconds_of(text: str, option: str) -> float:
 
 
 def work_line(work: Work) -> str:
-    """Work that the shard servers are at."""
+    """Describe work that the shard servers are doing."""
     percent = 100 * work.done_bytes // max(1, work.total_bytes)
     return f"{_DOING.get(work.kind, work.kind)}: {size(work.done_bytes)} of {size(work.total_bytes)} ({percent} %)"
 
 
 def sparkline(values: Sequence[float]) -> str:
-    """Values as a line of blocks, the lowest and the highest of them as the ends of the scale."""
+    """Draw values as a line of blocks, the lowest and the highest of them as the ends of the scale."""
     if not values:
         return ""
     low, high = min(values), max(values)

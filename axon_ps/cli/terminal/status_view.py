@@ -24,7 +24,7 @@ _DAY_S: Final = 86400.0
 
 
 def progress_line(report: Report, now: float, *, steps_per_s: float = 0.0, over: bool = False) -> str:
-    """The training script's progress by its last report, as text.
+    """Return the training script's progress by its last report, as text.
 
     Args:
         report: the report.
@@ -50,7 +50,7 @@ def progress_line(report: Report, now: float, *, steps_per_s: float = 0.0, over:
 
 
 def checkpoint_lines(known: CheckpointStatus) -> list[str]:
-    """The state of the job's checkpoints, as text."""
+    """Return the state of the job's checkpoints, as text."""
     lines = []
     if known.uri:
         took = f", written in {known.took_s:.3g} s" if known.took_s else ""
@@ -66,12 +66,12 @@ def checkpoint_lines(known: CheckpointStatus) -> list[str]:
 
 
 def rendered(reply: Status, address: str, note: str = "", *, width: int = _WIDE) -> Group:
-    """The status, for a terminal of any width.
+    """Render the status, for a terminal of any width.
 
     Args:
         reply: the status.
         address: of the coordinator.
-        note: why nothing newer is known.
+        note: the reason why nothing newer is known; empty = none.
         width: of the terminal; a narrow one has fewer columns.
     """
     table, over = _members_table(reply, width), reply.membership.is_over

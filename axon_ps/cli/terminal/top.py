@@ -29,7 +29,7 @@ def top(*, settings: Settings) -> None:
 
 
 async def _snapshot(settings: Settings, console: Console) -> None:
-    """Print the present state once: standard output or input is no terminal."""
+    """Print the present state once: standard output or input is not a terminal."""
     from axon_ps.cli.terminal.feed import followed
     from axon_ps.cli.terminal.top_view import rendered
     from axon_ps.cli.terminal.watched_job import WatchedJob
@@ -43,7 +43,7 @@ async def _snapshot(settings: Settings, console: Console) -> None:
 
 
 class _Top:
-    """The live picture, and what keys have asked for."""
+    """The live picture, and the settings that keys change."""
 
     def __init__(self, settings: Settings, console: Console) -> None:
         from axon_ps.cli.terminal.watched_job import WatchedJob
@@ -54,7 +54,7 @@ class _Top:
         self._quit = asyncio.Event()
 
     async def run(self) -> None:
-        """Draw until the job has finished, or q."""
+        """Draw until the job has finished, or q is pressed."""
         from rich.live import Live
 
         with Live(console=self._console, auto_refresh=False, screen=True) as live:
@@ -99,7 +99,7 @@ class _Top:
 
     @contextlib.contextmanager
     def _keys(self, live: Live) -> Iterator[None]:
-        """Have keys do what they say, one by one and unseen, until the context ends."""
+        """Handle keys one by one, without an echo, until the context ends."""
         import termios
         import tty
 

@@ -18,7 +18,7 @@ from axon_ps.wire.v1 import status_pb2, watch_pb2
 _COLUMNS: Final = {
     "member": 8, "node": 4, "sent/s": 8, "received/s": 10, "memory": 8, "cores": 5, "slices; lag, last of 100": 8
 }  # fmt: skip
-"""The table's, and how narrow each may become."""
+"""The table's columns, and the least width of each."""
 
 KEYS: Final = "q quit · p pause · s sort"
 _HEAD, _TABLE_HEAD, _FOOT, _FEWEST_EVENTS = 5, 2, 1, 3
@@ -36,15 +36,15 @@ _STYLES: Final = {
 def rendered(
     state: WatchedJob, address: str, width: int, height: int, *, sort: str = "rank", note: str = "", keys: bool = True
 ) -> RenderableType:
-    """The job, in a terminal of this size.
+    """Render the job, for a terminal of this size.
 
     Args:
-        state: what is known.
+        state: its known state.
         address: of the coordinator.
         width, height: of the terminal.
         sort: the order of members; see `WatchedJob.members`.
-        note: what is to be said beside: that it is paused, or why nothing new comes.
-        keys: whether the keys are told.
+        note: a further line: that it is paused, or why nothing new comes.
+        keys: whether the keys are shown.
     """
     if state.status is None:
         return Text(note or "waiting for the coordinator's first message", "yellow")
@@ -82,7 +82,7 @@ def _head(state: WatchedJob, status: status_pb2.StatusReply, address: str, width
 
 
 def _position(state: WatchedJob) -> str:
-    """The progress of the training script, by its own report, and the time that the rest will take."""
+    """Return the progress of the training script, by its own report, and the time that the rest will take."""
     report = None if state.status is None else state.as_status().progress
     if report is None or not report.steps:
         return ""

@@ -87,13 +87,13 @@ def _write(reply: trace_pb2.TraceReply, output: Path | None) -> None:
 
 
 def _place(member: MemberSpans) -> tuple[int, int]:
-    """Coordinator, workers, shard servers, by rank."""
+    """Return the order of a member: coordinator, workers, shard servers, by rank."""
     role, _, rank = member.member.rpartition(" ")
     return ("coordinator", "worker", "shard server").index(role or member.member), int(rank) if role else 0
 
 
 def _summary(members: list[MemberSpans]) -> list[str]:
-    """The time of each kind of span, a line a member."""
+    """Return the time of each kind of span, one line per member."""
     lines = []
     for one in members:
         totals: dict[str, float] = {}

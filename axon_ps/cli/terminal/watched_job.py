@@ -1,4 +1,4 @@
-"""The known state of a job, out of its feed: for `axon-ps top` and `status --watch`. Pure."""
+"""The known state of a job, out of its feed: for `axon-ps top` and `status --watch`; pure."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ POINTS: Final = 240
 EVENTS: Final = 200
 
 SORTS: Final = ("rank", "cost", "sent", "memory")
-"""The orders of members that one goes through by a key."""
+"""The orders of members that a key goes through."""
 
 Key = tuple[Role, int]
 Row = tuple[Role, membership_pb2.Member, watch_pb2.MemberLoad]
@@ -67,7 +67,7 @@ class WatchedJob:
             self.loads[place] = load
 
     def _happened(self, event: watch_pb2.EventRecord) -> None:
-        """Something happened, or has happened again: then it has the number that it had."""
+        """Append an event; an event that has happened again has its old number, and moves to the end."""
         numbers = [known.number for known in self.events]
         if event.number in numbers:
             del self.events[numbers.index(event.number)]
@@ -75,17 +75,17 @@ class WatchedJob:
 
     @property
     def finished(self) -> bool:
-        """Whether the job is over: its workers have finished and left."""
+        """True if the job is over: its workers have finished and left."""
         return self.status is not None and self.as_status().membership.is_over
 
     @property
     def at_the_end(self) -> bool:
-        """Whether nothing is missing from a job that is not there any more."""
+        """True if the job is complete, even if it is not there any more."""
         report = None if self.status is None else self.as_status().progress
         return self.finished or (report is not None and report.steps is not None and report.step >= report.steps)
 
     def as_status(self) -> Status:
-        """As the coordinator gives a status, with what the members measure. The job must be known."""
+        """Return a status as the coordinator gives it, with the members' measures. The job must be known."""
         assert self.status is not None
         reply = status_pb2.StatusReply()
         reply.CopyFrom(self.status)
@@ -95,11 +95,11 @@ class WatchedJob:
         return status_from_proto(reply)
 
     def curve(self, name: str) -> Sequence[float]:
-        """The newest points of a curve, oldest first; none if there is no such curve."""
+        """Return the newest points of a curve, oldest first; none if there is no such curve."""
         return tuple(self._curves.get(name, ()))
 
     def members(self, sort: str = "rank") -> list[Row]:
-        """All members with role and load: shard servers, then workers; or in another of the orders of `SORTS`."""
+        """Return all members with role and load: shard servers, then workers; or in another order of `SORTS`."""
         found = [
             (role, member, self.loads.get((role, member.rank), watch_pb2.MemberLoad()))
             for role, some in ((Role.SHARD, self.membership.shards), (Role.WORKER, self.membership.workers))

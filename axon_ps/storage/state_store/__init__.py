@@ -1,7 +1,7 @@
 """The coordinator's durable state: records by key, written in atomic batches.
 
-The kinds of stores have names, so that a coordinator can be told which: `--state NAME:ADDRESS`. `base` says what a
-store does; each other module is one of them (`etcd_cluster` and `etcd_leadership` are what `etcd` is made of).
+Each kind of store has a name, by which a coordinator's `--state NAME:ADDRESS` selects it. `base` has the interface of
+stores; each other module is one kind (`etcd_cluster` and `etcd_leadership` are parts of `etcd`).
 
 Invariants: when `apply` returns, the batch survives the death of the process and of the machine; when it raises, none
 of the batch is visible to a later `load` (see `SharedStateStore` for the one exception).

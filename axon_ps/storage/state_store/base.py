@@ -1,7 +1,7 @@
 """The interface of state stores, and the stores by name.
 
 A store does not interpret the records; `coordinator.core.records` does. One coordinator owns a store at a time: either
-nobody else can open it (`StateStore`), or one of those that have opened it leads (`SharedStateStore`).
+no other can open it (`StateStore`), or one of those that have opened it leads (`SharedStateStore`).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class StateStore(ABC):
     """Durable records. Methods are called one at a time, from one thread at a time.
 
     Attributes:
-        name: what it is registered as; `register` sets it.
+        name: the name it is registered by; `register` sets it.
         blocks: whether `apply` may block for long; then an event loop calls it in a thread.
         is_shared: whether it is a `SharedStateStore`.
     """
@@ -42,12 +42,12 @@ class StateStore(ABC):
 
     @classmethod
     def open(cls, address: str) -> StateStore:
-        """The store at an address: what follows the name in `--state NAME:ADDRESS`."""
+        """Open the store at an address: the part behind the name in `--state NAME:ADDRESS`."""
         return cls(address)  # type: ignore[call-arg]
 
     @abstractmethod
     def load(self) -> Mapping[str, bytes]:
-        """Everything stored; empty for a new job.
+        """Return everything stored; empty for a new job.
 
         Raises:
             Closed: the store was closed.
@@ -74,11 +74,11 @@ class StateStore(ABC):
         return "start its coordinator with another --state"
 
     def leads(self) -> bool:
-        """Whether this process is the one that may write, and so may announce what it has written."""
+        """Return True if this process may write, and so may announce its writes."""
         return True
 
     def has_standby(self, *, asked: bool = False) -> bool:
-        """Whether others would lead if this process did not; of those that members have just asked, if `asked`."""
+        """Return True if others could lead instead; if `asked`, others that members have just asked."""
         return False
 
     def __enter__(self: _SelfT) -> _SelfT:
@@ -89,14 +89,14 @@ class StateStore(ABC):
 
 
 class SharedStateStore(StateStore):
-    """A store that several coordinators have open. One at a time leads; the others stand by until it does not.
+    """A store that several coordinators have open. One of them leads at a time; the others stand by until it does not.
 
-    `campaign` until it is won, then `load`, then `apply`. Of a process that does not lead any more nothing is written,
-    whatever it believes: `apply` raises `NotLeader`. Then whether its last batch was written is known only to the next
-    leader, which loads it.
+    Call `campaign` until it is won, then `load`, then `apply`. A process that does not lead any more writes nothing,
+    even if it believes that it leads: `apply` raises `NotLeader`. After that only the next leader knows whether the
+    last batch was written, since it loads the state.
 
     Attributes:
-        address: where this coordinator is reached, for those who ask another one; set before the first `campaign`.
+        address: this coordinator's address, for members that ask another coordinator; set before the first `campaign`.
     """
 
     is_shared = True
@@ -104,7 +104,7 @@ class SharedStateStore(StateStore):
 
     @abstractmethod
     def campaign(self) -> str:
-        """Try once to lead, and remain a candidate; returns the address of who leads, empty when we do.
+        """Try once to lead, and remain a candidate; returns the address of the leader, empty when we lead.
 
         Raises:
             Broken: the store cannot be reached; try again.
@@ -114,19 +114,19 @@ class SharedStateStore(StateStore):
 
     @abstractmethod
     def leads(self) -> bool:
-        """Whether this process leads, for certain, at this moment. Quick; from any thread."""
+        """Return True if this process certainly leads at this moment; quick, from any thread."""
 
     @abstractmethod
     def resign(self) -> None:
-        """Let another one lead. Harmless when we do not; never raises."""
+        """Let another coordinator lead. Harmless when we do not lead; never raises."""
 
     @abstractmethod
     def refused(self) -> None:
-        """A member of the job has asked us, who do not lead. Quick; from any thread."""
+        """Note that a member of the job has asked us while we do not lead; quick, from any thread."""
 
     @abstractmethod
     def has_standby(self, *, asked: bool = False) -> bool:
-        """Whether others stand by, as far as known. Quick."""
+        """Return True if others stand by, as far as known; quick."""
 
 
 _REGISTRY: Registry[StateStore] = Registry("state store")
@@ -135,11 +135,11 @@ register = _REGISTRY.register
 
 
 def open_store(name: str, address: str) -> StateStore:
-    """The store of a kind at an address.
+    """Open the store of a kind at an address.
 
     Args:
-        name: "sqlite" (the address is a path), "memory" (it has none), "etcd" (see `etcd`), or what a plugin has
-            registered.
+        name: "sqlite" (the address is a path), "memory" (it has none), "etcd" (see `etcd`), or the name of a plugin's
+            store.
         address: where it is.
 
     Raises:
@@ -150,7 +150,7 @@ def open_store(name: str, address: str) -> StateStore:
 
 
 def open_state(state: str, job: str) -> StateStore:
-    """The store that `--state` names, for one job.
+    """Open the store that `--state` names, for one job.
 
     Args:
         state: a path of an sqlite file, whose directory is made; "memory"; or "NAME:ADDRESS" of another kind.

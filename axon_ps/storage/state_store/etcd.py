@@ -1,24 +1,24 @@
 """Records in etcd: the store of several coordinators, of which one leads and the others stand by.
 
-    PREFIX/records/KEY       a record; what is longer than `CHUNK_BYTES` goes on in KEY#0001, KEY#0002, ...
-    PREFIX/writer            who wrote the newest transaction, and its number: "ID N"
-    PREFIX/schema            what the records are
+    PREFIX/records/KEY       a record; if it is longer than `CHUNK_BYTES`, it goes on in KEY#0001, KEY#0002, ...
+    PREFIX/writer            the id of the newest transaction's writer, and its number: "ID N"
+    PREFIX/schema            the version of keys and records
     PREFIX/pending/I         see Note: [Large batches]
     PREFIX/commit            likewise
 
 `etcd_leadership` has the keys by which a leader is elected.
 
 Note: [Fenced and in order]
-    Every transaction compares the revision at which the leader's key was created with that of our own, so that of a
-    process that does not lead any more nothing is written. It also compares the revision of PREFIX/writer, which it
-    changes: so it is performed at most once, and never after a later one, however often and to whichever member of the
-    cluster it was sent. When it fails because it was performed before, PREFIX/writer says so.
+    Every transaction compares the revision at which the leader's key was created with that of our own key, so a process
+    that does not lead any more writes nothing. It also compares the revision of PREFIX/writer, which it changes. So it
+    is performed at most once, and never after a later transaction, however often and to whichever member of the cluster
+    it was sent. When it fails because it was performed before, PREFIX/writer says so.
 
 Note: [Large batches]
-    A batch is one transaction: one round trip. What does not fit into one (a layout, many keys released at once) is
-    first written to PREFIX/pending/, transaction by transaction; PREFIX/commit makes it valid; then each is performed,
-    and both are removed. A leader that finds PREFIX/commit performs them again, one that finds only PREFIX/pending/
-    removes it.
+    A batch is one transaction: one round trip. A batch that does not fit into one (a layout, many keys released at
+    once) is first written to PREFIX/pending/, transaction by transaction. PREFIX/commit makes it valid. Then each
+    transaction is performed, and both are removed. A leader that finds PREFIX/commit performs the transactions again. A
+    leader that finds only PREFIX/pending/ removes it.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ from axon_ps.storage.state_store.etcd_cluster import (
 from axon_ps.storage.state_store.etcd_leadership import Leadership
 
 SCHEMA: Final = b"1"
-"""What the keys and records are; stored in PREFIX/schema."""
+"""Version of keys and records; stored in PREFIX/schema."""
 
 CHUNK_BYTES: Final = 512 << 10
 GROUP_BYTES: Final = 5 << 18
-"""Most bytes of a transaction as JSON, as which it may become a value in PREFIX/pending: etcd takes 1.5 MiB."""
+"""Most bytes of a transaction as JSON, which may become a value in PREFIX/pending: etcd takes 1.5 MiB."""
 
 GROUP_OPERATIONS: Final = 120
 """Most requests of a transaction: etcd takes 128."""
@@ -59,7 +59,7 @@ GROUP_OPERATIONS: Final = 120
 PAGE_KEYS: Final = 256
 RETRY_S: Final = 0.1
 TIMEOUTS: Final = 4
-"""How many requests may time out, one after the other, while a lease lasts; of a single etcd, half as many."""
+"""Requests that may time out, one after the other, while a lease lasts; with a single etcd, half as many."""
 
 _CHUNK: Final = "#"  # in no quoted key
 _AFTER_CHUNKS: Final = "$"
@@ -109,7 +109,7 @@ class EtcdStateStore(SharedStateStore):
         return self._leadership.campaign()
 
     def leads(self) -> bool:
-        """Whether we lead at this moment."""
+        """Return True if we lead at this moment."""
         return self._leadership.leads()
 
     def resign(self) -> None:
@@ -117,17 +117,17 @@ class EtcdStateStore(SharedStateStore):
         self._leadership.resign()
 
     def refused(self) -> None:
-        """A member has asked us, who do not lead."""
+        """Note that a member has asked us while we do not lead."""
         self._leadership.refused()
 
     def has_standby(self, *, asked: bool = False) -> bool:
-        """Whether others stand by."""
+        """Return True if others stand by."""
         return self._leadership.has_standby(asked=asked)
 
     # ------------------------------------------------------------------ records
 
     def load(self) -> Mapping[str, bytes]:
-        """Everything stored, once the last leader's batch is complete.
+        """Return everything stored, once the last leader's batch is complete.
 
         Raises:
             NotLeader: `campaign` was not won, or we do not lead any more.
@@ -155,7 +155,7 @@ class EtcdStateStore(SharedStateStore):
         """Write the changes in one transaction if they fit. See Note: [Fenced and in order] and [Large batches].
 
         Raises:
-            NotLeader: we do not lead, or cannot reach the cluster for so long that we may not.
+            NotLeader: we do not lead, or could not reach the cluster for so long that we must not lead any more.
         """
         self._check()
         newest = {_quoted(record.key): record.value for record in records}
@@ -205,13 +205,13 @@ class EtcdStateStore(SharedStateStore):
             try:
                 self._finish_batch(len(groups))
                 return
-            except StorageFull as error:  # it is valid already: whoever leads has to finish it
+            except StorageFull as error:  # it is valid already: the leader has to finish it
                 _logger.error("%s", error)
                 if self._closed.wait(RETRY_S):
                     raise Closed("this state store was closed") from error
 
     def _finish_batch(self, groups: int) -> None:
-        """Perform what is pending, if it is valid, and remove it."""
+        """Perform the pending transactions, if they are valid, and remove them."""
         pending = list(self._read(self._pending))
         for kv in pending[:groups]:
             self._write(json.loads(kv.value))
@@ -219,7 +219,7 @@ class EtcdStateStore(SharedStateStore):
             self._write([delete(self._commit), delete(self._pending.encode(), _end(self._pending))])
 
     def _operations(self, key: str, value: bytes | None) -> list[Operation]:
-        """The operation that stores a record."""
+        """Return the operations that store a record."""
         place, chunks = self._records + key, _chunks(value)
         operations = [put(_chunk_key(place, i), chunk) for i, chunk in enumerate(chunks)] or [delete(place.encode())]
         if self._chunks.get(key, 0) > len(operations):
@@ -227,7 +227,7 @@ class EtcdStateStore(SharedStateStore):
         return operations
 
     def _joined(self, values: Mapping[str, bytes]) -> dict[str, bytes]:
-        """The records that chunks are of; they are in order."""
+        """Join chunks, which are in order, into records."""
         chunks: dict[str, list[bytes]] = {}
         for name, value in values.items():
             chunks.setdefault(name.partition(_CHUNK)[0], []).append(value)
@@ -235,7 +235,7 @@ class EtcdStateStore(SharedStateStore):
         return {unquote(key, errors="surrogatepass"): b"".join(values) for key, values in chunks.items()}
 
     def _read(self, prefix: str) -> Iterator[Found]:
-        """All keys with a prefix, in order. Nobody but us writes them."""
+        """Yield all keys with a prefix, in order. No other process writes them."""
         start = prefix.encode()
         while True:
             page = found(self._cluster.transaction([], [read(start, _end(prefix), limit=PAGE_KEYS)])[2][0])
@@ -259,7 +259,7 @@ class EtcdStateStore(SharedStateStore):
 
 
 def _grouped(operations: Sequence[Operation]) -> Iterator[list[Operation]]:
-    """Operations in groups that fit into a transaction."""
+    """Yield operations in groups that fit into a transaction."""
     group: list[Operation] = []
     group_bytes = 0
     for operation in operations:
@@ -278,7 +278,7 @@ def _quoted(key: str) -> str:
 
 
 def _chunks(value: bytes | None) -> list[bytes]:
-    """A value, cut; no chunks of none."""
+    """Cut a value into chunks; None has no chunks."""
     if value is None:
         return []
     return [value[i : i + CHUNK_BYTES] for i in range(0, len(value), CHUNK_BYTES)] or [b""]
@@ -289,5 +289,5 @@ def _chunk_key(place: str, number: int) -> bytes:
 
 
 def _end(prefix: str) -> bytes:
-    """The key after all those that begin with a prefix that ends with "/"."""
+    """Return the key after all those that begin with a prefix that ends with "/"."""
     return prefix[:-1].encode() + b"0"

@@ -1,9 +1,9 @@
 """An etcd cluster as one server: each request goes to the member that answered last, and to the next when that fails.
 
-It is spoken to through its JSON gateway (etcd 3.4 and later) by the client `etcd3gw`, of the extra `etcd`.
+Requests go through its JSON gateway (etcd 3.4 and later), by the client `etcd3gw` of the extra `etcd`.
 
 Note: [Sent twice]
-    A request that nobody has answered may have been performed, or may be later. So every request here may be sent
+    A request without an answer may have been performed, or may be performed later. So every request here may be sent
     again: reads, leases, and transactions that compare something which they change.
 """
 
@@ -26,7 +26,7 @@ Operation = dict[str, Any]
 DEFAULT_PREFIX: Final = "/axon_ps"
 DEFAULT_TTL_S: Final = 3
 MIN_TTL_S: Final = 2
-"""What etcd itself makes of a shorter one, unless its election time-out is shorter, too."""
+"""The TTL that etcd itself uses for a shorter one, unless its election time-out is shorter, too."""
 
 MAX_TTL_S: Final = 60
 
@@ -48,7 +48,7 @@ class EtcdAddress:
         endpoints: host and port of each member of the cluster.
         prefix: of all keys; begins with "/".
         ttl_s: of the lease by which a coordinator leads, in seconds.
-        ca, cert, key: PEM files, for TLS: whom we trust, and our own certificate.
+        ca, cert, key: PEM files, for TLS: the authority that we trust, and our own certificate.
     """
 
     endpoints: tuple[tuple[str, int], ...]
@@ -60,7 +60,7 @@ class EtcdAddress:
 
     @classmethod
     def parse(cls, text: str) -> EtcdAddress:
-        """The address in a text.
+        """Parse an address.
 
         Raises:
             ConfigurationError: it has another form.
@@ -92,8 +92,8 @@ class EtcdCluster:
 
     Args:
         address: where it is.
-        timeout_s: how long a member may take to answer before another is asked; twice as long after each time that
-            none did, up to `SLOWER` times: a busy cluster is better than none.
+        timeout_s: how long a member may take to answer before another is asked, in seconds. It doubles each time that
+            no member answers, up to `SLOWER` times: a busy cluster is better than none.
 
     Raises:
         ConfigurationError: the client is not installed.
@@ -137,19 +137,19 @@ class EtcdCluster:
         """Perform `success` if all comparisons hold, else `failure`: all of it or nothing.
 
         Returns:
-            Whether the comparisons held, the revision of the store afterwards, and the response to each request.
+            True if the comparisons held, the revision of the store afterwards, and the response to each request.
 
         Raises:
             Broken: no member answers, or none has a majority; it may have been performed. See Note: [Sent twice].
             StorageFull: the cluster's quota is used up.
-            ConfigurationError: it does not let us in.
+            ConfigurationError: it refuses us access.
         """
         request = {"compare": list(compare), "success": list(success), "failure": list(failure)}
         reply = self._perform(lambda client: client.transaction(request))
         return bool(reply.get("succeeded")), int(reply["header"]["revision"]), reply.get("responses", [])
 
     def grant(self, ttl_s: int) -> int:
-        """A new lease; raises as `transaction` does."""
+        """Make a lease; raises as `transaction` does."""
         return int(self._perform(lambda client: client.lease(ttl_s)).id)
 
     def renew(self, lease: int) -> bool:
@@ -193,28 +193,28 @@ class EtcdCluster:
 
 
 def put(key: bytes, value: bytes, lease: int = 0) -> Operation:
-    """A request that stores a value."""
+    """Return a request that stores a value."""
     return {"request_put": {"key": _b64(key), "value": _b64(value), **({"lease": lease} if lease else {})}}
 
 
 def delete(key: bytes, end: bytes = b"") -> Operation:
-    """A request that removes a key, or all from it to `end`."""
+    """Return a request that removes a key, or all from it to `end`."""
     return {"request_delete_range": {"key": _b64(key), **({"range_end": _b64(end)} if end else {})}}
 
 
 def read(key: bytes, end: bytes = b"", *, limit: int = 0, revision: int = 0) -> Operation:
-    """A request that reads a key, or those from it to `end`, as they are or as they were at a revision."""
+    """Return a request that reads a key, or those from it to `end`, as they are or as they were at a revision."""
     request: dict[str, Any] = {"key": _b64(key), "limit": limit, "revision": revision}
     return {"request_range": request | ({"range_end": _b64(end)} if end else {})}
 
 
 def created_at(key: bytes, revision: int) -> Operation:
-    """A comparison: the key was created at this revision; 0 = there is none."""
+    """Return a comparison: the key was created at this revision; 0 = there is none."""
     return {"key": _b64(key), "target": "CREATE", "result": "EQUAL", "create_revision": revision}
 
 
 def modified_at(key: bytes, revision: int) -> Operation:
-    """A comparison: the key was last written at this revision; 0 = there is none."""
+    """Return a comparison: the key was last written at this revision; 0 = there is none."""
     return {"key": _b64(key), "target": "MOD", "result": "EQUAL", "mod_revision": revision}
 
 
@@ -229,7 +229,7 @@ class Found:
 
 
 def found(response: Any) -> list[Found]:
-    """The results of a `read` of a transaction."""
+    """Return the results of a `read` of a transaction."""
     return [
         Found(
             key=base64.b64decode(kv["key"]),
@@ -250,12 +250,12 @@ def _text(error: Exception) -> str:
 
 
 def _final(error: Exception) -> AxonError | None:
-    """The error that another member would give, too; None if another may do better."""
+    """Return the error that another member would give, too; None if another may do better."""
     text = _text(error)
     if GONE in text:
         return Broken("our lease in etcd is over")
     if _FULL in text:
-        return StorageFull("etcd's quota is used up: compact and defragment it (docs/operations.md)")
+        return StorageFull("etcd's quota is used up: compact and defragment it (docs/failover.md)")
     if any(sign in text for sign in _REFUSED):
         return ConfigurationError(f"etcd does not let us in: {text}")
     if any(sign in text for sign in _TOO_MUCH):

@@ -1,12 +1,12 @@
-"""The leader among the coordinators: the one that created the key PREFIX/leader, as long as its lease is renewed.
+"""The leader among the coordinators: it created the key PREFIX/leader, and leads as long as its lease is renewed.
 
-    PREFIX/leader            who leads, as JSON: its id and address; created by a transaction, under its lease
-    PREFIX/candidates/ID     each coordinator that leads or stands by: whether members have just asked it; likewise
+    PREFIX/leader            the leader, as JSON: its id and address; created by a transaction, under its lease
+    PREFIX/candidates/ID     a coordinator that leads or stands by: whether members have just asked it; under its lease
 
 Note: [Who leads]
     A leader counts its own lease from before each renewal was sent, so it stops before etcd removes the key. The clock
-    goes on while the process or its machine is suspended. That is enough to stop answering in time; what must not be
-    written is left to etcd, where every transaction compares the revision at which the key was created.
+    goes on while the process or its machine is suspended. That is enough to stop answering in time. Writes are left to
+    etcd, where every transaction compares the revision at which the key was created.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from axon_ps.storage.state_store.etcd_cluster import EtcdCluster, Found, created
 from axon_ps.texts import value_of_json
 
 RENEWALS: Final = 6
-"""How often a lease is renewed while it lasts."""
+"""Number of renewals of a lease while it lasts."""
 
 ASKED_S: Final = 2.0
-"""How long it counts that a member has asked a coordinator that stands by."""
+"""Seconds for which a member's request to a coordinator that stands by counts."""
 
 _JOIN_S: Final = 10.0
 
@@ -43,7 +43,7 @@ class _Term:
         lease: etcd's number of it.
         renewed_s: when its newest renewal was sent.
         created: the revision at which we created the leader's key; 0 = we have not.
-        asked: what etcd has about us: whether members have just asked us; None = nothing yet.
+        asked: our entry in etcd: whether members have just asked us; None = there is none yet.
     """
 
     id: str
@@ -102,7 +102,7 @@ class Leadership:
         return str(value_of_json(leaders[0].value, "the leader's key").get("address")) or "another coordinator"
 
     def leads(self) -> bool:
-        """Whether we lead at this moment. See Note: [Who leads]."""
+        """Return True if we lead at this moment. See Note: [Who leads]."""
         term = self._term
         return term is not None and term.created > 0 and not self._is_over(term)
 
@@ -119,15 +119,15 @@ class Leadership:
         return 0 if term is None else term.created
 
     def refused(self) -> None:
-        """A member has asked us, who do not lead."""
+        """Note that a member has asked us while we do not lead."""
         self._asked_s = now_s()
 
     def has_standby(self, *, asked: bool) -> bool:
-        """Whether others stand by; of those that members have just asked, if `asked`."""
+        """Return True if others stand by; if `asked`, others that members have just asked."""
         return any(self._others) if asked else bool(self._others)
 
     def resign(self) -> None:
-        """End our lease, so that another one may lead."""
+        """End our lease, so that another coordinator may lead."""
         term, self._term = self._term, None
         if term is not None:
             try:
@@ -175,7 +175,7 @@ _ASKED: Final = b"asked"
 
 
 def now_s() -> float:
-    """The time on a clock that goes on while the machine is suspended."""
+    """Return the time on a clock that goes on while the machine is suspended."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 

@@ -20,11 +20,11 @@ class MemoryStateStore(StateStore):
 
     @classmethod
     def open(cls, address: str) -> MemoryStateStore:
-        """A new one; it has no address."""
+        """Make a store; it has no address."""
         return cls()
 
     def load(self) -> Mapping[str, bytes]:
-        """Everything stored."""
+        """Return everything stored."""
         self._check()
         return dict(self._records)
 

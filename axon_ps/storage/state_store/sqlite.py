@@ -13,19 +13,19 @@ from axon_ps.errors import AxonError, Closed, ConfigurationError, StorageFull
 from axon_ps.storage.state_store.base import Record, StateStore, register
 
 SCHEMA_VERSION: Final = 2
-"""Schema of the sqlite file, and what its records are; stored in its `user_version`. In 1 they were JSON."""
+"""Version of the sqlite file's schema and records; stored in its `user_version`. In 1 the records were JSON."""
 
 FREE_PAGES: Final = 256
 """When so many pages of the file hold nothing any more (1 MiB), some are given back with the next batch."""
 
 GIVEN_BACK_PAGES: Final = 2048
-"""At most so many with one batch, so that no decision waits long for it: 8 MiB."""
+"""Most pages given back with one batch, so that no decision waits long for it: 8 MiB."""
 
 JOURNAL_BYTES: Final = 16 << 20
-"""What is left of the journal's file when it was larger."""
+"""Bytes to which a larger journal file is cut."""
 
 UNSYNCED: Final = "?synchronous=off"
-"""An address that ends with it is of a store that does not wait for the disk."""
+"""The end of the address of a store that does not wait for the disk."""
 
 APPLICATION_ID: Final = 0x41584F4E
 """Marks a sqlite file as one of axon_ps: "AXON"."""
@@ -38,8 +38,8 @@ class SqliteStateStore(StateStore):
     WAL journal with `synchronous=FULL`: a committed batch has been synced to the disk. An exclusive lock keeps a second
     coordinator out; it ends with the process. Only the owner can read or write the file, its journal and its index,
     from their creation on: values of the key-value store may be secret (NCCL ids, tokens of a rendezvous).
-    `--state sqlite:PATH?synchronous=off` does not wait for the disk: what is committed outlives the process, not the
-    machine.
+    `--state sqlite:PATH?synchronous=off` does not wait for the disk: a committed batch outlives the process, but not
+    the machine.
 
     Args:
         path: the file; created (with its directory) if it does not exist.
@@ -75,12 +75,12 @@ class SqliteStateStore(StateStore):
 
     @classmethod
     def open(cls, address: str) -> SqliteStateStore:
-        """The store at a path, which may end with the option."""
+        """Open the store at a path, which may end with `UNSYNCED`."""
         path = address.removesuffix(UNSYNCED)
         return cls(path, synchronous=path == address)
 
     def load(self) -> Mapping[str, bytes]:
-        """Everything stored.
+        """Return everything stored.
 
         Raises:
             ConfigurationError: the file is corrupt.
@@ -101,7 +101,7 @@ class SqliteStateStore(StateStore):
                 else:
                     db.execute("INSERT OR REPLACE INTO records VALUES (?, ?)", (record.key, record.value))
             db.execute("COMMIT")
-            if not self._has_begun:  # what a job is known by is in the file itself: a journal may lose its end
+            if not self._has_begun:  # the job's identity is then in the file itself: a journal may lose its end
                 db.execute("PRAGMA wal_checkpoint(PASSIVE)")
                 self._has_begun = True
             if any(record.value is None for record in records) or self._shrinking:
@@ -113,7 +113,7 @@ class SqliteStateStore(StateStore):
             raise self._translated(error, "written") from error
 
     def _shrink(self, db: sqlite3.Connection) -> None:
-        """Give pages that hold nothing any more back to the file system, a part of them at a time."""
+        """Give free pages back to the file system, a part of them at a time."""
         free = db.execute("PRAGMA freelist_count").fetchone()[0]
         self._shrinking = free > FREE_PAGES
         if self._shrinking:
@@ -182,10 +182,10 @@ class SqliteStateStore(StateStore):
 
 
 def _make_private(path: str) -> None:
-    """Have a state file and what sqlite has put beside it be its owner's alone: an older axon_ps may have made them.
+    """Make a state file and sqlite's files beside it private to their owner: an older axon_ps may have made them.
 
     Raises:
-        OSError: one is readable by others, and somebody else's.
+        OSError: one is readable by others, and another user's.
     """
     for each in (path, f"{path}-wal", f"{path}-shm"):
         with contextlib.suppress(FileNotFoundError):

@@ -1,16 +1,17 @@
-"""Forming a job of workers that a launcher has started: who starts which service, and how all learn the addresses.
+"""Forming a job of workers that a launcher has started: which worker starts which service, and the addresses.
 
-Every worker stores its location. The worker of rank 0 starts the coordinator and announces its address, and which
-worker starts which shard server: the first of every node, round-robin over the nodes, so that the traffic is spread
-over all network cards. A worker that started services stays, when it is done, until the others are.
+Every worker stores its location. The worker of rank 0 starts the coordinator and announces its address. It also
+announces which worker starts which shard server. The first worker of every node starts shard servers, round-robin over
+the nodes, so that the traffic is spread over all network cards. A worker that started services stays until the others
+are done.
 
 Note: [Incarnations]
-    torchrun starts all workers again, after a failure or when agents come and go, on the same store, with nothing that
-    distinguishes the rounds (not even its count of restarts, which each agent has for itself). When the first worker of
-    a round begins, all of the last one are dead. So rank 0 first overwrites every key with null, and the others store
-    their location again whenever it is another. A location contains the random incarnation of its worker, and rank 0's
-    announcement the incarnations that it is for; a worker ignores one that does not contain its own. No key is deleted:
-    a store's `get` waits for a key that is gone, so a worker between `check` and `get` would wait for ever.
+    torchrun starts all workers again after a failure, or when agents come and go. The store stays the same, and nothing
+    distinguishes the rounds: even the count of restarts is each agent's own. When the first worker of a round begins,
+    all workers of the last round are dead. So rank 0 first overwrites every key with null, and each other worker stores
+    its location again whenever its key holds another value. A location contains the random incarnation of its worker.
+    Rank 0's announcement contains the incarnations that it is for; a worker ignores an announcement without its own. No
+    key is deleted: a store's `get` waits for a missing key, so a worker between `check` and `get` would wait for ever.
 
 Owns: nothing durable; `FormedJob` holds the services. Refuses: to be reachable from other hosts without TLS, unless
 told to.
@@ -48,7 +49,7 @@ ALL_HOSTS = "0.0.0.0"
 LOOPBACK = "127.0.0.1"
 _JOB = "job"
 _POLL_PAUSES_S = (0.005, 0.1)
-"""How often to poll the store: at first, and at the least."""
+"""Seconds between two polls of the store: at first, and at most."""
 
 _POLL_S = 0.1
 _STATUS_S = 5.0
@@ -65,8 +66,8 @@ class FormedJob:
     Attributes:
         config: how to join.
         services: those of the job that this worker started; None = none.
-        store: the one by which the job was formed; open as long as the job, since others may use it, too.
-        private: what this worker serves to the others of this host: see `private`.
+        store: the store by which the job was formed; it stays open as long as the job, since others may use it, too.
+        private: the store by which this worker serves the secrets to the others of this host; see `private`.
     """
 
     config: WorkerConfig
@@ -77,8 +78,8 @@ class FormedJob:
     async def wait_for_others(self) -> None:
         """Return when no worker needs the services of this one: all have finished, left or been lost.
 
-        Call it when this worker has left. It asks the coordinator who is there, and returns, too, when the coordinator
-        has ended or has not replied for half a minute.
+        Call it when this worker has left. It polls the coordinator for the members. It also returns when the
+        coordinator has ended, or has not replied for half a minute.
         """
         if self.services is None:
             return
@@ -100,7 +101,7 @@ class FormedJob:
                     await asyncio.sleep(_POLL_S)
 
     def close(self) -> None:
-        """End what this worker started. Harmless when repeated."""
+        """End the services and stores of this worker. Harmless when repeated."""
         if self.services is not None:
             self.services.close()
         for store in (self.store, self.private):
@@ -109,7 +110,7 @@ class FormedJob:
 
 
 def find_job(env: Mapping[str, str], timeout_s: float) -> FormedJob:
-    """The job that the environment names, or one formed with all workers that the same launcher has started.
+    """Return the job that the environment names, or form one with all workers that the same launcher has started.
 
     Args:
         env: the process's environment.
@@ -117,7 +118,7 @@ def find_job(env: Mapping[str, str], timeout_s: float) -> FormedJob:
 
     Raises:
         ConfigurationError: the environment does not say which job, or how; the message names what to set.
-        Unreachable: nobody answers at the store's address.
+        Unreachable: no server answers at the store's address.
         Timeout: workers are missing; the message names them.
         Broken: the services could not be started.
     """
@@ -147,7 +148,7 @@ def form_job(
         env: the process's environment.
         rank: this worker's.
         world_size: how many workers there are.
-        deadline: by when.
+        deadline: of the whole.
         job: the job's name; empty = that of the environment.
 
     Raises:
@@ -170,7 +171,7 @@ def form_job(
 def _form_first(
     store: C10dStore, env: Mapping[str, str], world_size: int, deadline: Deadline, job: str, incarnation: str
 ) -> FormedJob:
-    """On rank 0: start services, and have the others learn of them."""
+    """On rank 0: start services, and announce them to the others."""
     services, announcement = _start_first(store, env, world_size, deadline, job, incarnation)
     several_hosts, served = announcement["several_hosts"], None
     try:
@@ -191,12 +192,12 @@ def _form_first(
 def _config(
     access: private.Access, env: Mapping[str, str], rank: int, world_size: int, job: str, *, several_hosts: bool
 ) -> WorkerConfig:
-    """The configuration of a worker, by what rank 0 has published and by its own environment."""
+    """Return the configuration of a worker, from the access that rank 0 gave and its own environment."""
     given = {"AXON_PS_COORDINATOR": access.coordinator}
     if not several_hosts:
         given |= {"AXON_PS_TOKEN": access.token, "AXON_PS_TOKEN_FILE": ""}
     config = worker_config({**env, **given, "AXON_PS_JOB": job or job_of(env)})
-    http_port = None if config.http_port is None else 0  # the one that was asked for is the coordinator's
+    http_port = None if config.http_port is None else 0  # the port in the environment is the coordinator's
     return dataclasses.replace(
         config,
         rank=rank,
@@ -209,7 +210,7 @@ def _config(
 def _start_others(
     announcement: Mapping[str, Any], config: WorkerConfig, env: Mapping[str, str], world_size: int, deadline: Deadline
 ) -> EmbeddedServices:
-    """On the first worker of another node: its shard servers."""
+    """On the first worker of another node: start its shard servers."""
     return EmbeddedServices(
         world_size,
         job=config.job,
@@ -246,7 +247,7 @@ def _start_first(
 def _first_services(
     locations: Sequence[tuple[str, str]], env: Mapping[str, str], deadline: Deadline, job: str
 ) -> tuple[EmbeddedServices, dict[str, Any]]:
-    """The coordinator and this node's shard servers, and who starts which others."""
+    """Start the coordinator and this node's shard servers; returns them and the announcement."""
     nodes = list(dict.fromkeys(locations))
     first_of = [locations.index(node) for node in nodes]
     num_shards = shards_of(env) or len(nodes)
@@ -292,7 +293,7 @@ def _receive_announcement(
 def _wait_for_locations(
     store: C10dStore, keys: Mapping[int, str], incarnations: dict[int, str], deadline: Deadline
 ) -> list[tuple[str, str]]:
-    """On rank 0: the locations of all workers, by rank; puts their incarnations into `incarnations`."""
+    """On rank 0: wait for the locations of all workers, by rank; puts their incarnations into `incarnations`."""
     locations: dict[int, tuple[str, str]] = {}
 
     def what() -> str:
@@ -311,7 +312,7 @@ def _wait_for_locations(
 
 
 def _location_key(rank: int) -> str:
-    """The key of a worker's location."""
+    """Return the key of a worker's location."""
     return f"location/{rank}"
 
 
@@ -320,7 +321,7 @@ def _own_location(env: Mapping[str, str], incarnation: str) -> list[str]:
 
 
 def _read(store: C10dStore, key: str) -> Any:
-    """The value stored there; None when there is none."""
+    """Return the value stored there; None when there is none."""
     try:
         return value_of_json(store.get(key), key) if store.check([key]) else None
     except ValueError:
@@ -328,10 +329,10 @@ def _read(store: C10dStore, key: str) -> Any:
 
 
 def _polls(deadline: Deadline, what: Callable[[], str]) -> Iterator[None]:
-    """Once for every poll of the store, with ever longer pauses between them.
+    """Yield once for every poll of the store, with ever longer pauses between them.
 
     Raises:
-        Timeout: the time is over; the message has `what` is waited for.
+        Timeout: the time is over; the message begins with `what`.
     """
     pause_s, most_s = _POLL_PAUSES_S
     while True:
@@ -343,7 +344,7 @@ def _polls(deadline: Deadline, what: Callable[[], str]) -> Iterator[None]:
 
 
 def _network() -> str:
-    """Kernel and network namespace: equal for processes that reach each other over loopback."""
+    """Return the kernel and network namespace: equal for processes that reach each other over loopback."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot}/{os.stat('/proc/self/ns/net').st_ino}"
@@ -352,9 +353,9 @@ def _network() -> str:
 
 
 def _own_name(env: Mapping[str, str]) -> str:
-    """The name or address at which other hosts reach this one: that of the network card towards MASTER_ADDR.
+    """Return the name or address at which other hosts reach this one: that of the network card towards MASTER_ADDR.
 
-    MASTER_ADDR itself where that is this host: a worker that finds the store there finds the services, too.
+    It is MASTER_ADDR itself where that names this host: a worker that finds the store there finds the services, too.
     """
     if given := env.get("AXON_PS_ADVERTISE"):
         return given

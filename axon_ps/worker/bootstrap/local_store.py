@@ -1,10 +1,10 @@
 """`LocalStore`: a key-value store for the workers of one host whose launcher has none, as mpirun.
 
 The worker of rank 0 listens on an abstract Unix socket whose name all workers derive from the launcher's run. There is
-no file, so nothing is left over, not even by kill -9, and both ends learn from the kernel which user the other belongs
-to; another user is refused.
+no file, so nothing is left over, even after kill -9. Both ends learn from the kernel which user the other belongs to;
+another user is refused.
 
-A request is one line of JSON on a connection of its own, the reply another; values are text.
+A request is one line of JSON on a connection of its own, and the reply is another line. Values are text.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class LocalStore:
     Args:
         name: of the run, known to all its workers.
         serves: whether this worker holds the values; exactly one does.
-        timeout_s: how long storing waits for that one, in seconds.
+        timeout_s: how long storing waits for the worker that holds the values, in seconds.
 
     Raises:
         Unreachable: another process serves a store of this name.
@@ -50,10 +50,10 @@ class LocalStore:
             thread.start()
 
     def set(self, key: str, value: str) -> None:
-        """Store a value, as soon as the worker that holds them is there.
+        """Store a value, as soon as the worker that holds the values is there.
 
         Raises:
-            Unreachable: it is not in time.
+            Unreachable: that worker was not there in time.
             PermissionDenied: a process of another user holds them.
         """
         deadline = time.monotonic() + self._timeout_s
@@ -63,11 +63,11 @@ class LocalStore:
             time.sleep(_PAUSE_S)
 
     def get(self, key: str) -> bytes:
-        """The value of a key that is there."""
+        """Return the value of a key that is there."""
         return str((self._ask({"key": key}) or {})["value"]).encode()
 
     def check(self, keys: list[str]) -> bool:
-        """Whether all of these keys are there; False as long as the worker that holds them is not.
+        """Return True if all of these keys are there; False as long as the worker that holds them is not.
 
         Raises:
             PermissionDenied: a process of another user holds them.
@@ -75,7 +75,7 @@ class LocalStore:
         return all("value" in (self._ask({"key": key}) or {}) for key in keys)
 
     def close(self) -> None:
-        """Serve no more. Harmless when repeated."""
+        """Stop serving. Harmless when repeated."""
         if self._listener is not None:
             with contextlib.suppress(OSError):
                 self._listener.shutdown(socket.SHUT_RDWR)  # wakes `accept`
@@ -120,7 +120,7 @@ class LocalStore:
     # ------------------------------------------------------------------ all ranks
 
     def _ask(self, request: dict[str, str]) -> dict[str, Any] | None:
-        """The answer; None when nobody serves the store, not yet or not any more."""
+        """Return the answer; None when no worker serves the store, not yet or not any more."""
         if self._listener is not None:
             return self._answer(request)
         try:
@@ -141,7 +141,7 @@ class LocalStore:
 
 
 def _user_of(connection: socket.socket) -> int:
-    """The user whose process is at the other end, as the kernel reports it."""
+    """Return the user whose process is at the other end, as the kernel reports it."""
     size = struct.calcsize("3i")
     return int(struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))[1])
 

@@ -1,14 +1,14 @@
 """Secrets of the workers that form a job: the coordinator's address and the job's secret.
 
 Note: [Nothing secret is in the store]
-    torch's store listens on all interfaces and asks nobody who reads or writes it. So it has nothing that anybody could
-    use, and nothing that is read there is trusted with a secret:
+    torch's store listens on all interfaces and authenticates no client. So it holds nothing that a stranger could use,
+    and no address read from it is trusted with a secret:
 
     - on one host the address and a random secret go through the kernel: rank 0 serves them at a Unix socket, and both
       ends learn from the kernel which user the other is;
-    - on several hosts every worker has the secret from its environment; the address is in the store, and who listens
-      there must prove, by mutual TLS, that it has the secret, too. Without a secret that both have, no two hosts can
-      know each other: whatever they exchanged, a stranger could exchange as well.
+    - on several hosts every worker has the secret from its environment, and the address is in the store. The process
+      that listens there must prove, by mutual TLS, that it has the secret, too. Without a common secret, no two hosts
+      can authenticate each other: a stranger could send the same messages.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Access:
 
 
 def secured(given: Security, *, several_hosts: bool) -> Security:
-    """The security of the services that a job's workers start: given what their environment says.
+    """Return the security of the services that a job's workers start, given that of their environment.
 
     Raises:
         ConfigurationError: the workers are on several hosts, and their environment has no secret that all know.
@@ -63,10 +63,10 @@ def secured(given: Security, *, several_hosts: bool) -> Security:
 
 
 def serve(access: Access, incarnation: str, timeout_s: float) -> LocalStore:
-    """Have the other workers of this host learn it; close what is returned when the job ends.
+    """Serve the access to the other workers of this host; the caller closes the store when the job ends.
 
     Raises:
-        Unreachable: another process does so under the same name.
+        Unreachable: another process serves one under the same name.
     """
     store = LocalStore(_name(incarnation), serves=True, timeout_s=timeout_s)
     store.set(_KEY, json.dumps(dataclasses.asdict(access)))
@@ -74,10 +74,10 @@ def serve(access: Access, incarnation: str, timeout_s: float) -> LocalStore:
 
 
 def receive(incarnation: str, deadline: Deadline) -> Access:
-    """The address and secret that the worker of rank 0, which has this incarnation, serves on this host.
+    """Return the address and secret that rank 0, the worker of this incarnation, serves on this host.
 
     Raises:
-        Unreachable: nobody does until the deadline.
+        Unreachable: no process does until the deadline.
         PermissionDenied: a process of another user does.
     """
     store = LocalStore(_name(incarnation), serves=False, timeout_s=deadline.remaining())
@@ -92,17 +92,17 @@ def receive(incarnation: str, deadline: Deadline) -> Access:
 
 
 def own(security: Security, coordinator: str) -> Access:
-    """The address in the store, as a worker on another host reads it, with the secret of its own environment.
+    """On several hosts: return the address from the store, with the secret of this worker's environment.
 
     Raises:
-        ConfigurationError: it has none.
+        ConfigurationError: the environment has none.
     """
     secured(security, several_hosts=True)
     return Access(coordinator, next(iter(security.tokens()), ""))
 
 
 def announce(address: str, *, made_secret: bool) -> None:
-    """Say that a job has begun which nobody has named."""
+    """Log that this worker has started a coordinator, since none was named."""
     how = "a random secret, which only processes of this user on this host get" if made_secret else "the secret given"
     _logger.warning("no AXON_PS_COORDINATOR is set: this worker has started one at %s, with %s", address, how)
 

@@ -48,7 +48,7 @@ class EmbeddedServices:
 
     Raises:
         ConfigurationError: they would be open to the network without TLS, and `security.insecure` is not set.
-        Broken: a service ended, or did not listen in time; what it wrote is on standard error.
+        Broken: a service ended, or did not listen in time; its output is on standard error.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class EmbeddedServices:
     def _variables(self, service: str) -> dict[str, str]:
         ours = {"AXON_PS_LOG_LEVEL": "WARNING"} | self._environment
         if service != "coordinator" and "AXON_PS_HTTP_PORT" in ours:
-            ours["AXON_PS_HTTP_PORT"] = "0"  # the one that was asked for is the coordinator's
+            ours["AXON_PS_HTTP_PORT"] = "0"  # the port in the environment is the coordinator's
         return (
             ours
             | roots_of_shards(self._host, self.security, ours)
@@ -122,7 +122,7 @@ class EmbeddedServices:
 
 
 def roots_of_shards(host: str, security: Security, environment: Mapping[str, str]) -> dict[str, str]:
-    """The variable by which shard servers at a host open checkpoints where their coordinator does."""
+    """Return the variable that lets shard servers at a host open checkpoints where their coordinator does."""
     if environment.get(VARIABLE):
         return {}
     private = is_private(host, token=bool(security.tokens()))
@@ -130,7 +130,7 @@ def roots_of_shards(host: str, security: Security, environment: Mapping[str, str
 
 
 def _ready_line(child: Child, deadline: float) -> str:
-    """The address that a child listens on."""
+    """Wait for a child to listen; returns its address."""
     if not (line := child.ready_line(deadline)):
         raise Broken(f"the embedded {child.name} ended, or did not listen in time; what it wrote is on standard error")
     return line.partition(" ")[0]  # the URL of an HTTP endpoint may follow

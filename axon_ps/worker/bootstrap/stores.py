@@ -2,9 +2,9 @@
 
 Note: [Whose MASTER_ADDR is]
     `MASTER_ADDR` and `MASTER_PORT` name torch's store, here as for `init_process_group`: torchrun's agent serves it
-    (`TORCHELASTIC_USE_AGENT_STORE`), else the worker of rank 0 does. They never name our coordinator, which is
-    `AXON_PS_COORDINATOR`: with that, none of this is needed. Without either, the workers must be on one host, whose
-    kernel is the store (`local_store`), or a step of Slurm's, whose first node rank 0 is on.
+    (`TORCHELASTIC_USE_AGENT_STORE`), else the worker of rank 0 does. They never name our coordinator:
+    `AXON_PS_COORDINATOR` does, and with it no store is needed. Without either, the workers must be on one host, whose
+    kernel is the store (`local_store`), or be a step of Slurm's: rank 0 is on the first node of a step.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ class C10dStore(Protocol):
         """Store a value."""
 
     def get(self, key: str, /) -> bytes:
-        """The value of a key that is there."""
+        """Return the value of a key that is there."""
 
     def check(self, keys: list[str], /) -> bool:
-        """Whether all of these keys exist, without waiting."""
+        """Return True if all of these keys exist, without waiting."""
 
 
 def open_store(env: Mapping[str, str], launch: LaunchInfo, number: int, timeout_s: float) -> C10dStore:
-    """The store that the launcher of this worker gives it. See Note: [Whose MASTER_ADDR is].
+    """Open the store that the launcher of this worker gives it. See Note: [Whose MASTER_ADDR is].
 
     Args:
         env: the process's environment.
         launch: which worker this is.
-        number: how many jobs the workers have formed before; every one has its own keys.
+        number: how many jobs the workers have formed before; every job has its own keys.
         timeout_s: how long the store may take to answer, in seconds.
 
     Raises:
@@ -69,7 +69,7 @@ def open_store(env: Mapping[str, str], launch: LaunchInfo, number: int, timeout_
 
 
 def master_of(env: Mapping[str, str], launch: LaunchInfo) -> str:
-    """ "host:port" of torch's store; empty when it is unknown.
+    """Return "host:port" of torch's store; empty when it is unknown.
 
     Raises:
         ConfigurationError: a variable is malformed.
@@ -85,7 +85,7 @@ def master_of(env: Mapping[str, str], launch: LaunchInfo) -> str:
 
 
 def first_host(nodes: str) -> str:
-    """The first of a Slurm list of hosts: "gpu03" of "gpu[03-05,9],login1"."""
+    """Return the first of a Slurm list of hosts: "gpu03" of "gpu[03-05,9],login1"."""
     match = re.match(r"([^\[,]*)(?:\[([^\],-]*)[^\]]*\]([^,]*))?", nodes)
     assert match is not None  # it may match nothing at all
     return "".join(group or "" for group in match.groups())

@@ -20,13 +20,13 @@ _logger = logging.getLogger(__name__)
 
 
 def torch_store(address: str, launch: LaunchInfo, prefix: str, timeout_s: float) -> Store:
-    """Connect to torch's store, or serve it, exactly as `init_process_group` does, which can share it.
+    """Connect to torch's store, or serve it, exactly as `init_process_group` does; the two can share it.
 
     Args:
         address: "host:port".
         launch: which worker this is.
         prefix: of our keys.
-        timeout_s: how long connecting may take, in seconds; on rank 0, if it serves, until all have come.
+        timeout_s: how long connecting may take, in seconds; on a rank 0 that serves, until all others are connected.
 
     Raises:
         ConfigurationError: torch is not installed.

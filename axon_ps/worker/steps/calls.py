@@ -1,4 +1,4 @@
-"""The calls to shard servers about one model that are under way, each ended by what makes it pointless."""
+"""The running calls to shard servers about one model; an event that makes a call pointless ends it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class ModelCalls:
         self._running: dict[asyncio.Task[Any], tuple[int | None, int | None]] = {}  # with their epoch and generation
 
     def context(self, generation: int | None = None) -> CallContext:
-        """The context of a call about this model, in the present generation if none is given."""
+        """Return the context of a call about this model, in the present generation if none is given."""
         context = self._coordinator.context()
         context.model = self._view.model
         if generation is not None:
@@ -49,15 +49,15 @@ class ModelCalls:
         generation: int | None = None,
         retried: bool = False,
     ) -> T:
-        """A call that ends when this worker is no member any more, and whose time-out names what the job waits for.
+        """Run a call until this worker is not a member any more; a time-out names the members that the job waits for.
 
         Args:
             call: starts it; is given its span, if it is traced.
-            what: it is, for traces; None = it is of no step.
+            what: describes it in traces; None = it is not part of a step.
             epoch: it ends, too, when the parameters are no longer those of this epoch; None = of any. (A request for a
                 version from before a restore could wait for ever: it may never exist again.)
             generation: it ends, too, when another generation begins; None = it does not.
-            retried: whether the caller retries it after a restore. A server may receive that before this worker does:
+            retried: whether the caller retries it after a restore. A server may learn of a restore before this worker:
                 the call then ends only when this worker knows of it, so that the retry requests the new epoch.
 
         Raises:
@@ -87,7 +87,7 @@ class ModelCalls:
             self._running.pop(task, None)
 
     def end_stale(self) -> None:
-        """Cancel the calls that cannot succeed any more, after an event that this worker's knowledge has."""
+        """Cancel the calls that cannot succeed any more; call it after an event was applied to the view."""
         view = self._view
         over = view.released or view.job.failure is not None
         now = view.job.known and view.job.known.generation

@@ -1,8 +1,8 @@
 """`StepClient`: a worker's part in the training steps of one model.
 
-A step begins with a *ticket* (generation, step, replica, number of replicas), which is taken when its first gradient is
-pushed and used for all of it. It ends with a vote, which blocks until the decision. Gathers and pushes run on the
-background loop and return `Work` handles.
+A step begins with a *ticket* (generation, step, replica, number of replicas). The ticket is taken when the first
+gradient of the step is pushed, and used for all of the step. The step ends with a vote, which blocks until the
+decision. Gathers and pushes run on the background loop and return `Work` handles.
 
 Invariant: when the membership changes, the ticket is void: its pushes are dropped and the vote returns an aborted
 decision without being sent.
@@ -32,10 +32,10 @@ from axon_ps.worker.steps.ticket import Ticket
 from axon_ps.worker.steps.view import ModelView
 
 _ARRIVED_INTERVAL_S = 1.0
-"""How often, while pushes last, this worker reports that it waits, so that it does not count as a straggler."""
+"""Seconds between two reports that this worker waits for its pushes, so that it does not count as a straggler."""
 
 _STATUS_TIMEOUT_S = 2.0
-"""How long the coordinator may take to reply for whom a step waits, once that has timed out."""
+"""Seconds that the coordinator may take to name the members that a step waits for, once the step has timed out."""
 
 
 class StepClient:
@@ -94,7 +94,7 @@ class StepClient:
             view.job.changed.notify_all()
 
     def registered(self, spec: JobSpec, reply: Registered, name: str) -> None:
-        """This process has registered the model, with this layout and this reply."""
+        """Record that this process has registered the model, with this layout and this reply."""
         with self.view.job.changed:
             self._shards.set_spec(spec)
             self.view.registered(spec, reply, name)
@@ -121,9 +121,9 @@ class StepClient:
         self._loop.run(checking, timeout_s)
 
     def statistics(self) -> dict[str, float]:
-        """Counters of the data plane: bytes, streams, retries; where replicas step asynchronously, clocks and waiting.
+        """Return counters of the data plane: bytes, streams, retries; with asynchronous steps, clocks and waiting.
 
-        `mapped_bytes_in` are those of the `bytes_in` that were mapped without a copy.
+        `mapped_bytes_in` is the part of `bytes_in` that was mapped without a copy.
         """
         counters = self._shards.statistics() | {"mapped_bytes_in": 0.0}
         for name in ("bytes_in", "leased_bytes_in", "mapped_bytes_in"):
@@ -135,27 +135,27 @@ class StepClient:
 
     @property
     def attempt(self) -> tuple[int, int]:
-        """(generation, step) of the attempt that a ticket would be of."""
+        """(generation, step) of the attempt that a new ticket would be for."""
         with self.view.job.changed:
             return self.view.membership.generation, self.view.stepping.next_attempt
 
     @property
     def is_due(self) -> bool:
-        """Whether others wait in that attempt, with a quorum of `LocalSteps`: it is time to come to it."""
+        """True if others wait in `attempt`, with a quorum of `LocalSteps`: this worker should join it."""
         return self.view.due == self.attempt
 
     def ticket(self, began: tuple[int, int] | None = None, dealt: int | None = None) -> Ticket:
-        """The ticket of the step attempt that starts now.
+        """Return the ticket of the step attempt that starts now.
 
         Args:
             began: (epoch, version) that the step is computed from. If that is not `view.latest` any more the ticket is
                 void, since gradients of an older version must not count in a newer generation. None = any.
-            dealt: the generation among whose replicas the samples of the step were dealt. In another one the ticket is
-                void, since others have some of the same samples then. None = any.
+            dealt: the generation in which the samples of the step were dealt to the replicas. In another one the ticket
+                is void, since others have some of the same samples then. None = any.
 
         Raises:
             Misuse: the model was released.
-            MemberLost: this worker is no member any more.
+            MemberLost: this worker is not a member any more.
         """
         view = self.view
         with view.job.changed:
@@ -173,7 +173,7 @@ class StepClient:
         )
 
     def copy_from(self, source: StepClient, weight: float) -> Decision:
-        """A step in which the model becomes (1 - weight) * its values + weight * another's; every worker calls it.
+        """Set the model to (1 - weight) * its values + weight * another's, in a step; every worker calls it.
 
         Args:
             source: the client of the other model.
@@ -217,8 +217,8 @@ class StepClient:
     ) -> Decision:
         """Report that this worker pushes nothing else, and wait for the pushes and the decision.
 
-        The vote does not wait for the pushes: what has not come at the servers they do not report. So the decision is a
-        round trip behind the last push, and not two.
+        The vote is sent before the pushes have ended: a server does not report a push that has not arrived. So the
+        decision comes one round trip after the last push, and not two.
 
         Args:
             ticket: the step.
@@ -227,11 +227,11 @@ class StepClient:
             hyper: per parameter group, this step's hyperparameters.
             copy: the copy from another model; None = the step takes gradients.
             commit: values to commit with the step, by name; every worker gives the same.
-            weight: what the pushes were multiplied by: the step takes their sum, divided by that of all workers'
-                weights. None = they were multiplied by 1 / number of replicas, as all workers'.
-            untouched: numbers in the layout of trainable parameters that this worker has no gradient of. Those that no
-                worker has one of stay as they are.
-            withdrawn: what was pushed must not count: the step is aborted for all, once all have voted.
+            weight: the factor of the pushes: the step takes the sum of all pushes, divided by the sum of all workers'
+                weights. None = the factor is 1 / number of replicas, on all workers.
+            untouched: numbers in the layout of trainable parameters that this worker has no gradient of. A parameter
+                stays as it is if no worker has a gradient of it.
+            withdrawn: the pushes must not count: the step is aborted for all, once all have voted.
             optimizer: takes the place of the model's with this step; every worker gives the same. None = it stays.
 
         Returns:
@@ -316,11 +316,11 @@ class StepClient:
         return decision
 
     def _why_not(self, ticket: Ticket) -> str:
-        """Why there is nothing to vote on; once members have changed, if it is that some are missing."""
+        """Return why there is nothing to vote on; if members are missing, wait until the members have changed."""
         view, job = self.view, self.view.job
         if not view.valid(ticket):
             return ticket.why_void or "the membership changed"
-        # No attempt is in progress; the reason names who is missing.
+        # No attempt is in progress; the reason names the missing members.
         reason = f"the job was waiting for {view.membership.waiting_for}"
         job.wait_until(
             lambda: None if view.valid(ticket) else True,
@@ -331,7 +331,7 @@ class StepClient:
         return reason
 
     def _aborted(self, ticket: Ticket, reason: str) -> Decision:
-        """The coordinator's decision, or an abort with `reason` once it has announced a new membership."""
+        """Return the coordinator's decision, or an abort with `reason` once it has announced a new membership."""
         view = self.view
         if view.valid(ticket):
             view.job.wait_until(
@@ -349,7 +349,7 @@ class StepClient:
         )
 
     def _wait_pushed(self, pushes: Sequence[Awaited]) -> None:
-        """Wait for the pushes, all together as long as for a decision."""
+        """Wait for all pushes, together at most as long as for a decision."""
         deadline = Deadline(self.view.job.timeout_s)
         for work in pushes:
             try:
@@ -362,15 +362,15 @@ class StepClient:
     def wait_for_room(self, ticket: Ticket, wait: Callable[[float], None]) -> None:
         """Wait in a backward until the servers have taken earlier pushes, and report that this worker waits.
 
-        They may not take them before another worker pushes, who may wait for this one in a step of another model, or,
-        with a quorum of `LocalSteps`, is asked to come only once enough others have.
+        They may take them only after another worker has pushed. That worker may wait for this one in a step of another
+        model. With a quorum of `LocalSteps`, it is asked to join the step only once enough others wait in it.
 
         Args:
             ticket: the step.
             wait: waits so many seconds, or raises `Timeout`.
 
         Raises:
-            Timeout: there is no room.
+            Timeout: the servers have not taken them in time.
         """
         blocked, deadline = self.view.job.blocks_before_vote(), Deadline(self.view.job.timeout_s)
         reports = blocked or (self.view.spec is not None and self.view.spec.policy.quorum > 0)
@@ -386,7 +386,7 @@ class StepClient:
                 )
 
     def _stragglers(self) -> str:
-        """For whom the current step waits, by the coordinator's status; empty if it does not reply."""
+        """Return the members that the current step waits for, by the coordinator; empty if it does not reply."""
         try:
             pending = self._loop.run(self._coordinator.status(_STATUS_TIMEOUT_S), _STATUS_TIMEOUT_S).pending
         except AxonError:

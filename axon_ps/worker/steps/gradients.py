@@ -37,7 +37,7 @@ class Gradients:
         self._trace = trace
 
     def buffer(self, size_bytes: int) -> Array:
-        """u8[size_bytes] for a gradient to push: in memory that servers of this host can map, if possible."""
+        """Return u8[size_bytes] for a gradient to push: in memory that servers of this host can map, if possible."""
         return self._shards.buffer(size_bytes)
 
     def push(

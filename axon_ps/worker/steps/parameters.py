@@ -51,7 +51,7 @@ class Parameters:
             epoch: how often the model has been restored: 0, unless other values are replaced by these.
 
         Raises:
-            MemberLost: this worker is no member any more.
+            MemberLost: this worker is not a member any more.
 
         After an error: some slices may be stored; uploading again is harmless.
         """
@@ -74,7 +74,7 @@ class Parameters:
             begin: first element wanted.
             end: one past the last element wanted; None = the unit's end.
             exact: transfer them uncompressed even if the job compresses parameters, and at the newest version that this
-                worker knows of: what the servers hold, not what training computes with.
+                worker knows of: the values that the servers hold, not those that training computes with.
 
         Returns:
             A handle whose result is the version gathered.
@@ -100,9 +100,9 @@ class Parameters:
         return LoopWork(self._loop, running, f"gathering unit {unit}")
 
     def mapped(self, unit: int) -> MappedCopy | None:
-        """The memory that a unit lies in, if this worker has mapped it and it is at this worker's version.
+        """Return the memory that a unit lies in, if this worker has mapped it and it is at this worker's version.
 
-        Needs no message. It must not be read after this worker's next vote.
+        This needs no message. The memory must not be read after this worker's next vote.
 
         Raises:
             Misuse: the model was released; the servers may still have its memory.
@@ -158,12 +158,11 @@ class Parameters:
 
     @property
     def in_flight_bytes(self) -> int:
-        """The amounts that should be gathered, and pushed, beyond what is needed now, so that a long line is busy."""
+        """Bytes to gather, and to push, beyond those that are needed now, so that a long line is busy."""
         return self._shards.in_flight_bytes
 
     def is_near(self, unit: int, begin: int = 0, end: int | None = None) -> bool:
-        """Whether elements [begin, end) of a unit are on servers of this host that memory is shared with, as far as
-        this is known."""
+        """Return True if elements [begin, end) of a unit are known to be on servers that share memory with us."""
         return self._shards.is_near(unit, begin, end)
 
     def gather_speculative(
@@ -176,7 +175,7 @@ class Parameters:
         begin: int = 0,
         end: int | None = None,
     ) -> LoopWork[int]:
-        """Before the step is decided, fill `out` with the unit as it will be if it commits unclipped with `hyper`.
+        """Fill `out` with the unit as an undecided step will leave it, if it commits unclipped with `hyper`.
 
         Args:
             unit: its number.
@@ -187,10 +186,10 @@ class Parameters:
             end: one past the last element wanted; None = the unit's end.
 
         Returns:
-            A handle; what was gathered is the next version's only if the decision is a commit with clip factor 1 and
+            A handle; the values gathered are the next version's only if the decision is a commit with clip factor 1 and
             these hyperparameters.
 
-        After an error: `out` holds anything; gather the unit in the ordinary way.
+        After an error: the content of `out` is undefined; gather the unit in the ordinary way.
         """
         epoch = self._view.epoch
         gather = partial(

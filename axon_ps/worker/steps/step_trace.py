@@ -1,7 +1,7 @@
-"""The spans of a worker's steps of one model, and how long their parts take.
+"""The spans of a worker's steps of one model, and the durations of their parts.
 
-A step begins where the one before it ended, since that is when its batch is drawn, and ends with its decision. What is
-gathered, pushed and voted in between is within it.
+A step begins where the step before it ended, since its batch is drawn then, and ends with its decision. The gathers,
+pushes and vote in between are within it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class UnitCall:
     Attributes:
         name: "gather" or "push".
         unit: its number.
-        step: the span of the step that it is of; None = it is not traced.
+        step: the span of its step; None = it is not traced.
         attributes: of its own span.
     """
 
@@ -37,14 +37,14 @@ class UnitCall:
 
 
 class StepTrace:
-    """The spans of this worker's steps of a model; while no step is sampled, each method is one test. Any thread.
+    """The spans of this worker's steps of a model, for any thread; while no step is sampled, each method is one test.
 
     Args:
         session: has this worker's tracer, and the id of the job's state.
         view: what this worker knows of the model.
 
     Attributes:
-        seconds: of gathers, pushes, votes and steps, whether sampled or not.
+        seconds: the durations of gathers, pushes, votes and steps, whether sampled or not.
     """
 
     def __init__(self, session: CoordinatorClient, view: ModelView) -> None:
@@ -68,7 +68,7 @@ class StepTrace:
             return self._span
 
     def ticket(self, ticket: Ticket) -> None:
-        """The step got its ticket; if members changed since it began, it goes on as another attempt."""
+        """Note the step's ticket; if members changed since the step began, it goes on as another attempt."""
         if ticket.is_void or not self._tracer.active:
             return
         with self._view.job.changed:
@@ -78,7 +78,7 @@ class StepTrace:
                 self._begin(ticket.generation, ticket.step)
 
     def decided(self, decision: Decision) -> None:
-        """The step is over."""
+        """End the step with its decision."""
         now_s = time.perf_counter()
         if self._ended_s:
             self.seconds["step"].observe(now_s - self._ended_s)
@@ -95,13 +95,13 @@ class StepTrace:
             )
 
     def failed(self, error: BaseException) -> None:
-        """The step ended with an error, and it is not known whether it counts."""
+        """End the step with an error; it is not known whether it counts."""
         with self._view.job.changed:
             self._end(error)
 
     @contextmanager
     def within(self, name: str, **attributes: Value) -> Iterator[Span | None]:
-        """A part of the step, in the calling thread."""
+        """Trace a part of the step, in the calling thread."""
         step = self.current
         if step is None:
             yield None
@@ -115,7 +115,7 @@ class StepTrace:
         self._tracer.end(span)
 
     def call(self, name: str, unit: int, **attributes: Value) -> UnitCall:
-        """The trace context of a call to the servers about a unit, which begins now or soon.
+        """Return the trace context of a call to the servers about a unit, which begins now or soon.
 
         Args:
             name: "gather" or "push".
@@ -126,7 +126,7 @@ class StepTrace:
 
     @contextmanager
     def timed(self, call: UnitCall) -> Iterator[Span | None]:
-        """The time of a call to the servers; the step that it is of may be over when it ends."""
+        """Measure a call to the servers; its step may be over when the call ends."""
         began_s, span = time.perf_counter(), None
         if call.step is not None:
             span = self._tracer.begin(
@@ -149,12 +149,12 @@ class StepTrace:
         return None if step is None else self._tracer.begin(name, step.context)
 
     def end(self, span: Span | None, error: str = "") -> None:
-        """End what `begin` began."""
+        """End the span that `begin` returned."""
         if span is not None:
             self._tracer.end(span, error)
 
     def mapped(self, unit: int, size_bytes: int) -> None:
-        """A unit was there without a message, in memory that a server of this host writes."""
+        """Trace a unit that needed no message: it was in memory that a server of this host writes."""
         step = self.current
         if step is not None:
             name = self._name(unit)
@@ -163,7 +163,7 @@ class StepTrace:
             )
 
     def _begin(self, generation: int, step: int) -> None:
-        """Decide whether the step is sampled, and begin its span if so. Under `JobView.changed`."""
+        """Decide whether the step is sampled, and begin its span if so, under `JobView.changed`."""
         view, self._attempt = self._view, (generation, step)
         me = view.job.member_in(view.job.membership)
         if me is None or not self._tracer.samples(step, view.stepping.next_attempt):
@@ -181,7 +181,7 @@ class StepTrace:
         )
 
     def _end(self, error: BaseException | str, **attributes: Value) -> None:
-        """End the span, if there is one. Under `JobView.changed`."""
+        """End the span, if there is one, under `JobView.changed`."""
         span, self._span, self._attempt = self._span, None, None
         if span is not None:
             self._tracer.end(span, error, **attributes)

@@ -1,13 +1,13 @@
-"""The order of a worker's steps: together with the other replicas, or asynchronously. Pure.
+"""The order of a worker's steps: together with the other replicas, or asynchronously; pure.
 
-    SynchronousSteps    a step takes the gradients of all replicas; its decision is on everybody's step
+    SynchronousSteps    a step takes the gradients of all replicas; its decision is for all of them
     AsynchronousSteps   each replica's gradient is a step of its own; others commit while this worker computes
 
 Note: [Origin]
-    The *origin* of an asynchronous step is (generation, version) when this worker ended the step before: every gather
-    until the next step asks for that version or a later one, and parameters that stay unsharded do not change, so that
-    backward sees what forward saw. A step that was begun in another generation than the present one cannot commit; its
-    ticket is void.
+    The *origin* of an asynchronous step is (generation, version) when this worker ended the step before. Every gather
+    until the next step requests that version or a later one. Parameters that stay unsharded do not change, so backward
+    sees the values that forward saw. A step that was begun in another generation than the present one cannot commit;
+    its ticket is void.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from axon_ps.types import Decision, Membership, Outcome
 from axon_ps.worker.steps.ticket import Ticket
 
 _MAX_DECISIONS = 16
-"""After a reconnect several decisions come at once; a vote cast before it waits for one of the first."""
+"""Decisions that are kept: after a reconnect several come at once, and a vote cast before it waits for an early one."""
 
 
 class SynchronousSteps:
@@ -52,7 +52,7 @@ class SynchronousSteps:
         return -1
 
     def begin(self, generation: int, step: int, replica: int) -> None:
-        """A generation begins, with this step; we are `replica` in it, or -1."""
+        """Begin a generation, with this step; we are `replica` in it, or -1."""
         self._generation, self._step = generation, step
 
     def decided(self, decision: Decision) -> None:
@@ -61,45 +61,45 @@ class SynchronousSteps:
             self._decisions[decision.step] = decision
         for old in [s for s in self._decisions if s <= decision.step - _MAX_DECISIONS]:
             del self._decisions[old]
-        if decision.generation == self._generation:  # of an earlier one, the membership has it already
+        if decision.generation == self._generation:  # the membership includes those of earlier generations
             self._step = decision.step + 1
 
     def acknowledges(self, decision: Decision) -> bool:
-        """Whether a decision shows, as it arrives, that all current workers have made the program's last step."""
+        """Return True if a decision shows, as it arrives, that all current workers made the program's last step."""
         return decision.turn is None and decision.outcome is Outcome.COMMIT
 
     def version(self, latest: int) -> int:
-        """The version that the current step is computed from; `latest` is the newest that this worker knows of."""
+        """Return the version that the current step is computed from; `latest` is the newest known to this worker."""
         return latest
 
     def ticket(self, latest: int, membership: Membership, replica: int) -> Ticket:
-        """The ticket of the current step."""
+        """Return the ticket of the current step."""
         return Ticket(
             generation=membership.generation, step=self._step, replica=replica, num_replicas=membership.num_replicas
         )
 
     def decision_on(self, ticket: Ticket) -> Decision | None:
-        """The decision on the step of a ticket, if it has come."""
+        """Return the decision on the step of a ticket, if it has come."""
         decision = self._decisions.get(ticket.step)
         return decision if decision is not None and decision.generation == ticket.generation else None
 
     def voter(self, ticket: Ticket) -> int | None:
-        """The replica whose step a vote is for; None = that of all."""
+        """Return the replica whose step a vote is for; None = that of all."""
         return None
 
     def end_step(self) -> None:
-        """The current step is over, or the parameters were replaced."""
+        """End the current step: it is over, or the parameters were replaced."""
 
     def may_proceed(self, generation: int) -> bool:
-        """Whether the next step may begin, or the generation in which we wait is over."""
+        """Return True if the next step may begin, or the generation in which we wait is over."""
         return True
 
     def why_waiting(self) -> str:
-        """The reasons why `may_proceed` waits, for an error."""
+        """Return the reasons why `may_proceed` waits, for an error."""
         return ""
 
     def statistics(self) -> dict[str, float]:
-        """Clocks, and the seconds waited for the slowest replica."""
+        """Return the clocks, and the seconds waited for the slowest replica."""
         return {}
 
 
@@ -117,7 +117,7 @@ class AsynchronousSteps:
     `clock` and `slowest` start again at 0 with every generation.
 
     Args:
-        policy: bounds how far the slowest replica may be behind one that goes on.
+        policy: bounds how far the slowest replica may be behind a replica that goes on.
 
     Attributes:
         policy: as given.
@@ -153,7 +153,7 @@ class AsynchronousSteps:
         return self._replica
 
     def begin(self, generation: int, step: int, replica: int) -> None:
-        """Clocks begin at 0."""
+        """Begin a generation: clocks begin at 0."""
         self._next = max(self._next, step)
         if generation != self._generation:
             self._generation, self._replica = generation, replica
@@ -171,52 +171,52 @@ class AsynchronousSteps:
             self._decision = decision
 
     def acknowledges(self, decision: Decision) -> bool:
-        """Never: others need not have made a step."""
+        """Return False: others need not have made a step."""
         return False
 
     def origin(self, latest: int) -> Origin:
-        """The origin of the current step; the first call of a step fixes it to version `latest`."""
+        """Return the origin of the current step; the first call of a step fixes it to version `latest`."""
         if self._origin is None:
             self._origin = Origin(self._generation, latest)
         return self._origin
 
     def version(self, latest: int) -> int:
-        """The origin's."""
+        """Return the origin's version."""
         return self.origin(latest).version
 
     def ticket(self, latest: int, membership: Membership, replica: int) -> Ticket:
-        """The ticket of our own step."""
+        """Return the ticket of our own step."""
         return Ticket(generation=self.origin(latest).generation, step=self.clock, replica=replica, num_replicas=1)
 
     def decision_on(self, ticket: Ticket) -> Decision | None:
-        """The decision on our own step."""
+        """Return the decision on our own step."""
         decision = self._decision
         if decision is None or decision.turn is None or decision.turn.clock != ticket.step:
             return None
         return decision if decision.generation == ticket.generation else None
 
     def voter(self, ticket: Ticket) -> int | None:
-        """Our own replica."""
+        """Return our own replica."""
         return ticket.replica
 
     def end_step(self) -> None:
-        """The next step has another origin."""
+        """Forget the origin: the next step has another."""
         self._origin = None
 
     def may_proceed(self, generation: int) -> bool:
-        """Whether the slowest replica is not further behind than the policy allows, or `generation` is over."""
+        """Return True if the slowest replica is not further behind than the policy allows, or `generation` is over."""
         most = self.policy.most_behind
         return most is None or generation != self._generation or self.clock - self.slowest <= most
 
     def why_waiting(self) -> str:
-        """The clocks."""
+        """Return the clocks as text."""
         return (
             f"this worker is at clock {self.clock} and the slowest at {self.slowest}, which is more than {self.policy} "
             "allows; its step is decided, the next may not begin"
         )
 
     def statistics(self) -> dict[str, float]:
-        """The clocks, and the seconds waited."""
+        """Return the clocks, and the seconds waited."""
         return {
             "clock": float(self.clock),
             "slowest_clock": float(self.slowest),

@@ -1,4 +1,4 @@
-"""`Ticket`: what names a step attempt in every push and in the vote."""
+"""`Ticket`: the name of a step attempt in every push and in the vote."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class Ticket:
 
     @property
     def is_void(self) -> bool:
-        """Whether its step cannot commit."""
+        """True if its step cannot commit."""
         return self.generation == NO_GENERATION
 
     def void(self, why: str) -> Self:
-        """The same, void: nothing is pushed with it, and its vote is an abort."""
+        """Return a void copy: nothing is pushed with it, and its vote is an abort."""
         return dataclasses.replace(self, generation=NO_GENERATION, why_void=why)

@@ -31,8 +31,8 @@ class ModelView:
         job: as given.
         model: as given.
         name: name of the model in the job, once it was registered here.
-        spec: what it was registered with here.
-        stepping: whether its replicas step together, and where this worker is.
+        spec: the layout with which it was registered here.
+        stepping: the order of its replicas' steps, and this worker's progress in it.
         released: whether the model has been released.
         asked_epoch: the newest epoch that this worker requested, or waited for.
         due: (generation, step) of the newest attempt that others wait in, with a quorum of `LocalSteps`.
@@ -71,7 +71,7 @@ class ModelView:
         """This worker in the current membership.
 
         Raises:
-            MemberLost: this worker is no member any more.
+            MemberLost: this worker is not a member any more.
         """
         return self.job.me(self.membership)
 
@@ -88,7 +88,7 @@ class ModelView:
 
     @property
     def copied(self) -> int:
-        """The newest version that copied another model's values; 0 = none in this epoch. Frozen units are of it."""
+        """The newest version that copied another model's values; 0 = none in this epoch. Frozen units are at it."""
         return self._copied
 
     @property
@@ -97,7 +97,7 @@ class ModelView:
         return self._committed
 
     def version_of(self, unit: int, *, exact: bool = False) -> int:
-        """The version that a unit must be at to be current; if `exact`, to be what the servers have."""
+        """Return the version that a unit must be at to be current; if `exact`, to equal the servers' values."""
         units = () if self.spec is None else self.spec.layout.units
         if 0 <= unit < len(units) and not units[unit].trainable:  # the servers refuse an unknown unit
             return self._copied
@@ -115,7 +115,7 @@ class ModelView:
             return self.epoch, self.version
 
     def valid(self, ticket: Ticket) -> bool:
-        """Whether the step that `ticket` names can still commit."""
+        """Return True if the step that `ticket` names can still commit."""
         return self.job.known is not None and self.job.known.generation == ticket.generation
 
     def check_released(self) -> None:
@@ -130,7 +130,7 @@ class ModelView:
     # ------------------------------------------------------------------ events
 
     def registered(self, spec: JobSpec, reply: Registered, name: str) -> None:
-        """This process has registered the model, with this layout and this reply."""
+        """Record that this process has registered the model, with this layout and this reply."""
         with self.job.changed:
             self.name = name
             if self.spec is None:
@@ -140,10 +140,10 @@ class ModelView:
                     self._begin_generation(self.job.membership, 0)
             self._version = max(self._version, reply.version)
 
-    # In the order of the session, under `JobView.changed`.
+    # These methods are called in the order of the session, under `JobView.changed`.
 
     def begin(self, membership: Membership) -> None:
-        """A generation begins, or this model is new in it; `job` has the membership already."""
+        """Begin a generation, or begin this model in it; `job` has the membership already."""
         step, self._version = membership.progress(self.model)
         self._begin_generation(membership, step)
 
@@ -152,7 +152,7 @@ class ModelView:
         self.stepping.begin(membership.generation, step, -1 if me is None else me.replica)
 
     def on_state(self, event: JobState) -> None:
-        """The model was initialized, restored or released."""
+        """Apply a state: the model was initialized, restored or released."""
         if event.released:
             self.released = True
             return
@@ -166,7 +166,7 @@ class ModelView:
         self._state, self._committed = event, event.committed
 
     def on_decision(self, event: Decision) -> None:
-        """A step was decided."""
+        """Apply the decision on a step."""
         if self.stepping.acknowledges(event):
             self.job.acknowledge()
         self.stepping.decided(event)
