@@ -35,6 +35,7 @@ from pathlib import Path
 import numpy as np
 
 from axon_ps.errors import Busy, InvalidRequest
+from axon_ps.host.memory import available_bytes
 from axon_ps.types import Array
 
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; mmap has no name for it
@@ -300,20 +301,6 @@ def boot_id() -> str:
 def total_bytes() -> int:
     """Return the memory of this machine, including swap."""
     return sum(_meminfo(name) for name in ("MemTotal:", "SwapTotal:"))
-
-
-def available_bytes() -> int:
-    """Return the memory that a new segment may take: as much as the control group and the machine have left."""
-    limits = [_meminfo("MemAvailable:")]
-    try:
-        group = Path("/sys/fs/cgroup")
-        limit = (group / "memory.max").read_text(encoding="ascii").strip()
-        if limit != "max":
-            used = int((group / "memory.current").read_text(encoding="ascii"))
-            limits.append(max(0, int(limit) - used))
-    except (OSError, ValueError):
-        pass
-    return min(limits)
 
 
 def _meminfo(name: str) -> int:

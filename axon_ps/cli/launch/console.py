@@ -72,28 +72,29 @@ class Console:
         """Show the line that a process is rewriting; nothing where there is no terminal."""
         if self._colour:
             self._progress = f"{self._prefix(source, colour=True)} {text}"
-            self._err.write(f"\r\x1b[2K{self._progress}")
-            self._err.flush()
+            self._put(f"\r\x1b[2K{self._progress}", self._err)
 
     def end_progress(self) -> None:
         """Remove the line that a process was rewriting, since it is finished."""
         if self._progress:
             self._progress = ""
-            self._err.write("\r\x1b[2K")
+            self._put("\r\x1b[2K", self._err)
 
     def _write(self, text: str, stream: TextIO) -> None:
         clear = "\r\x1b[2K" if self._progress else ""
         self.lines += 1
+        self._put(f"{clear}{text}\n", stream)
+        if self._progress:
+            self._put(self._progress, self._err)
+
+    def _put(self, text: str, stream: TextIO) -> None:
         try:
-            stream.write(f"{clear}{text}\n")
+            stream.write(text)
             stream.flush()
         except BrokenPipeError:
             with open(os.devnull, "w") as nowhere:
                 os.dup2(nowhere.fileno(), stream.fileno())
             self.on_broken_pipe()
-        if self._progress:
-            self._err.write(self._progress)
-            self._err.flush()
 
     def _prefix(self, source: ProcessOutput, *, colour: bool) -> str:
         return f"\x1b[{source.colour}m[{source.name}]\x1b[0m" if colour else f"[{source.name}]"

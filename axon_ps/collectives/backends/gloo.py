@@ -72,6 +72,7 @@ class _Rendezvous(dist.Store):  # type: ignore[misc, name-defined]
         self._prefix = prefix
         self._timeout_s = timeout_s
         self._keys: list[str] = []
+        self.timed_out = False  # torch turns our error into one without a type
 
     def set(self, key: str, value: bytes | str) -> None:
         """Store a value."""
@@ -80,12 +81,16 @@ class _Rendezvous(dist.Store):  # type: ignore[misc, name-defined]
 
     def get(self, key: str) -> bytes:
         """Return the value of a key as soon as there is one."""
-        return self._store.wait(f"{self._prefix}/{key}", self._timeout_s)
+        try:
+            return self._store.wait(f"{self._prefix}/{key}", self._timeout_s)
+        except Timeout:
+            self.timed_out = True
+            raise
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         """Return when all keys have values."""
         for key in keys:
-            self._store.wait(f"{self._prefix}/{key}", self._timeout_s)
+            self.get(key)
 
     def delete_keys(self) -> None:
         """Remove the keys that this rank stored."""
@@ -122,7 +127,7 @@ class GlooBackend(Backend):
             self._native = dist.ProcessGroupGloo(self._rendezvous, self.rank, self.world_size, limit)
         except RuntimeError as error:
             self._rendezvous.delete_keys()
-            if "nobody stored" in str(error) or "timed out" in str(error).lower():
+            if self._rendezvous.timed_out or "timed out" in str(error).lower():
                 raise Timeout(f"gloo group {context.name!r} was not complete in {context.timeout_s:g} s") from error
             raise Broken(f"gloo cannot connect group {context.name!r}: {_first_line(error)}") from error
 

@@ -149,6 +149,8 @@ def create(parameters: RendezvousParameters) -> AxonRendezvousHandler:
         raise ConfigurationError(
             f"--rdzv-conf has {', '.join(unknown)}; it may have {', '.join((*VARIABLES, *SECONDS, ATTEMPTS))}"
         )
+    time_s = {name: _number(parameters, name, default) for name, default in SECONDS.items()}
+    attempts = _number(parameters, ATTEMPTS, 5)
     given = {variable: str(conf[name]) for name, variable in VARIABLES.items() if name in conf}
     if parameters.endpoint:
         given["AXON_PS_COORDINATOR"] = parameters.endpoint
@@ -156,7 +158,6 @@ def create(parameters: RendezvousParameters) -> AxonRendezvousHandler:
     address = os.environ.get("AXON_PS_COORDINATOR", "")
     if not address:
         raise ConfigurationError("which coordinator? Give --rdzv-endpoint=host:port or set AXON_PS_COORDINATOR")
-    time_s = {name: parameters.get_as_int(name, default) or default for name, default in SECONDS.items()}
     security, job = security_of(os.environ), job_of(os.environ)
     _await_coordinator(OperatorKeys(address, security=security, job=job, timeout_s=time_s["connect_timeout"]), address)
     keys = OperatorKeys(address, security=security, job=job, timeout_s=time_s["read_timeout"])
@@ -171,10 +172,26 @@ def create(parameters: RendezvousParameters) -> AxonRendezvousHandler:
             *(timedelta(seconds=time_s[f"{n}_timeout"]) for n in ("join", "last_call", "close", "heartbeat"))
         ),
         keep_alive_interval=max(time_s["keep_alive_interval"], parameters.max_nodes // _MAX_PER_S),
-        keep_alive_max_attempt=parameters.get_as_int(ATTEMPTS, 5) or 5,
+        keep_alive_max_attempt=attempts,
     )
     handler.keys = keys
     return handler
+
+
+def _number(parameters: RendezvousParameters, name: str, default: int) -> int:
+    """Return a number of --rdzv-conf.
+
+    Raises:
+        ConfigurationError: it is not a number, or less than 1.
+    """
+    given = parameters.config.get(name, default)
+    try:
+        number = int(given)
+    except ValueError:
+        number = 0
+    if number < 1:
+        raise ConfigurationError(f"--rdzv-conf has {name}={given}; give a whole number of at least 1")
+    return number
 
 
 def _await_coordinator(keys: OperatorKeys, address: str) -> None:

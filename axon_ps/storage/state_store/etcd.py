@@ -164,7 +164,11 @@ class EtcdStateStore(SharedStateStore):
             self._write(groups[0])
         elif groups:
             self._write_in_groups(groups)
-        self._chunks |= {key: len(_chunks(value)) for key, value in newest.items()}
+        for key, value in newest.items():
+            if value is None:
+                self._chunks.pop(key, None)
+            else:
+                self._chunks[key] = len(_chunks(value))
 
     def close(self) -> None:
         """Resign, and close the connections."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 
 import pytest
 
@@ -141,3 +142,17 @@ def test_after_an_interrupt_its_own_tracebacks_are_left_out(screen: Screen) -> N
     assert shown.startswith("[w] saving\n")
     assert "[w] OSError: disk\n" in shown
     assert shown.endswith("[w] bye\n")
+
+
+def test_progress_that_is_not_read_any_more_is_reported_as_other_lines_are() -> None:
+    reader, writer = os.pipe()
+    with open(writer, "w") as err:
+        console = Console(io.StringIO(), err, colour=True)
+        broken: list[str] = []
+        console.on_broken_pipe = lambda: broken.append("broken")
+        source = console.source("w")
+        source.feed(b"\r10%", error=True)
+        os.close(reader)
+        source.feed(b"\r20%\r30%", error=True)
+        console.end_progress()
+    assert broken == ["broken"]

@@ -17,11 +17,11 @@ import pytest
 
 from axon_ps.errors import Busy, InvalidRequest
 from axon_ps.host import futex, shared_memory
+from axon_ps.host.memory import available_bytes
 from axon_ps.host.peer_process import PeerProcess
 from axon_ps.host.shared_memory import (
     Access,
     Segment,
-    available_bytes,
     base_of,
     discard_writes,
     make_private,
