@@ -1,4 +1,4 @@
-"""docs/from_rust.md: our names in it exist, and each difference that it tells has a test that shows it."""
+"""docs/from_rust_names.md: our names in it exist, and each difference that it tells has a test that shows it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 from tests.test_features import resolve, said_of
 
 ROOT = Path(__file__).parent.parent
-PAGE = (ROOT / "docs" / "from_rust.md").read_text()
+PAGE = (ROOT / "docs" / "from_rust_names.md").read_text()
 
 MOCK_TRAINING = "unit/parallel/test_mock_training.py"
 MOCK_WORLD = "unit/worker/test_mock_world.py"
@@ -92,7 +92,7 @@ TESTED = {
         "test_functions_in_no_file_travel_by_value",
     ),
 }
-"""The beginning of a row of "What differs" -> the file and name of a test that shows what it says."""
+"""The beginning of a row of "Differences" -> the file and name of a test that shows what it says."""
 
 
 def section(title: str) -> list[list[str]]:
@@ -124,8 +124,8 @@ def test_every_row_of_the_names_has_one_of_ours() -> None:
 
 
 def test_every_difference_is_tested() -> None:
-    begins = [next((b for b in TESTED if row[0].startswith(b)), None) for row in section("What differs")]
-    assert None not in begins, section("What differs")[begins.index(None)]
+    begins = [next((b for b in TESTED if row[0].startswith(b)), None) for row in section("Differences")]
+    assert None not in begins, section("Differences")[begins.index(None)]
     assert sorted(map(str, begins)) == sorted(TESTED)
     for begin, (file, name) in TESTED.items():
         assert name in functions_of(file), f"{begin}: there is no {name} in {file}"

@@ -1,4 +1,4 @@
-"""No wait of the package is without an end: docs/waits.md lists them, and this compares (see `tests/waits.py`)."""
+"""No wait of the package is without an end: `waits.md` lists them, and this compares (see `waits.py`)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from waits import Wait, find
 
 pytestmark = pytest.mark.usefixtures("without_collector")
 ROOT = Path(__file__).parents[1]
-PAGE = ROOT / "docs" / "waits.md"
+PAGE = Path(__file__).with_name("waits.md")
 
 
 def listed() -> dict[Wait, str]:
@@ -24,27 +24,27 @@ def listed() -> dict[Wait, str]:
         if len(cells) == 4 and cells[0].endswith(".py"):
             file, function, code, end = cells
             wait = Wait(f"{room}/{file}", function, code.strip("`"))
-            assert wait not in rows, f"{wait} stands twice in docs/waits.md"
+            assert wait not in rows, f"{wait} stands twice in tests/waits.md"
             rows[wait] = end
     return rows
 
 
 def test_every_wait_of_the_package_is_in_the_list_with_what_ends_it() -> None:
-    package = ROOT / "axon_ps"
     sources = {
-        path.relative_to(package).as_posix(): path.read_text(encoding="utf-8")
-        for path in package.rglob("*.py")
+        path.relative_to(ROOT).as_posix().removeprefix("axon_ps/"): path.read_text(encoding="utf-8")
+        for package in ("axon_ps", "axon_ps_lab")
+        for path in (ROOT / package).rglob("*.py")
         if path.parent.name != "v1"  # generated
     }
     found, rows = find(sources), listed()
-    new = [f"axon_ps/{w.file}:{line} {w.function}: {w.code}" for w, line in sorted(found.items()) if w not in rows]
+    new = [f"{w.file}:{line} {w.function}: {w.code}" for w, line in sorted(found.items()) if w not in rows]
     assert not new, (
         "these waits show no end. Give each a time-out or a deadline, or, if something else ends it, a row in "
-        "docs/waits.md that says what:\n" + "\n".join(new)
+        "tests/waits.md that says what:\n" + "\n".join(new)
     )
     gone = [" | ".join(w) for w in sorted(rows) if w not in found]
-    assert not gone, "docs/waits.md has rows of waits that are no more; take them out:\n" + "\n".join(gone)
-    assert not [w for w, end in rows.items() if len(end) < 5], "a row of docs/waits.md does not say what ends its wait"
+    assert not gone, "tests/waits.md has rows of waits that are no more; take them out:\n" + "\n".join(gone)
+    assert not [w for w, end in rows.items() if len(end) < 5], "a row of tests/waits.md does not say what ends its wait"
 
 
 ENDLESS = {

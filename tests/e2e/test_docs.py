@@ -12,8 +12,9 @@ import yaml
 
 from axon_ps import plugins
 from axon_ps.cli.settings import Settings
-from axon_ps.simulate.scenario import Scenario
-from axon_ps.testing.chaos import campaign
+from axon_ps_lab.__main__ import campaigns
+from axon_ps_lab.chaos import campaign
+from axon_ps_lab.simulate.scenario import Scenario
 from page import ROOT, Block, blocks, label, named, shell_blocks
 from parsed_commands import entry_point, understood
 
@@ -33,6 +34,8 @@ def test_a_command_that_is_not_run_is_one_that_there_is(
             case ["make", target]:
                 targets = re.findall(r"^([\w-]+):.*##", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
                 assert target in targets
+            case ["make", "lab", name, *_]:
+                assert name.removeprefix("NAME=") in campaigns()
             case ["docker-compose", action, *arguments]:
                 services = yaml.safe_load((ROOT / "docker-compose.yml").read_text())["services"]
                 assert action in ("up", "logs", "run", "down", "kill", "start")
