@@ -1,4 +1,4 @@
-"""The default campaign: 2,000 faults of every kind over all roles of one job, and what they cost. `make chaos`.
+"""`make lab NAME=chaos`: the default campaign, 2,000 faults of every kind over all roles of one job, and their cost.
 
     python benchmarks/chaos.py [--faults 2000] [--seed 20] [--campaign examples/chaos.toml]
 

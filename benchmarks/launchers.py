@@ -1,6 +1,6 @@
 """The main job as every launcher starts it, with the same losses: a check, no measurement.
 
-    python benchmarks/launchers.py            # make launchers
+    python benchmarks/launchers.py            # make lab NAME=launchers
 
 `axon-ps run`, torchrun, torchrun on two hosts (network namespaces; needs root), mpirun: two workers each, 20 steps of
 `examples/train_gpt.py`, whose script knows nothing of who started it. At the end no process of any of them is left.

@@ -35,7 +35,7 @@ class Trace:
         self._watch_transfers()
         self._watch_waiting(Work, "wait", lambda work: KINDS.get(work.what.split()[0], "other"))
         self._watch_waiting(JobView, "wait_until", lambda _: "decision")
-        self._watch_waiting(BufferPool, "wait_for_room", lambda _: "push")  # of what earlier pushes take
+        self._watch_waiting(BufferPool, "wait_for_capacity", lambda _: "push")  # of what earlier pushes take
 
     def _watch_transfers(self) -> None:
         begin = LoopWork.__init__

@@ -39,7 +39,7 @@ WORKERS_IMPORT = (
 loop_watchdog.install()  # in a process of pytest-xdist, if it was asked for
 
 hypothesis.settings.register_profile("the same examples each time, and no times", deadline=None, derandomize=True)
-hypothesis.settings.load_profile("the same examples each time, and no times")  # `make fuzz` looks for others
+hypothesis.settings.load_profile("the same examples each time, and no times")  # `make lab NAME=fuzz` looks for others
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

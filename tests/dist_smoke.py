@@ -1,4 +1,4 @@
-"""`make dist`: a wheel and an sdist, installed into an empty environment and tried as a user would.
+"""`make lab NAME=dist`: a wheel and an sdist, installed into an empty environment and tried as a user would.
 
 The environment has neither torch nor anything of this repository. Its packages come from the index that pip is
 configured for, at the versions of constraints.txt.

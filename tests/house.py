@@ -1,4 +1,4 @@
-"""Measures of the package: sizes, circles of imports, names used twice, private words. `make house` prints them.
+"""`make lab NAME=house`: measures of the packages: sizes, circles of imports, names used twice, debts.
 
     python tests/house.py                the measures
     python tests/house.py --debts NAME   the places of a debt: `circles`, `docstrings`, ...

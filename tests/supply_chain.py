@@ -1,6 +1,6 @@
 """What the images hold: bills of materials, and whether a known vulnerability is among it.
 
-    make audit      # also a part of `make lint`
+    make lab NAME=audit      # also a part of `make lint`
 
 Writes build/sbom/IMAGE.cdx.json (CycloneDX, by cyclonedx-py) from services/locks/, with the hashes of every file, and
 asks PyPI's vulnerability service about every package (pip-audit). A known vulnerability fails, unless

@@ -1,6 +1,6 @@
 """The lines of docs/containers.md on a real container engine: sizes, scaling up and down, the death of each service.
 
-    make compose        # needs docker and docker-compose, or the plug-in `docker compose`; builds the images
+    make lab NAME=compose        # needs docker and docker-compose, or the plug-in `docker compose`; builds the images
 
 A job trains all the while. After everything that is done to it, it has to go on, with every member back, a copy of
 every slice, and no committed step lost. Every container is looked into: it writes nowhere but in its volumes and /tmp,

@@ -1,6 +1,6 @@
 """A rolling update of the shard servers while a job trains, from the manifests of deploy/kubernetes.
 
-    make rolling-update        # needs docker, and the images of `docker-compose build`
+    make lab NAME=rolling-update        # needs docker, and the images of `docker-compose build`
 
 There is no cluster: the pods are containers, with the manifests' images, arguments, variables, DNS names, probes,
 signals and grace periods, and what a StatefulSet's controller does is done here (`pods.py`). Shows that no step

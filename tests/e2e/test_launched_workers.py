@@ -1,6 +1,6 @@
 """Workers that only a launcher has started, as real processes with its variables: they form a job, and leave nothing.
 
-(torchrun itself runs in `make pages`, with docs/environment.md; `make launchers` runs all of them.)
+(torchrun itself runs in `make pages`, with docs/environment.md; `make lab NAME=launchers` runs all of them.)
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Everything killed at once, again and again: `make all-killed`.
+"""Everything killed at once, again and again: `make lab NAME=all-killed`.
 
     python tests/faults/all_killed.py [--kills 20] [--seed 1] [--state sqlite|memory]
 

@@ -1,4 +1,4 @@
-"""Starts of a large job on a busy machine: `make big-starts` counts members that are lost before a step commits.
+"""Starts of a large job on a busy machine, `make lab NAME=big-starts`: members that are lost before a step commits.
 
 What a shard server does with GiBs (allocating, hashing, mapping, freeing them) must not stand between it and its
 heartbeats. Each start is `axon-ps run` with a model of so many parameters in eight units, until two steps are

@@ -1,4 +1,4 @@
-"""The grid of faults: `make faults`, or `make faults CELLS='worker*sigkill*'` for a part of it.
+"""The grid of faults: `make lab NAME=faults`, or `make lab NAME=faults ARGS='worker*sigkill*'` for a part of it.
 
 Several cells run side by side, since most of their time is waiting. What came of each is appended to a file of results;
 a run that was broken off goes on where it was. A cell in which the only thing wrong is that somebody was late (or did

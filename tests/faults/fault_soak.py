@@ -1,4 +1,4 @@
-"""2,000 random faults in one run of one job: `make soak`.
+"""2,000 random faults in one run of one job: `make lab NAME=soak`.
 
 Three workers train on two servers without end; two of them are enough to go on. Again and again a random process is
 struck at a random moment; then the job has to commit within the promised time. Every 50 faults a checkpoint is taken

@@ -1,4 +1,4 @@
-"""Bits of shard servers' memory change while a job trains: `make flips`, and benchmarks/results/bit_flips.json.
+"""Bits of servers' memory change while a job trains: `make lab NAME=flips`, and benchmarks/results/bit_flips.json.
 
 One bit at a time, anywhere in values, moments and summed gradients of one of three servers. Each must be found by the
 next commit, and the server, the slice, the unit, the array and the range named. Then as many steps as wanted without

@@ -1,4 +1,4 @@
-"""Two groups with overlapping members, used from several threads at once, for thousands of calls; part of `make soak`.
+"""`make lab NAME=group-soak`: two groups with overlapping members, used from several threads, for thousands of calls.
 
     python tests/faults/group_soak.py [--calls 10000] [--backends shm grpc hierarchical]
 

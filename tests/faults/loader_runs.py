@@ -1,4 +1,4 @@
-"""Training from data loaders: `make loaders`, 20 runs of every cell, and what is told when a loader worker dies.
+"""`make lab NAME=loaders`: training from data loaders, 20 runs of each cell, and the errors when a loader worker dies.
 
 Cells: loaders with 0, 1 and 4 workers x fork, spawn and forkserver x FSDP, DDP and PyTorch's own DDP over the backend
 "axon" x with and without shared memory. A run is a new loader, and so new processes, for an epoch of training steps on

@@ -1,4 +1,4 @@
-"""200 random kills of ranks that share memory: `make soak`, about a minute.
+"""200 random kills of ranks that share memory: `make lab NAME=shm-kills`, about a minute.
 
 Each round forks 2 to 4 ranks, which do collectives and messages on ordinary and on registered arrays, and kills one of
 them, several, or all with SIGKILL, at a random moment from before they met to long after. Whoever is left has to say

@@ -1,4 +1,4 @@
-"""Everything killed at once: a few of the lives of `make all-killed`, of each kind."""
+"""Everything killed at once: a few of the lives of `make lab NAME=all-killed`, of each kind."""
 
 from __future__ import annotations
 

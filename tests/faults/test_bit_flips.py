@@ -1,4 +1,4 @@
-"""Bits of a shard server's memory change while it trains; `make flips` changes a thousand."""
+"""Bits of a shard server's memory change while it trains; `make lab NAME=flips` changes a thousand."""
 
 from __future__ import annotations
 

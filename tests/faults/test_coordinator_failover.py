@@ -1,6 +1,6 @@
 """A coordinator that may die: three etcd members, two coordinators, a job that makes steps; all of them real processes.
 
-`make failover` does each several times, freezes for longer, and prints a table of times.
+`make lab NAME=failover` does each several times, freezes for longer, and prints a table of times.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A pairwise sample of the grid of faults; all of it is `make faults`."""
+"""A pairwise sample of the grid of faults; all of it is `make lab NAME=faults`."""
 
 from __future__ import annotations
 

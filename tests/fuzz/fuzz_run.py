@@ -1,7 +1,7 @@
-"""`make fuzz`: all targets for a while; a table, and benchmarks/results/fuzz.json.
+"""`make lab NAME=fuzz`: all targets for a while; a table, and benchmarks/results/fuzz.json.
 
-    make fuzz FUZZ_ARGS="--seconds 3600"
-    make fuzz FUZZ_ARGS="--beside 120"
+    make lab NAME=fuzz ARGS="--seconds 3600"
+    make lab NAME=fuzz ARGS="--beside 120"
 
 Two parts, each a part of the record, which keeps the other part:
 

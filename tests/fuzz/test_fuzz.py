@@ -1,4 +1,4 @@
-"""Less than a minute of `make fuzz`; seeds and numbers of messages never change: what it finds, it finds every time."""
+"""Less than a minute of `make lab NAME=fuzz`, with seeds and numbers of messages that never change."""
 
 from __future__ import annotations
 

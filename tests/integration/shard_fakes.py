@@ -70,7 +70,7 @@ class FakeReports:
         self.ready_by: set[tuple[int, int, int]] = set()  # (generation, step, placement)
         self.copied_slices: list[Copied] = []
         self.initialized_at: list[tuple[int, int]] = []
-        self.no_room: list[AxonError] = []
+        self.out_of_memory: list[AxonError] = []
         self.snapshots: asyncio.Queue[tuple[int, tuple[SnapshotFile, ...], AxonError | None]] = asyncio.Queue()
         self.restores: asyncio.Queue[AxonError | int] = asyncio.Queue()
 
@@ -89,8 +89,8 @@ class FakeReports:
     def snapshot_report(self, id: int, files: tuple[SnapshotFile, ...] = (), error: AxonError | None = None) -> None:
         self.snapshots.put_nowait((id, files, error))
 
-    def no_room(self, model: int, placement: int, error: AxonError) -> None:
-        self.no_room.append(error)
+    def out_of_memory(self, model: int, placement: int, error: AxonError) -> None:
+        self.out_of_memory.append(error)
 
     def restore_report(self, epoch: int, error: AxonError, *, model: int = 0) -> None:
         self.restores.put_nowait(error)

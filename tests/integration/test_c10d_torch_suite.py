@@ -1,4 +1,4 @@
-"""The most telling of PyTorch's own collective tests over "axon"; `make torch-suite` runs all of them."""
+"""The most telling of PyTorch's own collective tests over "axon"; `make lab NAME=torch-suite` runs all of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests against other people's tools and libraries, which the extra `integrations` installs: `make integrations`."""
+"""`make lab NAME=integrations`: tests against other people's tools and libraries, of the extra `integrations`."""
 
 from __future__ import annotations
 

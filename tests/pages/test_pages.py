@@ -1,6 +1,6 @@
 """What the documentation tells to type, page by page.
 
-Scripts of libraries that an extra installs are tried by `make integrations`.
+Scripts of libraries that an extra installs are tried by `make lab NAME=integrations`.
 """
 
 from __future__ import annotations

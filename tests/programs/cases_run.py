@@ -1,7 +1,7 @@
-"""`make cases`: what people's own scripts do, in every wrapper, mapped and as between hosts, at 1, 2 and 3 workers.
+"""`make lab NAME=cases`: people's own scripts in every wrapper, mapped and as between hosts, at 1, 2 and 3 workers.
 
-    make cases CASES_ARGS="schedulers 'accumulation'"
-    make cases CASES_ARGS="--only FULL_SHARD --sample 1"
+    make lab NAME=cases ARGS="schedulers 'accumulation'"
+    make lab NAME=cases ARGS="--only FULL_SHARD --sample 1"
 
 A table says what works, what is refused (and which page says so), and what has to be mended.
 """

@@ -1,7 +1,7 @@
-"""`make programs`: training programs that hypothesis draws, on plain torch and on a wrapped model.
+"""`make lab NAME=programs`: training programs that hypothesis draws, on plain torch and on a wrapped model.
 
-    make programs PROGRAMS_ARGS="--programs 2000 --seed 7"
-    make programs PROGRAMS_ARGS="--replay build/programs/finding1.json"
+    make lab NAME=programs ARGS="--programs 2000 --seed 7"
+    make lab NAME=programs ARGS="--replay build/programs/finding1.json"
 
 Each ends with torch's values or is refused by an error of ours before a value is wrong; anything else is a finding,
 which is made as small as it can be and written to a file. Programs that need all that a smaller finding needs are

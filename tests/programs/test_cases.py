@@ -1,4 +1,4 @@
-"""Every third case of `make cases`, once: families, wrappers, mapping and numbers of workers meet in pairs."""
+"""Every third case of `make lab NAME=cases`, once: families, wrappers, mapping and numbers of workers meet in pairs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A hundred of `make programs`, the same each time."""
+"""A hundred of `make lab NAME=programs`, the same each time."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_a_program_ends_with_torchs_values_or_is_refused_in_time(shared: SharedW
     campaign.run()
     found = [shown(number, finding) for number, finding in enumerate(campaign.findings, 1)]
     assert not found, (
-        "run one by `make programs PROGRAMS_ARGS='--replay FILE'`, its second line in FILE:\n" + "\n".join(found)
+        "run one by `make lab NAME=programs ARGS='--replay FILE'`, its second line in FILE:\n" + "\n".join(found)
     )
 
 

@@ -18,9 +18,9 @@ from virtual_loop import NothingHappensError, TimeStandsStillError, VirtualLoop
 
 RECORD = Path(__file__).parents[2] / "benchmarks" / "results" / "planted.json"
 FINDERS = {int(row["by"].split()[1].rstrip(":")) for row in json.loads(RECORD.read_text("utf-8"))["rows"]}
-"""The first seed that finds each of the bugs that `make planted` plants."""
+"""The first seed that finds each of the bugs that `make lab NAME=planted` plants."""
 SEEDS = sorted({*range(100), *FINDERS})
-"""They find as many planted bugs as the first 2,000 do; `make simulate` takes any others."""
+"""They find as many planted bugs as the first 2,000 do; `make lab NAME=simulate` takes any others."""
 AT_A_TIME = 50
 
 
@@ -54,7 +54,7 @@ def test_a_seed_gives_the_same_trace_again() -> None:
 
 @pytest.mark.parametrize("number", range(len(PLANTS)), ids=lambda n: PLANTS[n].name.replace(" ", "-"))
 def test_a_bug_can_be_planted(number: int) -> None:
-    """Its text is where it was; `make planted` finds all of them."""
+    """Its text is where it was; `make lab NAME=planted` finds all of them."""
     compile(PLANTS[number].source(), PLANTS[number].path, "exec")
 
 

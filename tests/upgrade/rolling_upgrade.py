@@ -1,6 +1,6 @@
 """A job trains while its processes go one by one from the oldest axon_ps of this protocol version to this one.
 
-    make upgrade            # needs the history of the repository
+    make lab NAME=upgrade            # needs the history of the repository
 
 Coordinator, shard servers and workers are replaced in turn; no committed step may be lost. Then each role is started as
 an axon_ps of the protocol before, and has to be refused by the names of both.

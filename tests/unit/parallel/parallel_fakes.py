@@ -89,7 +89,7 @@ class FakeSteps:
     def wait_members(self, ready: Callable[[Any], bool], timeout_s: float, what: str) -> None:
         assert ready(None), what
 
-    def wait_for_room(self, ticket: Ticket, wait: Callable[[float], None]) -> None:
+    def wait_for_capacity(self, ticket: Ticket, wait: Callable[[float], None]) -> None:
         wait(10.0)
 
     def register(self, spec: JobSpec) -> Registered:

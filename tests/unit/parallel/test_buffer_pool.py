@@ -97,16 +97,16 @@ def test_room_is_what_no_buffer_takes_however_little_of_it_is_used(memory: Memor
     pool, _ = make_pool(memory, 800)
     pool.give(pool.take(100, F32))
     small = pool.take(1, F32)  # in a buffer of 400 bytes
-    assert pool.has_room(400)
-    assert not pool.has_room(401)
+    assert pool.has_capacity(400)
+    assert not pool.has_capacity(401)
     pool.give(small)
-    assert pool.has_room(10_000), "one buffer always has room"
+    assert pool.has_capacity(10_000), "one buffer always has room"
 
 
 def test_waiting_for_room(memory: Memory) -> None:
     pool, _ = make_pool(memory, 400)
     buffer = pool.take(100, F32)
-    waiter = threading.Thread(target=pool.wait_for_room, args=(4,))
+    waiter = threading.Thread(target=pool.wait_for_capacity, args=(4,))
     waiter.start()
     pool.give(buffer)
     waiter.join(10.0)

@@ -120,7 +120,7 @@ def test_groups_of_backends_train_as_well() -> None:
 
 
 def test_a_norm_that_no_number_of_32_bits_can_be_is_infinite() -> None:
-    """Servers sum it in 64 bits: `make fuzz` found a RuntimeError of torch's in the step."""
+    """Servers sum it in 64 bits: `make lab NAME=fuzz` found a RuntimeError of torch's in the step."""
     with World.mock():
         made = FSDP(nn.Linear(64, 1))
         optimizer = AdamW(made.parameters(), lr=1e-3)

@@ -1,7 +1,7 @@
 """Every LR scheduler of torch on our optimizers, with a resume in the middle: rates and parameters are torch's.
 
 `make test` runs each scheduler with one optimizer, and each optimizer with one scheduler, on the servers or under
-NO_SHARD. `make schedulers` runs all with all, under both.
+NO_SHARD. `make lab NAME=schedulers` runs all with all, under both.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How a wrapped model behaves as a module: docs/wrapped_model.md's table, row by row. The oracle is torch's own FSDP2."""
+"""A wrapped model as a module: docs/wrapped_model.md's table, row by row. The oracle is torch's own FSDP2."""
 
 from __future__ import annotations
 

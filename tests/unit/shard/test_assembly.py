@@ -50,7 +50,7 @@ def test_all_of_it_by_name_and_read_only() -> None:
 
 
 def test_an_absent_chunk_is_refused() -> None:
-    """A gradient may be absent, a parameter may not: `make fuzz` found a ValueError of numpy's."""
+    """A gradient may be absent, a parameter may not: `make lab NAME=fuzz` found a ValueError of numpy's."""
     chunk = header(0, 0, 32)
     chunk.absent = True
     with pytest.raises(InvalidRequest, match="an absent chunk came where 32 elements are needed"):

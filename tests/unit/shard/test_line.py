@@ -168,12 +168,12 @@ def test_without_a_limit_nobody_waits() -> None:
 
 def test_a_pool_of_buffers_is_extended_and_shrinks_again() -> None:
     pool = BufferPool(100, Meter())
-    assert pool.has_room(1000)  # one always does
+    assert pool.has_capacity(1000)  # one always does
     buffer = pool.take(100, torch.uint8)
-    assert not pool.has_room(1)
+    assert not pool.has_capacity(1)
     pool.extend(50)
-    assert pool.has_room(50)
-    assert not pool.has_room(51)
+    assert pool.has_capacity(50)
+    assert not pool.has_capacity(51)
     pool.extend(0)
-    assert not pool.has_room(1)
+    assert not pool.has_capacity(1)
     pool.give(buffer)

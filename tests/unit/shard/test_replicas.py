@@ -521,7 +521,7 @@ def test_update_counts_of_another_unit_are_refused_before_anything_is_applied() 
 
 
 def test_a_placement_of_other_slices_is_refused_before_anything_is_counted_by_it() -> None:
-    """As a coordinator that lies would send it: `make fuzz` found an IndexError."""
+    """As a coordinator that lies would send it: `make lab NAME=fuzz` found an IndexError."""
     engine = ShardEngine()
     engine.configure(job(), 0, 2)
     placement = engine.placement
@@ -532,7 +532,7 @@ def test_a_placement_of_other_slices_is_refused_before_anything_is_counted_by_it
 
 
 def test_a_decision_on_an_attempt_that_there_is_not_is_refused() -> None:
-    """As a coordinator that lies would send it: `make fuzz` found an IndexError."""
+    """As a coordinator that lies would send it: `make lab NAME=fuzz` found an IndexError."""
     engine = ShardEngine()
     engine.configure(job(asynchronous=True), 0, 2)
     turn = Turn(replica=5, clock=0, slowest_clock=0)

@@ -194,11 +194,11 @@ def test_what_cannot_be_mapped_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not shared_arrays.find(address_of(sum_memory(10_000)), 40_000)
     monkeypatch.undo()
 
-    def no_room(*_: object) -> SharedCopy:
+    def out_of_memory(*_: object) -> SharedCopy:
         raise Busy("a shared-memory segment needs more than there is")
 
-    monkeypatch.setattr(mapped_units, "SharedCopy", no_room)
-    monkeypatch.setattr(mapped_units, "allocate_sum", no_room)
+    monkeypatch.setattr(mapped_units, "SharedCopy", out_of_memory)
+    monkeypatch.setattr(mapped_units, "allocate_sum", out_of_memory)
     full = servers()
     assert map_unit(full.engines[0], full.engines[0].slices[0]) is None
     assert len(full.engines[0].parameters.frames(0, 0, N)) == len(full.engines[0].slices[0].chunks.bounds)

@@ -161,9 +161,9 @@ def test_a_registration_waits_for_servers_that_are_not_there() -> None:
 # ---------------------------------------------------------------------- servers that cannot all the same
 
 
-def no_room(d: Driver, server: Peer, model: int = 0) -> None:
+def out_of_memory(d: Driver, server: Peer, model: int = 0) -> None:
     number = server.placement_number(model)
-    d.perform(d.state.no_room(server.session, model, number, Busy("4 GiB needed, 1 GiB there"), d.clock()))
+    d.perform(d.state.out_of_memory(server.session, model, number, Busy("4 GiB needed, 1 GiB there"), d.clock()))
 
 
 def test_a_server_that_no_room_a_model_is_a_reason_for_it_alone() -> None:
@@ -171,7 +171,7 @@ def test_a_server_that_no_room_a_model_is_a_reason_for_it_alone() -> None:
     d.register(worker, name="good")
     server.initialized()
     d.register(worker, spec_of(1 << 40), ADAMW, name="huge")
-    no_room(d, server, 1)
+    out_of_memory(d, server, 1)
     status = d.state.status()
     assert status.membership.complete, "the other model's steps go on"
     assert any(
@@ -179,7 +179,7 @@ def test_a_server_that_no_room_a_model_is_a_reason_for_it_alone() -> None:
     )
     with pytest.raises(Busy, match="4 GiB needed, 1 GiB there; release it"):
         d.register(worker, spec_of(1 << 40), name="huge")
-    assert "is not held" in worker.last(JobState).no_room
+    assert "is not held" in worker.last(JobState).out_of_memory
     d.state.save(1, "memory://x")
     worker.vote()
     server.ready()
@@ -192,7 +192,7 @@ def test_a_restarted_coordinator_with_a_poisoned_state_says_so_and_lets_it_be_re
     d.restart()
     server.join()
     worker.join()
-    no_room(d, server)
+    out_of_memory(d, server)
     assert any("is not held" in p for p in d.state.status().pending)
     d.call(lambda call: d.state.release(call, OPERATOR, 0, "model 0"))
     assert d.state.status().pending == ()
@@ -203,7 +203,7 @@ def test_released_memory_is_offered_to_a_model_that_was_not_held() -> None:
     d, worker, (server,) = assembled(None)
     d.register(worker, name="a")
     d.register(worker, spec_of(1 << 20), ADAMW, name="b")
-    no_room(d, server, 1)
+    out_of_memory(d, server, 1)
     d.call(lambda call: d.state.release(call, worker.caller, 0, "a"))
     assert server.last(JobState).spec is not None
     assert not any("is not held" in p for p in d.state.status().pending)
@@ -243,6 +243,6 @@ def test_a_server_that_cannot_take_a_copy_is_not_asked_again_at_once() -> None:
         s.initialized()
     servers[2].lose()
     asked = next(s for s in servers[:2] if s.copying())
-    no_room(d, asked)
+    out_of_memory(d, asked)
     assert not asked.copying()
     assert d.state.status().membership.complete
