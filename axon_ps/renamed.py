@@ -1,7 +1,7 @@
-"""Modules that have another name now: the old one works for one release, with a `DeprecationWarning`.
+"""Renamed modules: an old name works for one release, with a `DeprecationWarning`.
 
-Owns: the table of old names. Old folders may remain in a checkout, without sources: the table comes before what Python
-finds there.
+Owns: the table of old names. Python consults the table before it searches folders, because old folders may remain in
+a checkout, without sources.
 """
 
 from __future__ import annotations
@@ -19,6 +19,14 @@ RENAMED: Final = {
     "axon_ps.cli.chaos": "axon_ps_lab.commands.chaos",
     "axon_ps.cli.measure": "axon_ps_lab.commands.measure",
     "axon_ps.cli.simulate": "axon_ps_lab.commands.simulate",
+    "axon_ps.collectives.backend": "axon_ps.collectives.backends.base",
+    "axon_ps.collectives.group": "axon_ps.collectives.process_group",
+    "axon_ps.collectives.grpc_backend": "axon_ps.collectives.backends.grpc",
+    "axon_ps.collectives.hierarchical": "axon_ps.collectives.backends.hierarchical.backend",
+    "axon_ps.collectives.mock": "axon_ps.collectives.backends.mock",
+    "axon_ps.collectives.nccl": "axon_ps.collectives.backends.nccl.backend",
+    "axon_ps.collectives.shm": "axon_ps.collectives.backends.shm.backend",
+    "axon_ps.collectives.torch_gloo": "axon_ps.collectives.backends.gloo",
     "axon_ps.simulate": "axon_ps_lab.simulate",
     "axon_ps.testing.chaos": "axon_ps_lab.chaos",
     "axon_ps.testing.clock": "axon_ps_lab.clock",
@@ -31,19 +39,19 @@ RENAMED: Final = {
 
 
 class Renamed(MetaPathFinder, Loader):
-    """Finds a module by its old name. Both names are of the same module, so that its classes are the same, too."""
+    """Finds a module by its old name. Both names give the same module, so its classes are the same, too."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """The module of an old name; None for every other name."""
+        """Return the spec of a module by its old name; None for every other name."""
         if (now := new_name(name)) is None:
             return None
         warnings.warn(f"{name} is called {now} now; import that", DeprecationWarning, stacklevel=2)
         return ModuleSpec(name, self)
 
     def exec_module(self, module: ModuleType) -> None:
-        """Put the module of the new name in the place of the empty one that Python has made."""
+        """Replace the empty module that Python has made by the module of the new name."""
         name = module.__name__
         now = new_name(name)
         assert now is not None
@@ -51,7 +59,7 @@ class Renamed(MetaPathFinder, Loader):
 
 
 def new_name(name: str) -> str | None:
-    """The name of a module today; None if it has not been renamed."""
+    """Return the present name of a module; None if it has not been renamed."""
     package = name
     while package not in RENAMED:
         package, _, _ = package.rpartition(".")
